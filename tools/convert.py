@@ -26,7 +26,13 @@ from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import pretrained
 from interdomain.files.checkpoint import open_checkpoint
-from interdomain.files.megatron_checkpoint import FLAGS, MegatronCheckpoint, find_checkpoint, write_checkpoint
+from interdomain.files.megatron_checkpoint import (
+    FLAGS,
+    MegatronCheckpoint,
+    find_checkpoint,
+    hybrid_pattern,
+    write_checkpoint,
+)
 from interdomain.files.model_card import write_card
 from interdomain.files.model_code import write_code
 from interdomain.folders import new_folder
@@ -55,7 +61,8 @@ def parse(argv):
         "with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid"
     )
     p.add_argument("--uptrain", type=Path, metavar="RUN.toml", help=text)
-    back.add_argument("--to-megatron", action="store_true", help="write a checkpoint for Megatron-Core (--load DIR)")
+    text = "write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel"
+    back.add_argument("--to-megatron", nargs="?", const="gpt", choices=("gpt", "hybrid"), help=text)
     text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
     args = p.parse_args(argv)
@@ -175,14 +182,16 @@ def read_folder(args):
 
 def to_megatron(args) -> str:
     config, _, tensors, tokenizer = read_folder(args)
+    hybrid = args.to_megatron == "hybrid"
+    pattern = f' --hybrid-layer-pattern "{hybrid_pattern(config)}"' if hybrid else ""
     with new_folder(args.output) as folder:
-        write_checkpoint(folder, config, tensors, tokenizer.sha256)
+        write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid)
         place = find_checkpoint(folder)
         assert place is not None
         written = MegatronCheckpoint(place)
         for name, tensor in tensors.items():
             require_same(name, written.read([name])[name], tensor)
-    return f"{len(tensors)} tensors; start with Megatron's --load {args.output}"
+    return f"{len(tensors)} tensors; start with Megatron's --load {args.output}{pattern}"
 
 
 def to_checkpoint(args) -> str:

@@ -113,9 +113,9 @@ def tokens_of(step: int, corpus: Path | None = None) -> torch.Tensor:
     return torch.from_numpy(dataset.read_batch(range(step * BATCH, (step + 1) * BATCH)))
 
 
-def write_start(folder: Path, case="interdomain") -> None:
+def write_start(folder: Path, case="interdomain", hybrid=False) -> None:
     model = plain_model(case)
-    write_checkpoint(folder, model.config, model.state_dict())
+    write_checkpoint(folder, model.config, model.state_dict(), hybrid=hybrid)
 
 
 def plain_steps() -> list[tuple[float, float]]:
@@ -249,7 +249,7 @@ def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.
         sizes = (1,) * stacked + tuple(data.shape)
         place[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = data.view(sizes)
     names = (name for name in meta_model(config).state_dict() if not name.endswith("frequencies"))
-    return {name: part_of(whole, name, len(config.mixers) == 1) for name in names}
+    return {name: part_of(whole, name, "stacked" if len(config.mixers) == 1 else "by layer") for name in names}
 
 
 def packed_losses(run, folder: Path) -> torch.Tensor:

@@ -1,20 +1,24 @@
 """The model in Megatron-Core's distributed checkpoints (torch_dist), read and written without Megatron.
 
-Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors are stacked over layers:
-`decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]. A hybrid's are not: `decoder.layers.0.mlp.linear_fc2.weight`.
+Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors have places of three forms:
+
+stacked     GPTModel: `decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]
+by layer    GPTModel with layers of several kinds: `decoder.layers.0.mlp.linear_fc2.weight`
+hybrid      HybridModel, where a mixer and its MLP are two layers: `decoder.layers.1.mlp.linear_fc2.weight`
 """
 
 import json
 import re
+from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from interdomain.model.config import SIZES, ModelConfig, cell_of
+from interdomain.model.config import SIZES, MixerConfig, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
 from . import distributed_checkpoint as checkpoints
@@ -25,6 +29,10 @@ RECORD = "interdomain"  # of each layer's self_attention: its configuration as J
 RECORD_BYTES = 1024
 TOKENIZER_DIGITS = 16
 LAYERS = "decoder.layers."
+Form = Literal["stacked", "by layer", "hybrid"]
+HYBRID_NORM = "decoder.final_norm.weight"
+# Letters of HybridModel's layer pattern, by the kind of mixer. Every other kind is G, and the MLP that follows each is -.
+LETTERS = {"softmax": "*", "mamba2": "M"}
 FUSED = "mlp.linear_fc1.weight"  # its rows: all of w1, then all of w3
 NAMES = {
     "tok_embeddings.weight": "embedding.word_embeddings.weight",
@@ -69,12 +77,29 @@ def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any], str | None
     return ModelConfig.from_dict(settings), backbone, tokenizer
 
 
-def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
+def letter_of(mixer: MixerConfig) -> str:
+    return LETTERS.get(mixer.kind, "G")
+
+
+def hybrid_pattern(config: ModelConfig) -> str:
+    """The model as HybridModel's --hybrid-layer-pattern, such as "G-G-*-". Raises: ValueError for two mixers of one letter."""
+    mixers = [layer.mixer for layer in config.layers]
+    for letter in (letters := [letter_of(mixer) for mixer in mixers]):
+        if len(same := {mixer for mixer, its in zip(mixers, letters, strict=True) if its == letter}) > 1:
+            raise ValueError(
+                f"the model has {len(same)} mixers that differ and would all be {letter} in a layer pattern, which has one "
+                "mixer for a letter. Use GPTModel, whose layers may all differ."
+            )
+    return "".join(f"{letter}-" for letter in letters)
+
+
+def place_of(name: str, form: Form = "stacked") -> tuple[str, int | None]:
     """(name in a Megatron checkpoint, where in it the layer is, or None) of a plain model's tensor."""
     if not name.startswith("layers."):
-        return NAMES[name], None
+        return HYBRID_NORM if (name, form) == ("norm.weight", "hybrid") else NAMES[name], None
     _, layer, rest = name.split(".", 2)
-    prefix, place = (LAYERS, int(layer)) if stacked else (f"{LAYERS}{layer}.", None)
+    prefix = _prefix(int(layer), form, mlp=rest.startswith(("ffn_norm.", "feed_forward.")))
+    place = int(layer) if form == "stacked" else None
     if rest in NAMES:
         return prefix + NAMES[rest], place
     inner = rest.removeprefix("attention.")
@@ -82,9 +107,16 @@ def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
     return f"{prefix}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{inner}'}", place
 
 
-def part_of(whole: dict[str, Tensor], name: str, stacked: bool = True) -> Tensor:
+def _prefix(layer: int, form: Form, mlp: bool = False) -> str:
+    """How the names of a layer's tensors begin, of its mixer or its MLP."""
+    if form == "stacked":
+        return LAYERS
+    return f"{LAYERS}{2 * layer + mlp if form == 'hybrid' else layer}."
+
+
+def part_of(whole: dict[str, Tensor], name: str, form: Form = "stacked") -> Tensor:
     """A plain model's tensor, of a checkpoint's tensors by their names there; a view."""
-    key, layer = place_of(name, stacked)
+    key, layer = place_of(name, form)
     tensor = whole[key] if layer is None else whole[key][layer]
     return tensor.chunk(2)[name.endswith("w3.weight")] if key.endswith(FUSED) else tensor
 
@@ -113,11 +145,10 @@ class MegatronCheckpoint:
         records = [key for key in self.index if key.endswith(f"self_attention.{RECORD}")]
         if not records:
             raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
-        self.stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
+        stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
+        self.form: Form = "stacked" if stacked else "hybrid" if HYBRID_NORM in self.index else "by layer"
         tensors = checkpoints.read_tensors(folder, records, self.index)
-        each_layer = [
-            read_record(tensors[key][0] if self.stacked else tensors[key]) for key in sorted(records, key=_layer)
-        ]
+        each_layer = [read_record(tensors[key][0] if stacked else tensors[key]) for key in sorted(records, key=_layer)]
         layers, backbones, tokenizers = zip(*each_layer, strict=True)
         self.tokenizer: str | None = tokenizers[0]
         if other := {f"{name} = {x!r}" for each in backbones for name, x in each.items() if BACKBONE.get(name) != x}:
@@ -137,14 +168,14 @@ class MegatronCheckpoint:
         }
         self.record = {**cell_of(self.config, _size_of(self.config))._asdict(), **facts}
         expected = {name: list(t.shape) for name, t in meta_model(self.config).state_dict().items()}
-        known = {*records, *(place_of(name, self.stacked)[0] for name in expected)}
+        known = {*records, *(place_of(name, self.form)[0] for name in expected)}
         if more := sorted(key for key in self.index if key not in known and not OPTIMIZER.match(key)):
             raise ValueError(
                 f"{folder} has {len(more)} tensor(s) for which a folder has no place, first of all {more[0]}. Without them "
                 f"the logits would be others. Train with {FLAGS}, and without experts, position embeddings or MTP layers."
             )
         for name, shape in expected.items():
-            key, layer = place_of(name, self.stacked)
+            key, layer = place_of(name, self.form)
             stored = list(self.index[key].size) if key in self.index else "missing"
             rows = shape[:1] if not key.endswith(FUSED) else [2 * shape[0]]
             wanted = [*([] if layer is None else [self.config.n_layers]), *rows, *shape[1:]]
@@ -156,13 +187,13 @@ class MegatronCheckpoint:
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Raises: ValueError."""
-        keys = sorted({place_of(name, self.stacked)[0] for name in names})
+        keys = sorted({place_of(name, self.form)[0] for name in names})
         whole = checkpoints.read_tensors(self.folder, keys, self.index)
-        return {name: part_of(whole, name, self.stacked).clone() for name in names}
+        return {name: part_of(whole, name, self.form).clone() for name in names}
 
     def check_bytes(self, names: Iterable[str]) -> None:
         """Raises ValueError unless these tensors are stored as they were saved."""
-        checkpoints.check_bytes(self.folder, {place_of(name, self.stacked)[0] for name in names})
+        checkpoints.check_bytes(self.folder, {place_of(name, self.form)[0] for name in names})
 
 
 def _layer(key: str) -> int:
@@ -179,33 +210,48 @@ def _size_of(config: ModelConfig) -> str:
 
 
 def write_checkpoint(
-    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], tokenizer: str | None = None
+    folder: Path,
+    config: ModelConfig,
+    tensors: dict[str, Tensor],
+    tokenizer: str | None = None,
+    hybrid: bool = False,
 ) -> None:
     """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
 
-    tensors: the plain model's, in the precision in which Megatron is to find them. tokenizer: its sha256. Raises: OSError.
+    Args:
+        tensors: the plain model's, in the precision in which Megatron is to find them.
+        tokenizer: its sha256.
+        hybrid: for HybridModel, else for GPTModel.
+    Raises: OSError.
     """
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
-    stacked = len(config.mixers) == 1
+    form: Form = "hybrid" if hybrid else "stacked" if len(config.mixers) == 1 else "by layer"
     for name in meta_model(config).state_dict():  # layer by layer, w1 before w3
-        key, layer = place_of(name, stacked)
+        key, layer = place_of(name, form)
         by_key.setdefault(key, {}).setdefault(layer, []).append(tensors[name])
     state: dict[str, Any] = {}
     for key, layers in by_key.items():
         parts = [torch.cat(part) for part in layers.values()]
         state[key] = parts[0] if None in layers else torch.stack(parts)
-    if stacked:
+    if form == "stacked":
         state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer).repeat(config.n_layers, 1)
+    if hybrid:
+        state["output_layer._extra_state/shard_0_1"] = [None]
     for i, layer_config in enumerate(config.layers):
-        if not stacked:
-            state[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(layer_config, tokenizer)
+        if form != "stacked":
+            state[f"{_prefix(i, form)}self_attention.{RECORD}"] = record_of(layer_config, tokenizer)
+        place = f"shard_{i}_{config.n_layers}" if form == "stacked" else "shard_0_1"
         for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
             # Megatron asks for them; there is nothing in them.
-            place = f"{module}._extra_state/shard_{i}_{config.n_layers}"
-            state[LAYERS + (place if stacked else f"{i}.{module}._extra_state/shard_0_1")] = [None]
+            prefix = _prefix(i, form, mlp=module.startswith("mlp."))
+            state[f"{prefix}{module}._extra_state/{place}"] = [None]
     step = folder / "release"
     checkpoints.write_tensors(step, state)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (step / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
-    torch.save({"checkpoint_version": 3.0}, step / "common.pt")
+    common: dict[str, Any] = {"checkpoint_version": 3.0}
+    if hybrid:  # else Megatron takes it for one of GPTModel, and translates; what it then compares
+        shape = dict(num_layers=2 * config.n_layers, hidden_size=config.dim, num_attention_heads=config.n_heads)
+        common["args"] = Namespace(hybrid_layer_pattern=hybrid_pattern(config), **shape)
+    torch.save(common, step / "common.pt")
     (folder / TRACKER).write_text("release")

@@ -53,12 +53,17 @@ class Float32Norm(KeptInFloat32, InputNorm):
     """An input norm in the dynamics' group of the optimizer: Megatron cannot save a group that mixes precisions."""
 
 
-def plain_config(settings: Any, groups: int, mixers: tuple[MixerConfig, ...], **others: Any) -> ModelConfig:
-    """The plain model of a TransformerConfig, or of parsed arguments, with so many heads of keys; others: of ModelConfig."""
+def plain_config(
+    settings: Any, groups: int, mixers: tuple[MixerConfig, ...], mlp_apart: bool = False, **others: Any
+) -> ModelConfig:
+    """The plain model of a TransformerConfig, or of parsed arguments, with so many heads of keys.
+
+    mlp_apart: whether a mixer and its MLP are two layers there, as in HybridModel. others: of ModelConfig.
+    """
     shared = groups if groups != settings.num_attention_heads else None
     return ModelConfig(
         dim=settings.hidden_size,
-        n_layers=settings.num_layers,
+        n_layers=settings.num_layers // (2 if mlp_apart else 1),
         n_heads=settings.num_attention_heads,
         head_dim=settings.kv_channels,
         norm_eps=settings.layernorm_epsilon,
@@ -78,6 +83,7 @@ class InterdomainAttention(MegatronModule):
         mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
         seed: of the initial values: `initial_value` of the whole tensors, of which each rank takes its part.
         contiguous: whether context-parallel ranks have the sequences' pieces in order (`context.contiguous`).
+        mlp_apart: whether layer_number counts a mixer and its MLP as two, as HybridModel does.
         tokenizer: the sha256 of the corpus's, for the record in a checkpoint.
     """
 
@@ -93,15 +99,17 @@ class InterdomainAttention(MegatronModule):
         execution: Execution | None,
         seed: int,
         contiguous: bool = False,
+        mlp_apart: bool = False,
         tokenizer: str | None = None,
         **_: Any,  # of attention, in some versions
     ) -> None:
         super().__init__(config)
         self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
         tp, heads, groups = self.tp_group.size(), config.num_attention_heads, config.num_query_groups
-        whole = plain_config(config, groups, mixers, rope_theta=rope_theta, max_seq_len=max_seq_len)
+        whole = plain_config(config, groups, mixers, mlp_apart, rope_theta=rope_theta, max_seq_len=max_seq_len)
+        self.layer = (layer_number - 1) // (2 if mlp_apart else 1)
         _refuse(config, tp, whole, contiguous)
-        self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
+        self.whole = whole.layers[self.layer]  # as of a model all of whose layers are like this one
         fixed = self.whole.mixer.kind in FIXED_STATE
         local, split = self.whole, tp  # ranks by which in_proj's rows are split that the local mixer has
         if not fixed:
@@ -160,7 +168,7 @@ class InterdomainAttention(MegatronModule):
             shapes = {name: t.shape for name, t in mixer_class(self.whole.mixer)(self.whole).state_dict().items()}
 
         def this_ranks_part(name: str, dim: int = 0) -> Tensor:
-            at = f"layers.{self.layer_number - 1}.attention.{name}"
+            at = f"layers.{self.layer}.attention.{name}"
             full = initial_value(at, shapes[name], self.whole, seed)
             return full if name in self.shared else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
 

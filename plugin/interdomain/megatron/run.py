@@ -8,13 +8,12 @@ import functools
 import runpy
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from interdomain.data.corpus import read_manifest
-from interdomain.model.config import CONDITIONS, SIZES
+from interdomain.model.config import CONDITIONS, SIZES, with_settings
 from interdomain.model.costs.flops import train_flops_per_token
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
@@ -25,24 +24,42 @@ from .settings import refuse
 from .spec import RMSNorm
 
 
-def layer_of(args: Namespace) -> Any:
-    """The attention of the layer that --spec names. Raises: ValueError, ImportError."""
+def mixer_specs(args: Namespace) -> list[Any]:
+    """The mixers that --spec names: one spec for all layers of GPTModel; for HybridModel, that of each layer in order.
+
+    Raises: ValueError, ImportError.
+    """
     if not args.spec or len(args.spec) != 2:
         raise ValueError("name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...).")
     # Megatron-Core 0.19 trains its own softmax model where the module cannot be imported.
     module, name = args.spec
-    attention: Any = getattr(getattr(vars(import_module(module)).get(name), "submodules", None), "self_attention", None)
-    if getattr(attention, "module", None) is not InterdomainAttention:
+    parts: Any = getattr(vars(import_module(module)).get(name), "submodules", None)
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    if hybrid := hasattr(parts, "gdn_layer"):
+        if not pattern:
+            raise ValueError('give the layers of the HybridModel: --hybrid-layer-pattern "G-G-*-G-", say.')
+        from .hybrid import SLOTS, mixer_letters
+
+        layers = [getattr(parts, SLOTS[letter]).submodules for letter in mixer_letters(pattern)]
+    else:
+        layers = [parts]
+    specs: list[Any] = [getattr(layer, "self_attention", None) for layer in layers]
+    if any(getattr(spec, "module", None) is not InterdomainAttention for spec in specs):
         raise ValueError(
             f"--spec {module} {name} is no layer of this project. Name a layer that interdomain.megatron.layer_spec made, or "
             f"--spec interdomain.megatron.spec with one of {', '.join(CONDITIONS)}."
         )
-    return attention
+    if pattern and not hybrid:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern} is ignored by GPTModel's layers, as {module} makes them. Take pretrain_hybrid.py and "
+            "--spec interdomain.megatron.hybrid, or a spec made by layer_spec(layers=...)."
+        )
+    return specs
 
 
 def check(args: Namespace) -> None:
     """Puts the settings into the layer that --spec names. Raises ValueError, with the setting to change."""
-    params = layer_of(args).params
+    specs = mixer_specs(args)
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
         raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
@@ -56,9 +73,9 @@ def check(args: Namespace) -> None:
             "Megatron's default checkpoint of the distributed optimizer saves float32 parameters and cannot load them. Set "
             "--dist-ckpt-optim-fully-reshardable."
         )
-    params["mixers"] = tuple(replace(mixer, **mixer_settings(args)) for mixer in params["mixers"])
-    args.hetereogenous_dist_checkpoint = len(params["mixers"]) > 1
-    params |= dict(
+    mixers = with_settings([mixer for spec in specs for mixer in spec.params["mixers"]], mixer_settings(args))
+    args.hetereogenous_dist_checkpoint = any(len(spec.params["mixers"]) > 1 for spec in specs)
+    shared = dict(
         rope_theta=float(args.rotary_base),
         max_seq_len=args.seq_length,
         execution=execution(args),
@@ -66,13 +83,19 @@ def check(args: Namespace) -> None:
         contiguous=True,
     )
     if corpus := getattr(args, "data.corpus"):
-        params["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
+        shared["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
+    for spec in specs:
+        own, mixers = mixers[: (n := len(spec.params["mixers"]))], mixers[n:]
+        spec.params |= shared | {"mixers": own}
 
 
 def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any) -> Any:
     """FLOPs of a step of so many sequences, or tokens without padding, for the log: Megatron counts softmax in every layer."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    config = plain_config(args, groups, layer_of(args).params["mixers"], vocab_size=args.padded_vocab_size)
+    specs = [spec.params for spec in mixer_specs(args)]
+    mixers = tuple(mixer for params in specs for mixer in params["mixers"])
+    hybrid = specs[0].get("mlp_apart", False)
+    config = plain_config(args, groups, mixers, hybrid, vocab_size=args.padded_vocab_size)
     return (total_real_tokens_in_batch or batch_size * args.seq_length) * train_flops_per_token(config, args.seq_length)
 
 

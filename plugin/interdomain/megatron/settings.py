@@ -64,7 +64,6 @@ SETTINGS = (
     *_off(FOLDER, LEAVE, "--apply-layernorm-1p", "--use-mup", "--mtp-num-layers"),
     *_off(IGNORED, LEAVE, "--num-experts", "--openai-gelu", "--apply-residual-connection-post-layernorm"),
     *_off(IGNORED, LEAVE, "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
-    *_off(IGNORED, "a spec made by layer_spec(layers=...)", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *_off("trains Megatron's own softmax model, whatever --spec says", LEAVE, "--use-legacy-models"),
     *_off("trains with dropout, which neither the paper nor TorchTitan's runs have", ZERO, "--hidden-dropout"),
     Setting("--init-method-std", {"init_method_std": 0.02}, IN_PART, "0.02, as the paper"),

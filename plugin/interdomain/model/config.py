@@ -5,7 +5,7 @@ every field by name. Configurations are frozen: change one with `dataclasses.rep
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -241,13 +241,16 @@ def build_config(
     pattern = layers or _with_softmax(condition, softmax_every, model["n_layers"])
     rows = [MixerConfig(n_basis=SIZES[size]["n_basis"], **CONDITIONS[name]) for name in pattern]
     of_mixers = {name: value for name, value in overrides.items() if name in MIXER_SETTINGS}
-    # What no layer has is given to all, and so refused.
-    nowhere = {name for name in of_mixers if all(name in row.without_meaning() for row in rows)}
-    mixers = [
-        replace(row, **{n: x for n, x in of_mixers.items() if n in nowhere or n not in row.without_meaning()})
-        for row in rows
-    ]
-    return ModelConfig(**model, mixers=tuple(mixers))
+    return ModelConfig(**model, mixers=with_settings(rows, of_mixers))
+
+
+def with_settings(mixers: Sequence[MixerConfig], settings: Mapping[str, Any]) -> tuple[MixerConfig, ...]:
+    """The mixers of a model's layers, each with the settings that it has. Raises: ValueError for one that none of them has."""
+    nowhere = {name for name in settings if all(name in mixer.without_meaning() for mixer in mixers)}
+    return tuple(
+        replace(mixer, **{n: x for n, x in settings.items() if n in nowhere or n not in mixer.without_meaning()})
+        for mixer in mixers
+    )
 
 
 def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]:

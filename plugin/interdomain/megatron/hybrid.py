@@ -1,0 +1,92 @@
+"""Layer specifications for Megatron's HybridModel (0.18 and later): `--spec interdomain.megatron.hybrid NAME`, NAME any condition
+of the study, with `--hybrid-layer-pattern "G-G-*-G-"`. A mixer and its MLP are two layers there.
+
+Letters: G the condition's mixer, * softmax, M Mamba-2, all of this project; - the MLP, after each of them; | between stages.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from interdomain.model.config import CONDITIONS, ModelConfig, build_config, check_names
+
+from .spec import SETTINGS, RMSNorm, layer_spec, transformer_config
+
+try:
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+except ImportError as e:
+    raise ImportError(
+        f"HybridModel needs megatron-core 0.18 or later ({e}). Install it, or take GPTModel: --spec interdomain.megatron.spec."
+    ) from e
+
+SLOTS = {"G": "gdn_layer", "*": "attention_layer", "M": "mamba_layer"}  # of HybridStackSubmodules
+
+
+def mixer_letters(pattern: str) -> str:
+    """The letters of the mixers in order. Raises: ValueError for a pattern of which no folder could be made."""
+    letters = pattern.replace("|", "")
+    mixers, mlps = letters[::2], letters[1::2]
+    if not letters or len(letters) % 2 or mixers.strip("".join(SLOTS)) or mlps.strip("-"):
+        raise ValueError(
+            f"the layer pattern {pattern!r} is of no model that this project converts. A pattern is of pairs: a mixer "
+            f"({', '.join(SLOTS)}), then its MLP (-), such as G-G-*-G-. Stages may be divided by |."
+        )
+    return mixers
+
+
+class Stack(HybridStack):
+    """HybridStack with a last norm that needs no Transformer Engine."""
+
+    def __init__(self, config: Any, *, layer_type_list: list[str], post_process: bool = True, **settings: Any) -> None:
+        super().__init__(
+            config, layer_type_list=layer_type_list, post_process=post_process, post_layer_norm=False, **settings
+        )
+        self.post_layer_norm = True
+        if post_process:
+            self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+
+def stack_spec(condition: str = "interdomain", *, layer: ModuleSpec | None = None, **settings: Any) -> ModuleSpec:
+    """All layers, for HybridModel's hybrid_stack_spec.
+
+    Args:
+        settings: of MixerConfig, by name; each letter's mixer takes those that it has.
+        layer: of `layer_spec`, whose other arguments all letters take (rope_theta, execution, seed, contiguous, ...).
+    Raises: ValueError for an unknown condition or setting, or for a combination that no mixer has.
+    """
+    check_names("mixer", settings, SETTINGS)
+    mixers = build_config("125M", layers=(condition, "softmax", "mamba2"), **settings).mixers
+    whole, nothing = (layer or layer_spec()).submodules, TransformerLayerSubmodules()
+    mlp = replace(
+        whole,
+        input_layernorm=nothing.input_layernorm,
+        self_attention=nothing.self_attention,
+        self_attn_bda=nothing.self_attn_bda,
+    )
+    slots = {"mlp_layer": ModuleSpec(MLPLayer, submodules=mlp)}
+    for letter, mixer in zip(SLOTS, mixers, strict=True):
+        attention = whole.self_attention
+        attention = replace(attention, params=attention.params | {"mixers": (mixer,), "mlp_apart": True})
+        alone = replace(
+            whole,
+            self_attention=attention,
+            pre_mlp_layernorm=nothing.pre_mlp_layernorm,
+            mlp=nothing.mlp,
+            mlp_bda=nothing.mlp_bda,
+        )
+        # HybridStack counts the layers of the stages before, and says so to all but M's.
+        params = {"add_layer_offset": False} if letter == "M" else {}
+        slots[SLOTS[letter]] = ModuleSpec(TransformerLayer, submodules=alone, params=params)
+    return ModuleSpec(Stack, submodules=HybridStackSubmodules(**slots))
+
+
+def hybrid_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
+    """Megatron's configuration of a model as HybridModel, as `transformer_config`; its pattern is `hybrid_pattern(config)`."""
+    return replace(transformer_config(config, **settings), num_layers=2 * config.n_layers, is_hybrid_model=True)
+
+
+globals().update({name: stack_spec(name) for name in CONDITIONS})  # any of them after --spec
