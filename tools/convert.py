@@ -61,7 +61,9 @@ def parse(argv):
         "with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid"
     )
     p.add_argument("--uptrain", type=Path, metavar="RUN.toml", help=text)
-    text = "write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel"
+    text = (
+        "write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel"
+    )
     back.add_argument("--to-megatron", nargs="?", const="gpt", choices=("gpt", "hybrid"), help=text)
     text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)

@@ -106,6 +106,10 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
             "is no layer of this project",
         ),
         (f"{GOOD} --spec tests.megatron.conftest STOCK", "is no layer of this project"),
+        (
+            f"{GOOD} --hybrid-layer-pattern M-*-",
+            "M-*- is ignored by GPTModel's layers, as interdomain.megatron.spec makes them",
+        ),
         (f"{GOOD} --num-query-groups 4", "--num-query-groups is ignored without --group-query-attention"),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),

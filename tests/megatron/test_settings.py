@@ -62,8 +62,6 @@ WRONG = {
     "--kitchen-config-file x": dict(use_kitchen=True),
     "--heterogeneous-layers-config-path x": dict(heterogeneous_block_specs=True),
     "--heterogeneous-layers-config-encoded-json x": {},
-    "--hybrid-layer-pattern M-*-": {},
-    "--hybrid-override-pattern M-*-": {},
     "--init-method-std 0.01": dict(init_method_std=0.01),
     "--init-method-xavier-uniform": {},
     "--reset-attention-mask": {},

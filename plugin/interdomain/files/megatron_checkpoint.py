@@ -1,6 +1,6 @@
 """The model in Megatron-Core's distributed checkpoints (torch_dist), read and written without Megatron.
 
-Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors have places of three forms:
+Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors' names have three forms:
 
 stacked     GPTModel: `decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]
 by layer    GPTModel with layers of several kinds: `decoder.layers.0.mlp.linear_fc2.weight`

@@ -1,5 +1,6 @@
-"""Layer specifications for Megatron's HybridModel (0.18 and later): `--spec interdomain.megatron.hybrid NAME`, NAME any condition
-of the study, with `--hybrid-layer-pattern "G-G-*-G-"`. A mixer and its MLP are two layers there.
+"""Layers of HybridModel (Megatron 0.18 and later): `--spec interdomain.megatron.hybrid NAME --hybrid-layer-pattern "G-G-*-G-"`.
+
+NAME is any condition of the study. A mixer and its MLP are two layers there.
 
 Letters: G the condition's mixer, * softmax, M Mamba-2, all of this project; - the MLP, after each of them; | between stages.
 """
@@ -60,7 +61,8 @@ def stack_spec(condition: str = "interdomain", *, layer: ModuleSpec | None = Non
     """
     check_names("mixer", settings, SETTINGS)
     mixers = build_config("125M", layers=(condition, "softmax", "mamba2"), **settings).mixers
-    whole, nothing = (layer or layer_spec()).submodules, TransformerLayerSubmodules()
+    whole: Any = (layer or layer_spec()).submodules
+    nothing = TransformerLayerSubmodules()
     mlp = replace(
         whole,
         input_layernorm=nothing.input_layernorm,

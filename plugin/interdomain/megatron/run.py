@@ -51,8 +51,8 @@ def mixer_specs(args: Namespace) -> list[Any]:
         )
     if pattern and not hybrid:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern} is ignored by GPTModel's layers, as {module} makes them. Take pretrain_hybrid.py and "
-            "--spec interdomain.megatron.hybrid, or a spec made by layer_spec(layers=...)."
+            f"--hybrid-layer-pattern {pattern} is ignored by GPTModel's layers, as {module} makes them. Take "
+            "pretrain_hybrid.py and --spec interdomain.megatron.hybrid, or a spec made by layer_spec(layers=...)."
         )
     return specs
 
