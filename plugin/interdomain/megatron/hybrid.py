@@ -17,7 +17,7 @@ from interdomain.model.config import CONDITIONS, ModelConfig, build_config, chec
 from .spec import SETTINGS, RMSNorm, layer_spec, transformer_config
 
 try:
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # pyright: ignore[reportMissingImports]
     from megatron.core.ssm.mlp_layer import MLPLayer
 except ImportError as e:
     raise ImportError(
