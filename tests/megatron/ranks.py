@@ -1,9 +1,9 @@
 """Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave."""
 
-import argparse
 import math
 import shutil
 import warnings
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,18 +24,20 @@ VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of packed documents
 
 WITHOUT = dict(sequence_parallel=False)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+CORE_ATTN = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 # By tensor-parallel ranks, stages and context-parallel ranks (the other ranks are data-parallel), in turns:
 # name: (whose checkpoint of step 5 it resumes, or "start"; the last step; options).
 LEGS = {
     (2, 1, 1): {
         "tensor and sequence": ("start", STEPS, {}),
         "tensor": ("start", 2, WITHOUT),
-        "recompute core_attn": ("start", 1, WITHOUT | dict(recompute="core_attn")),
+        "recompute core_attn": ("start", 1, WITHOUT | CORE_ATTN),
         "bf16": ("start", 6, dict(bf16=True)),
     },
     (1, 1, 1): {
         "one": ("start", STEPS, {}),
-        "tensor to one": ("tensor and sequence", 7, dict(recompute="full")),
+        "tensor to one": ("tensor and sequence", 7, FULL),
         "torchtitan": ("start", STEPS, dict(case="torchtitan", min_lr=1e-5, warmup_steps=2)),
     },
     (1, 2, 1): {
@@ -50,12 +52,12 @@ LEGS = {
     },
     (1, 1, 4): {
         "context": ("start", STEPS, {}),
-        "recompute, context": ("start", 1, dict(recompute="full")),
+        "recompute, context": ("start", 1, FULL),
         "hybrid, context": ("start", 0, dict(case="hybrid")),
     },
     (2, 1, 2): {
         "tensor and context": ("start", 2, {}),
-        "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | dict(recompute="core_attn")),
+        "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | CORE_ATTN),
         "mamba2, context": ("start", 0, dict(case="mamba2")),
         "hybrid, gated-deltanet, context": ("start", 0, dict(case="hybrid, gated-deltanet")),
     },
@@ -166,31 +168,32 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def open_run(case="interdomain", sequence_parallel=None, contiguous=True, **options):
-    from megatron.core import parallel_state
+def open_run(case="interdomain", contiguous=True, min_lr=MIN_LR, warmup_steps=0, bf16=False, **settings):
+    """settings: of TransformerConfig."""
+    from megatron.core import parallel_state as p
 
     from interdomain.megatron import layer_spec
     from interdomain.megatron.train import Run
 
     config = config_of(case)
-    rates = dict(lr=LR, min_lr=MIN_LR, ssm_lr=SSM_LR, warmup_steps=0, steps=STEPS)
-    args = argparse.Namespace(
-        tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_parallel=parallel_state.get_context_parallel_world_size(),
-        **(dict(recompute="none", bf16=False, seed=1, micro_batch=MICRO) | rates | options),
+    tensor = p.get_tensor_model_parallel_world_size()
+    rates = dict(lr=LR, min_lr=min_lr, ssm_lr=SSM_LR, steps=STEPS, warmup_steps=warmup_steps)
+    layout = dict(
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
+        pipeline_model_parallel_size=p.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=p.get_context_parallel_world_size(),
     )
     spec = layer_spec(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous)
     spec.submodules.self_attention.params["mixers"] = config.mixers
-    return Run(config, spec, args, **({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
+    return Run(config, spec, Namespace(bf16=bf16, seed=1, micro_batch=MICRO, **rates), **layout | settings)
 
 
-def batches_of(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
     """This rank's micro-batches of a step."""
     from megatron.core import parallel_state as p
 
-    tokens = tokens.split(MICRO)[p.get_data_parallel_rank() :: p.get_data_parallel_world_size()]
-    return [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
+    return list(tokens.split(MICRO)[p.get_data_parallel_rank() :: p.get_data_parallel_world_size()])
 
 
 def train(folder, name, seen, source, until, *, case="interdomain", **options) -> None:
@@ -273,10 +276,8 @@ def refusal(seen: dict, name: str, function) -> None:
 
 
 def others(folder: Path, seen: dict) -> None:
-    """Initial values, packed documents, refusals, the data."""
+    """Initial values, packed documents, refusals."""
     from megatron.core.inference.contexts import StaticInferenceContext
-
-    from interdomain.megatron.train import open_data
 
     run = open_run()
     own = run.model.decoder.layers[1].self_attention
@@ -300,10 +301,9 @@ def others(folder: Path, seen: dict) -> None:
         refusal(seen, "inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
     refusal(seen, "heads", lambda: open_run("kv1"))
     refusal(seen, "heads of the state", lambda: open_run("one head"))
+    begun = folder / "tensor and sequence" / "iter_0000005"
+    refusal(seen, "rates", lambda: open_run(min_lr=2 * MIN_LR).load(begun))
     refusal(seen, "another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
-
-    data = open_data(str(folder / "corpus"), 8 * T, 10, str(folder / "cache"))
-    seen["samples"] = [{name: data[i][name] for name in ("tokens", "labels")} for i in range(10)]
 
 
 def compute(folder: Path, corpus: Path) -> Path:

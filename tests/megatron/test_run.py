@@ -8,8 +8,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from interdomain.data import read_manifest
+from interdomain.files.megatron_checkpoint import TRACKER
 from interdomain.megatron import layer_spec, spec, train
 from interdomain.megatron.optimizer import Schedule
 from interdomain.model import CONDITIONS, build_config
@@ -81,18 +83,21 @@ def titan_rates(steps, warmup, floor):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("", "start it with torchrun"),
-        ("--tensor-parallel 3", "= 3 does not divide the 4 rank(s)"),
-        ("--micro-batch 3 --global-batch 8", "must be a multiple of 12: 4 data-parallel rank(s) x --micro-batch 3"),
-        ("--load nowhere", "--load nowhere holds no checkpoint of Megatron-Core"),
+        ("", "start it with torchrun on a multiple of 1 ranks"),
+        ("--tensor-parallel 3", "a multiple of 3 ranks (tensor x pipeline x context), not 4"),
+        ("--micro-batch 3", "--global-batch must be a multiple of 12, --micro-batch x data-parallel ranks"),
+        ("--context-parallel 3", "--context-parallel must divide a sequence of 256 tokens"),
+        ("--steps 4 --warmup-steps 5", "--warmup-steps may be at most --steps"),
+        ("--min-lr 1", "--min-lr may be at most --lr"),
+        ("--save x", "--save on a GPU needs Transformer Engine or Apex"),
     ],
 )
 def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypatch):
     if flags:
-        monkeypatch.setenv("WORLD_SIZE", "4")
-    batch = "" if "batch" in flags else "--micro-batch 2 --global-batch 8"
+        monkeypatch.setenv("WORLD_SIZE", "3" if "context" in flags else "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit, match=re.escape(words)):
-        train.main(f"--data.corpus {corpus} {batch} {flags}".split())
+        train.main(f"--data.corpus {corpus} --micro-batch 2 --global-batch 8 {flags}".split())
 
 
 @pytest.mark.parametrize(
@@ -171,17 +176,29 @@ def test_without_megatron_core_or_with_another(source, words, tmp_path):
 @pytest.mark.e2e
 @pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/")
 def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_path):
-    """Two ranks over gloo, as docs/megatron.md starts them; the second start has a pipeline."""
+    """Two ranks over gloo, as docs/megatron.md starts them; the second start has a pipeline and repeats the last steps."""
 
     def start(*layout):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        given = f"--data.corpus {corpus} --save {tmp_path}/run --save-interval 4 --micro-batch 2 --global-batch 8"
-        program = ["-m", "interdomain.megatron.train", *given.split(), "--log-interval", "1", *layout]
+        given = f"--data.corpus {corpus} --save {tmp_path} --save-interval 4 --micro-batch 2 --global-batch 8 --steps 8"
+        program = [
+            "-m",
+            "interdomain.megatron.train",
+            *given.split(),
+            "--warmup-steps",
+            "2",
+            "--log-interval",
+            "1",
+            *layout,
+        ]
         done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=TIMEOUT)
         assert done.returncode == 0, done.stdout + done.stderr
         return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)}
 
-    first = start("--tensor-parallel", "2", "--steps", "4")
-    second = start("--pipeline-parallel", "2", "--steps", "8")
-    assert (list(first), list(second)) == ([1, 2, 3, 4], [5, 6, 7, 8])
-    assert second[8] < first[1] - 0.2
+    first = start("--tensor-parallel", "2")
+    assert (tmp_path / TRACKER).read_text() == "8"
+    (tmp_path / TRACKER).write_text("4")
+    second = start("--pipeline-parallel", "2")
+    assert list(first) == list(range(1, 9))
+    assert second == pytest.approx({step: first[step] for step in range(5, 9)}, abs=1e-4)
+    assert first[8] < first[1] - 0.2

@@ -112,8 +112,9 @@ def test_packed_documents(computed):
         ),
         ("pieces", "ValueError: context-parallel ranks hand a state from piece to piece"),
         ("length", "ValueError: 31 tokens cannot be cut into 4 equal pieces."),
+        ("rates", "'min_lr': 0.0002, 'ssm_lr': 0.001}. Give the same learning rates."),
         ("another mixer", "ValueError: the checkpoint is of another model"),
     ],
 )
 def test_refusals(case, words, computed):
-    assert computed[1][0]["refused"][case].startswith(words)
+    assert words in computed[1][0]["refused"][case]
