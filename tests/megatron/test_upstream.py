@@ -45,6 +45,7 @@ with open(sys.argv[1], "wb") as f:
 """
 # Of one version alone, or only with another package.
 SOMETIMES = {"--use-mup", "--use-legacy-models", "--hybrid-layer-pattern", "--kitchen-config-file"}
+SOMETIMES |= {"--use-transformer-engine-op-fuser"}
 
 
 def environment(folder):

@@ -22,27 +22,32 @@ from .context import contiguous
 from .mixer import InterdomainAttention, plain_config
 from .optimizer import Schedule, overrides
 from .settings import refuse
-from .spec import RMSNorm
+from .spec import RMSNorm, submodules
 
 
 def layer_of(args: Namespace) -> Any:
-    """The attention of the layer that --spec names. Raises: ValueError, ImportError."""
+    """The layer that --spec names. Raises: ValueError, ImportError."""
     if not args.spec or len(args.spec) != 2:
         raise ValueError("name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...).")
     # Megatron-Core 0.19 trains its own softmax model where the module cannot be imported.
     module, name = args.spec
-    attention: Any = getattr(getattr(vars(import_module(module)).get(name), "submodules", None), "self_attention", None)
+    layer = vars(import_module(module)).get(name)
+    attention: Any = getattr(getattr(layer, "submodules", None), "self_attention", None)
     if getattr(attention, "module", None) is not InterdomainAttention:
         raise ValueError(
             f"--spec {module} {name} is no layer of this project. Name a layer that interdomain.megatron.layer_spec made, or "
             f"--spec interdomain.megatron.spec with one of {', '.join(CONDITIONS)}."
         )
-    return attention
+    return layer
 
 
 def check(args: Namespace) -> None:
-    """Puts the settings into the layer that --spec names. Raises ValueError, with the setting to change."""
-    params = layer_of(args).params
+    """Puts the settings into the layer that --spec names, whose linears are those that --transformer-impl names.
+
+    Raises: ValueError, with the setting to change.
+    """
+    layer = layer_of(args)
+    params = layer.submodules.self_attention.params
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
         raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
@@ -67,12 +72,14 @@ def check(args: Namespace) -> None:
     )
     if corpus := getattr(args, "data.corpus"):
         params["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
+    layer.submodules = submodules(params, args.transformer_impl == "transformer_engine")
 
 
 def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any) -> Any:
     """FLOPs of a step of so many sequences, or tokens without padding, for the log: Megatron counts softmax in every layer."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    config = plain_config(args, groups, layer_of(args).params["mixers"], vocab_size=args.padded_vocab_size)
+    mixers = layer_of(args).submodules.self_attention.params["mixers"]
+    config = plain_config(args, groups, mixers, vocab_size=args.padded_vocab_size)
     return (total_real_tokens_in_batch or batch_size * args.seq_length) * train_flops_per_token(config, args.seq_length)
 
 
