@@ -24,6 +24,7 @@ VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of packed documents
 
 WITHOUT = dict(sequence_parallel=False)
+ENGINE = dict(transformer_engine=True)
 # By tensor-parallel ranks, stages and context-parallel ranks (the other ranks are data-parallel), in turns:
 # name: (whose checkpoint of step 5 it resumes, or "start"; the last step; options).
 LEGS = {
@@ -32,10 +33,14 @@ LEGS = {
         "tensor": ("start", 2, WITHOUT),
         "recompute core_attn": ("start", 1, WITHOUT | dict(recompute="core_attn")),
         "bf16": ("start", 6, dict(bf16=True)),
+        "transformer engine": ("start", 6, ENGINE),
+        "tensor to transformer engine": ("tensor and sequence", 7, ENGINE | WITHOUT),
+        "mamba2, transformer engine": ("start", 0, ENGINE | dict(case="mamba2")),
     },
     (1, 1, 1): {
         "one": ("start", STEPS, {}),
         "tensor to one": ("tensor and sequence", 7, dict(recompute="full")),
+        "transformer engine to one": ("transformer engine", 7, {}),
         "torchtitan": ("start", STEPS, dict(case="torchtitan", min_lr=1e-5, warmup_steps=2)),
     },
     (1, 2, 1): {
@@ -145,9 +150,12 @@ def run_rank(rank: int, folder: Path) -> None:
 
     from interdomain.megatron import contiguous, cpu
 
+    from . import transformer_engine
+
     cpu.install()
+    transformer_engine.install()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    seen: dict = {"losses": {}, "gradients": {}, "refused": {}}
+    seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
@@ -166,7 +174,9 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def open_run(case="interdomain", sequence_parallel=None, contiguous=True, **options):
+def open_run(
+    case="interdomain", sequence_parallel=None, contiguous=True, kind=None, transformer_engine=False, **options
+):
     from megatron.core import parallel_state
 
     from interdomain.megatron import layer_spec
@@ -180,7 +190,8 @@ def open_run(case="interdomain", sequence_parallel=None, contiguous=True, **opti
         context_parallel=parallel_state.get_context_parallel_world_size(),
         **(dict(recompute="none", bf16=False, seed=1, micro_batch=MICRO) | rates | options),
     )
-    spec = layer_spec(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous)
+    facts = dict(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous, transformer_engine=transformer_engine)
+    spec = layer_spec(kind or config.mixers[0].kind, **facts)
     spec.submodules.self_attention.params["mixers"] = config.mixers
     return Run(config, spec, args, **({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
 
@@ -194,13 +205,17 @@ def batches_of(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 
 def train(folder, name, seen, source, until, *, case="interdomain", **options) -> None:
-    """Losses and gradient norms of the steps into seen["losses"][name], and the gradients of the first step."""
+    """Losses and gradient norms of the steps into seen["losses"][name]; life signs and gradients of the first step."""
+    from interdomain.megatron.watch import mixer_statistics
+
     run = open_run(case, **options)
     run.load(folder / "start" / case / "release" if source == "start" else folder / source / "iter_0000005")
     found = seen["losses"][name] = {}
     corpus = folder / "corpus" if case == "torchtitan" else None
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
+    if source == "start":
+        seen["signs"][name] = case, mixer_statistics([run.ddp])
     while run.step < max(until, 1):
         loss = run.gradients(batches_of(tokens_of(run.step, corpus)))
         if run.step == 0 and name != "bf16":
@@ -278,6 +293,8 @@ def others(folder: Path, seen: dict) -> None:
 
     from interdomain.megatron.train import open_data
 
+    from . import transformer_engine
+
     run = open_run()
     own = run.model.decoder.layers[1].self_attention
     rank = own.tp_group.rank()
@@ -293,6 +310,10 @@ def others(folder: Path, seen: dict) -> None:
     )
     seen["packed"] = packed_losses(run, folder)
 
+    own = open_run(**ENGINE).model.decoder.layers[1].self_attention
+    own.backward_dw()
+    seen["delayed"] = [own.in_proj, own.out_proj] == transformer_engine.DELAYED
+
     tokens = tokens_of(0)[:1]
     with torch.no_grad():
         context = StaticInferenceContext(1, T)
@@ -300,6 +321,7 @@ def others(folder: Path, seen: dict) -> None:
         refusal(seen, "inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
     refusal(seen, "heads", lambda: open_run("kv1"))
     refusal(seen, "heads of the state", lambda: open_run("one head"))
+    refusal(seen, "a norm within in_proj", lambda: open_run("mamba2", kind="interdomain", **ENGINE))
     refusal(seen, "another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
 
     data = open_data(str(folder / "corpus"), 8 * T, 10, str(folder / "cache"))

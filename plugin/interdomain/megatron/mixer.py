@@ -52,7 +52,7 @@ class Computed(nn.Module):
 
 @dataclass
 class InterdomainAttentionSubmodules:
-    """The modules of the two projections: of Megatron's local layers, or of Transformer Engine. in_proj may begin with a norm."""
+    """The modules of the two projections: Megatron's own or Transformer Engine's. in_proj may begin with the input norm."""
 
     in_proj: ModuleSpec | type
     out_proj: ModuleSpec | type

@@ -101,7 +101,9 @@ SETTINGS = (
     # Precision and files.
     Setting("--transformer-impl", {"transformer_impl": _implementation}, IGNORED, "transformer_engine or local"),
     *_off(IGNORED, LEAVE, "--use-transformer-engine-op-fuser"),
-    *_off("is ignored by local layers, and has never run with Transformer Engine's", LEAVE, "--fp8-format", "--fp4-format"),
+    *_off(
+        "is ignored by local layers, and has never run with Transformer Engine's", LEAVE, "--fp8-format", "--fp4-format"
+    ),
     *_off(IGNORED, LEAVE, "--te-precision-config-file", "--kitchen-config-file"),
     *_off("stops a bf16 run at its first product, of float32 and bfloat16", LEAVE, "--fp32-residual-connection"),
     Setting(
