@@ -150,10 +150,10 @@ def run_rank(rank: int, folder: Path) -> None:
 
     from interdomain.megatron import contiguous, cpu
 
-    from . import transformer_engine
+    from . import stand_ins
 
     cpu.install()
-    transformer_engine.install()
+    stand_ins.install()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
@@ -293,7 +293,7 @@ def others(folder: Path, seen: dict) -> None:
 
     from interdomain.megatron.train import open_data
 
-    from . import transformer_engine
+    from . import stand_ins
 
     run = open_run()
     own = run.model.decoder.layers[1].self_attention
@@ -312,7 +312,7 @@ def others(folder: Path, seen: dict) -> None:
 
     own = open_run(**ENGINE).model.decoder.layers[1].self_attention
     own.backward_dw()
-    seen["delayed"] = [own.in_proj, own.out_proj] == transformer_engine.DELAYED
+    seen["delayed"] = [own.in_proj, own.out_proj] == stand_ins.DELAYED
 
     tokens = tokens_of(0)[:1]
     with torch.no_grad():

@@ -19,7 +19,7 @@ from interdomain.titan.plan.schedule import multiple_of_peak
 from interdomain.titan.settings.schema import LRScheduler
 
 from ..common import TIMEOUT
-from . import transformer_engine
+from . import stand_ins
 from .conftest import GOOD
 
 LR = 3e-3
@@ -38,15 +38,15 @@ def test_settings_reach_the_layer(parse, corpus):
 
 def test_transformer_impl_names_the_linears(parse, monkeypatch):
     """A hybrid with a baseline of fixed state has its norms before in_proj."""
-    transformer_engine.install(monkeypatch.setattr)
-    for condition, in_proj in (("s4d", transformer_engine.LayerNormColumn), ("mamba2", transformer_engine.Column)):
+    stand_ins.install(monkeypatch.setattr)
+    for condition, in_proj in (("s4d", stand_ins.LayerNormColumn), ("mamba2", stand_ins.Column)):
         monkeypatch.setattr(spec, "interdomain", layer_spec(n_layers=2, layers=["interdomain", condition]))
         for implementation in ("transformer_engine", "local"):  # the last one counts
             parse(f"{GOOD} --transformer-impl {implementation}")
             layer = spec.interdomain.submodules
             here, local = layer.self_attention.submodules, implementation == "local"
             assert here.in_proj is (ColumnParallelLinear if local else in_proj)
-            assert here.out_proj is (RowParallelLinear if local else transformer_engine.Row)
+            assert here.out_proj is (RowParallelLinear if local else stand_ins.Row)
             assert (layer.input_layernorm is spec.RMSNorm) == (local or condition == "mamba2")
 
 

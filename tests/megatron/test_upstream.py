@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from interdomain.tools import convert
 
@@ -84,13 +85,16 @@ def train(folder, corpus, *arguments, **settings):
 
 def test_it_trains_saves_reshards_and_converts(corpus, tmp_path):
     half = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-    options = f"{half} --train-iters 6 --save run --load run".split()
+    options = f"{half} --train-iters 6 --save run --load run --tensorboard-dir curves".split()
     first = train(
         tmp_path, corpus, *options, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--exit-interval", "3"
     )
     second = train(tmp_path, corpus, *options, "--pipeline-model-parallel-size", "2")
     assert (list(first), list(second)) == ([1, 2, 3], [4, 5, 6])
     assert second[6] < first[1] - 0.2
+    curves = EventAccumulator(str(tmp_path / "curves")).Reload()
+    for layer in range(4):
+        assert [x.step for x in curves.Scalars(f"mixer/layer_{layer:02d}/c_rms")] == [1, 2, 3, 4, 5, 6]
     arguments = [tmp_path / "run", "--tokenizer", corpus, "--output", tmp_path / "folder"]
     assert convert.main([str(x) for x in arguments]) == 0
 
