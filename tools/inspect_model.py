@@ -73,10 +73,11 @@ def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
     row |= {name: sum(values) / len(values) for name, values in heads.items()}
     ssm = getattr(layer.mixer, "ssm", None)
     if isinstance(ssm, SSMDynamics):
-        log_abs, bound = ssm.decay()
+        dynamics = ssm()
+        log_abs, bound = dynamics.decay()
         for name in ("min", "median", "max"):
             row[f"timescale {name}"] = getattr(-1 / log_abs, name)().item()
-        row |= {"at bound": bound.double().mean().item(), "RMS of C": ssm.c_rms().item()}
+        row |= {"at bound": bound.double().mean().item(), "RMS of C": dynamics.c_rms().item()}
     return row
 
 
@@ -110,7 +111,7 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
         i: layer.mixer.ssm for i, layer in layers.items() if isinstance(getattr(layer.mixer, "ssm", None), SSMDynamics)
     }
     if ssms:
-        draw_timescales(folder / "timescales.png", {i: -1 / ssm.decay()[0] for i, ssm in ssms.items()})
+        draw_timescales(folder / "timescales.png", {i: -1 / ssm().decay()[0] for i, ssm in ssms.items()})
     return len([*folder.glob("*.png")])
 
 

@@ -19,14 +19,15 @@ from ..titan.driver import digest
 from ..titan.runs import Runs
 from . import ranks
 
-GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
+GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M --transformer-impl local"
 STOCK = get_gpt_layer_local_spec()
 # Of Megatron-LM's parser, which is in no package: the arguments that tests give. test_upstream compares them with a checkout's.
 SWITCHES = """bf16 fp16 use-distributed-optimizer dist-ckpt-optim-fully-reshardable untie-embeddings-and-output-weights swiglu
 squared-relu quick-geglu openai-gelu apply-layernorm-1p use-rotary-position-embeddings use-rope-scaling rotary-interleaved
 multi-latent-attention qk-layernorm qk-l2-norm qk-clip apply-query-key-layer-scaling attention-output-gate add-qkv-bias
 apply-residual-connection-post-layernorm fp32-residual-connection init-method-xavier-uniform reset-attention-mask
-reset-position-ids hybrid-context-parallel group-query-attention use-mup use-legacy-models"""
+reset-position-ids hybrid-context-parallel group-query-attention use-mup use-legacy-models
+use-transformer-engine-op-fuser"""
 OPTIONS = """num-layers hidden-size ffn-hidden-size seq-length save load lr mtp-num-layers num-experts no-rope-freq window-size
 activation-func-clamp-value rotary-seq-len-interpolation-factor experimental-attention-variant fp8-format fp4-format
 te-precision-config-file kitchen-config-file heterogeneous-layers-config-path
@@ -35,7 +36,7 @@ DEFAULTS = {
     **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "softmax-type": "vanilla"},
     **{"rotary-base": 10000, "rotary-percent": 1.0, "num-query-groups": 1, "seed": 1234, "min-lr": 0.0},
     **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
-    "ckpt-format": "torch_dist",
+    **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine"},
 }
 NAMES = {"fp8-format": "fp8", "fp4-format": "fp4", "apply-layernorm-1p": "layernorm_zero_centered_gamma"}
 
@@ -65,6 +66,7 @@ def parse(monkeypatch):
     arguments, training = (ModuleType(f"megatron.training.{name}") for name in ("arguments", "training"))
     arguments.add_megatron_arguments = add_megatron_arguments
     training.OptimizerParamScheduler = OptimizerParamScheduler
+    training.train = training.training_log = None
     training.get_megatron_optimizer_config = lambda args: (
         "config",
         {"vectors": {"wd_mult": 0.0}, "head": {"max_lr": 1}},

@@ -26,6 +26,7 @@ ENDS = (0, 5, 6, 20, T)  # of packed documents
 WITHOUT = dict(sequence_parallel=False)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 CORE_ATTN = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+ENGINE = dict(transformer_engine=True)
 # By tensor-parallel ranks, stages and context-parallel ranks (the other ranks are data-parallel), in turns:
 # name: (whose checkpoint of step 5 it resumes, or "start"; the last step; options).
 LEGS = {
@@ -34,10 +35,14 @@ LEGS = {
         "tensor": ("start", 2, WITHOUT),
         "recompute core_attn": ("start", 1, WITHOUT | CORE_ATTN),
         "bf16": ("start", 6, dict(bf16=True)),
+        "transformer engine": ("start", 6, ENGINE),
+        "tensor to transformer engine": ("tensor and sequence", 7, ENGINE | WITHOUT),
+        "mamba2, transformer engine": ("start", 0, ENGINE | dict(case="mamba2")),
     },
     (1, 1, 1): {
         "one": ("start", STEPS, {}),
         "tensor to one": ("tensor and sequence", 7, FULL),
+        "transformer engine to one": ("transformer engine", 7, {}),
         "torchtitan": ("start", STEPS, dict(case="torchtitan", min_lr=1e-5, warmup_steps=2)),
     },
     (1, 2, 1): {
@@ -147,9 +152,12 @@ def run_rank(rank: int, folder: Path) -> None:
 
     from interdomain.megatron import contiguous, cpu
 
+    from . import stand_ins
+
     cpu.install()
+    stand_ins.install()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    seen: dict = {"losses": {}, "gradients": {}, "refused": {}}
+    seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
@@ -168,7 +176,16 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def open_run(case="interdomain", contiguous=True, min_lr=MIN_LR, warmup_steps=0, bf16=False, **settings):
+def open_run(
+    case="interdomain",
+    contiguous=True,
+    min_lr=MIN_LR,
+    warmup_steps=0,
+    bf16=False,
+    kind=None,
+    transformer_engine=False,
+    **settings,
+):
     """settings: of TransformerConfig."""
     from megatron.core import parallel_state as p
 
@@ -184,7 +201,8 @@ def open_run(case="interdomain", contiguous=True, min_lr=MIN_LR, warmup_steps=0,
         pipeline_model_parallel_size=p.get_pipeline_model_parallel_world_size(),
         context_parallel_size=p.get_context_parallel_world_size(),
     )
-    spec = layer_spec(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous)
+    facts = dict(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous, transformer_engine=transformer_engine)
+    spec = layer_spec(kind or config.mixers[0].kind, **facts)
     spec.submodules.self_attention.params["mixers"] = config.mixers
     return Run(config, spec, Namespace(bf16=bf16, seed=1, micro_batch=MICRO, **rates), **layout | settings)
 
@@ -197,13 +215,17 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def train(folder, name, seen, source, until, *, case="interdomain", **options) -> None:
-    """Losses and gradient norms of the steps into seen["losses"][name], and the gradients of the first step."""
+    """Losses and gradient norms of the steps into seen["losses"][name]; life signs and gradients of the first step."""
+    from interdomain.megatron.watch import mixer_statistics
+
     run = open_run(case, **options)
     run.load(folder / "start" / case / "release" if source == "start" else folder / source / "iter_0000005")
     found = seen["losses"][name] = {}
     corpus = folder / "corpus" if case == "torchtitan" else None
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
+    if source == "start":
+        seen["signs"][name] = case, mixer_statistics([run.ddp])
     while run.step < max(until, 1):
         loss = run.gradients(batches_of(tokens_of(run.step, corpus)))
         if run.step == 0 and name != "bf16":
@@ -279,6 +301,8 @@ def others(folder: Path, seen: dict) -> None:
     """Initial values, packed documents, refusals."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
+    from . import stand_ins
+
     run = open_run()
     own = run.model.decoder.layers[1].self_attention
     rank = own.tp_group.rank()
@@ -294,6 +318,10 @@ def others(folder: Path, seen: dict) -> None:
     )
     seen["packed"] = packed_losses(run, folder)
 
+    own = open_run(**ENGINE).model.decoder.layers[1].self_attention
+    own.backward_dw()
+    seen["delayed"] = [own.in_proj, own.out_proj] == stand_ins.DELAYED
+
     tokens = tokens_of(0)[:1]
     with torch.no_grad():
         context = StaticInferenceContext(1, T)
@@ -303,6 +331,7 @@ def others(folder: Path, seen: dict) -> None:
     refusal(seen, "heads of the state", lambda: open_run("one head"))
     begun = folder / "tensor and sequence" / "iter_0000005"
     refusal(seen, "rates", lambda: open_run(min_lr=2 * MIN_LR).load(begun))
+    refusal(seen, "a norm within in_proj", lambda: open_run("mamba2", kind="interdomain", **ENGINE))
     refusal(seen, "another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
 
 

@@ -41,7 +41,7 @@ def loss_of(model):
     return (model(tokens[:, :-1], labels=tokens[:, 1:]) / (ranks.BATCH * ranks.T)).item()
 
 
-@pytest.mark.parametrize("leg", ["tensor and sequence", "one", "bf16"])
+@pytest.mark.parametrize("leg", ["tensor and sequence", "one", "bf16", "transformer engine"])
 def test_a_run_becomes_a_folder(leg, computed, tmp_path, capsys):
     """The checkpoint of step 5, whose model gives the loss that the run had next; Megatron's pickled objects are never read."""
     folder, seen = computed

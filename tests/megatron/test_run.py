@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from interdomain.data import read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER
-from interdomain.megatron import layer_spec, spec, train
+from interdomain.megatron import layer_spec, spec, train, watch
 from interdomain.megatron.optimizer import Schedule
 from interdomain.model import CONDITIONS, build_config
 from interdomain.model.costs.flops import train_flops_per_token
@@ -20,6 +21,7 @@ from interdomain.titan.plan.schedule import multiple_of_peak
 from interdomain.titan.settings.schema import LRScheduler
 
 from ..common import TIMEOUT
+from . import stand_ins
 from .conftest import GOOD
 
 LR = 3e-3
@@ -34,6 +36,20 @@ def test_settings_reach_the_layer(parse, corpus):
     assert params["mixers"] == build_config("125M", "interdomain-norope", n_basis=32).mixers
     assert (params["seed"], params["max_seq_len"]) == (7, 4096)
     assert params["tokenizer"] == read_manifest(corpus)["tokenizer"]["sha256"]
+
+
+def test_transformer_impl_names_the_linears(parse, monkeypatch):
+    """A hybrid with a baseline of fixed state has its norms before in_proj."""
+    stand_ins.install(monkeypatch.setattr)
+    for condition, in_proj in (("s4d", stand_ins.LayerNormColumn), ("mamba2", stand_ins.Column)):
+        monkeypatch.setattr(spec, "interdomain", layer_spec(n_layers=2, layers=["interdomain", condition]))
+        for implementation in ("transformer_engine", "local"):  # the last one counts
+            parse(f"{GOOD} --transformer-impl {implementation}")
+            layer = spec.interdomain.submodules
+            here, local = layer.self_attention.submodules, implementation == "local"
+            assert here.in_proj is (ColumnParallelLinear if local else in_proj)
+            assert here.out_proj is (RowParallelLinear if local else stand_ins.Row)
+            assert (layer.input_layernorm is spec.RMSNorm) == (local or condition == "mamba2")
 
 
 def test_the_script_has_the_recipe_of_this_project(parse):
@@ -55,6 +71,26 @@ def test_the_log_counts_the_flops_of_this_model(parse):
     assert training.num_floating_point_operations(args, 8) == 8 * 4096 * per_token
     packed = dict(seqlen_squared_sum_in_batch=10**9, total_real_tokens_in_batch=100)
     assert training.num_floating_point_operations(args, 8, **packed) == 100 * per_token
+
+
+def test_the_writer_has_the_life_signs(parse, monkeypatch):
+    """Of the rank that has a writer; every rank computes them, at the log's interval."""
+    _, training = parse(GOOD)
+    written, computed = [], []
+    monkeypatch.setattr(watch, "mixer_statistics", lambda chunks: computed.append(chunks) or {"mixer/sign": 0.5})
+    writer = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    training.get_args = lambda: SimpleNamespace(tensorboard_dir="curves", log_interval=2)
+    training.get_tensorboard_writer = lambda: writer
+    training.training_log = lambda losses, totals, rate, iteration, scale, *, pg_collection: (iteration, scale)
+    training.train = lambda forward_step, chunks, steps: [
+        training.training_log({}, {}, 1e-3, step, 1.0, pg_collection=None) for step in range(1, steps + 1)
+    ]
+    watch.watch(training)
+    assert training.train("forward step", "chunks", 4) == [(step, 1.0) for step in range(1, 5)]
+    assert written == [("mixer/sign", 0.5, 2), ("mixer/sign", 0.5, 4)]
+    writer = None
+    training.train("forward step", "chunks", 2)
+    assert (len(written), computed) == (2, ["chunks"] * 3)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0), (10, 4), (10, 9), (10, 10)])
@@ -116,6 +152,7 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
             "M-*- is ignored by GPTModel's layers, as interdomain.megatron.spec makes them",
         ),
         (f"{GOOD} --num-query-groups 4", "--num-query-groups is ignored without --group-query-attention"),
+        (f"{GOOD} --transformer-impl transformer_engine", "Transformer Engine cannot be imported."),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),
         (f"{GOOD} --mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),

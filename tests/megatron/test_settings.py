@@ -56,6 +56,8 @@ WRONG = {
     "--hidden-dropout 0.1": dict(hidden_dropout=0.1),
     "--apply-residual-connection-post-layernorm": dict(apply_residual_connection_post_layernorm=True),
     "--fp32-residual-connection": dict(fp32_residual_connection=True),
+    "--transformer-impl inference_optimized": dict(transformer_impl="inference_optimized"),
+    "--use-transformer-engine-op-fuser": dict(use_transformer_engine_op_fuser=True),
     "--fp8-format hybrid": dict(fp8="hybrid"),
     "--fp4-format e2m1": dict(fp4="e2m1"),
     "--te-precision-config-file x": dict(quant_recipe=object()),
@@ -88,7 +90,7 @@ def layer(**settings):
     for name, value in settings.items():
         setattr(config, name, value)
     attention, ranks = layer_spec().submodules.self_attention, SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
-    return attention.module(config, 1, ranks, **attention.params)
+    return attention.module(config, attention.submodules, 1, ranks, **attention.params)
 
 
 @pytest.mark.parametrize("line", WRONG)

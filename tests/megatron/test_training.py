@@ -1,10 +1,13 @@
 """The model under Megatron-Core, on real ranks, is the plain one: logits, gradients, training, checkpoints."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
+
+from interdomain.titan.watch.metrics import mixer_statistics
 
 from . import ranks
 
@@ -15,6 +18,7 @@ pytestmark = [
 FRESH = [name for legs in ranks.LEGS.values() for name, (source, _, o) in legs.items() if source == "start" and not o]
 FIRST = ["tensor", "recompute core_attn", "mamba2, stages", "recompute, context"]
 FIRST += ["hybrid, context", "mamba2, context", "hybrid, gated-deltanet, context"]
+FIRST += ["transformer engine", "mamba2, transformer engine"]
 FLOAT32 = [
     name
     for legs in ranks.LEGS.values()
@@ -37,7 +41,7 @@ def difference(found, wanted):
 @pytest.mark.parametrize("name", [*FRESH, *FIRST, *ranks.CASES])
 def test_every_gradient(name, computed):
     """float32, against the plain model in float64, whose own float32 says how far that may be off."""
-    case = name.removesuffix(", stages").removesuffix(", context")
+    case = name.removesuffix(", stages").removesuffix(", context").removesuffix(", transformer engine")
     case = case if case in ranks.CASES else "interdomain"
     parts = [part for seen in computed[1] for part in seen["gradients"][name]]
     found = ranks.whole_gradients(ranks.config_of(case), parts)
@@ -101,6 +105,19 @@ def test_packed_documents(computed):
     assert difference(flowing, wanted) > 1e-2
 
 
+def test_life_signs(computed):
+    """Of all heads and layers, on every rank of every layout: what a run of TorchTitan would show."""
+    alone = SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1))
+    for seen in computed[1]:
+        for case, signs in seen["signs"].values():
+            assert signs == pytest.approx(mixer_statistics([ranks.plain_model(case)], alone), rel=1e-6)
+
+
+def test_delayed_gradients_of_weights(computed):
+    """Those of both projections, with stand-ins for Transformer Engine."""
+    assert all(seen["delayed"] for seen in computed[1])
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -113,6 +130,7 @@ def test_packed_documents(computed):
         ("pieces", "ValueError: context-parallel ranks hand a state from piece to piece"),
         ("length", "ValueError: 31 tokens cannot be cut into 4 equal pieces."),
         ("rates", "'min_lr': 0.0002, 'ssm_lr': 0.001}. Give the same learning rates."),
+        ("a norm within in_proj", "ValueError: mamba2 has products of all heads, which need the input norm"),
         ("another mixer", "ValueError: the checkpoint is of another model"),
     ],
 )

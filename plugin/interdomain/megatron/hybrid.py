@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from interdomain.model.config import CONDITIONS, ModelConfig, build_config, check_names
+from interdomain.model.config import CONDITIONS, ModelConfig
 
-from .spec import SETTINGS, RMSNorm, layer_spec, transformer_config
+from .spec import RMSNorm, layer_spec, mlp_submodules, submodules, transformer_config
 
 try:
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules  # pyright: ignore[reportMissingImports]
@@ -51,39 +51,21 @@ class Stack(HybridStack):
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def stack_spec(condition: str = "interdomain", *, layer: ModuleSpec | None = None, **settings: Any) -> ModuleSpec:
+def stack_spec(condition: str = "interdomain", *, transformer_engine: bool = False, **settings: Any) -> ModuleSpec:
     """All layers, for HybridModel's hybrid_stack_spec.
 
-    Args:
-        settings: of MixerConfig, by name; each letter's mixer takes those that it has.
-        layer: of `layer_spec`, whose other arguments all letters take (rope_theta, execution, seed, contiguous, ...).
-    Raises: ValueError for an unknown condition or setting, or for a combination that no mixer has.
+    settings: as of `layer_spec`; each letter's mixer takes those settings of MixerConfig that it has.
+    Raises: ValueError, as `layer_spec`.
     """
-    check_names("mixer", settings, SETTINGS)
-    mixers = build_config("125M", layers=(condition, "softmax", "mamba2"), **settings).mixers
-    whole: Any = (layer or layer_spec()).submodules
-    nothing = TransformerLayerSubmodules()
-    mlp = replace(
-        whole,
-        input_layernorm=nothing.input_layernorm,
-        self_attention=nothing.self_attention,
-        self_attn_bda=nothing.self_attn_bda,
-    )
-    slots = {"mlp_layer": ModuleSpec(MLPLayer, submodules=mlp)}
-    for letter, mixer in zip(SLOTS, mixers, strict=True):
-        attention = whole.self_attention
-        attention = replace(attention, params=attention.params | {"mixers": (mixer,), "mlp_apart": True})
-        alone = replace(
-            whole,
-            self_attention=attention,
-            pre_mlp_layernorm=nothing.pre_mlp_layernorm,
-            mlp=nothing.mlp,
-            mlp_bda=nothing.mlp_bda,
-        )
+    whole = layer_spec(layers=(condition, "softmax", "mamba2"), **settings)
+    params = whole.submodules.self_attention.params
+    layers: dict[str, Any] = {"mlp_layer": ModuleSpec(MLPLayer, submodules=mlp_submodules(transformer_engine))}
+    for letter, mixer in zip(SLOTS, params["mixers"], strict=True):
+        parts = submodules(params | {"mixers": (mixer,), "mlp_apart": True}, transformer_engine)
         # HybridStack counts the layers of the stages before, and says so to all but M's.
-        params = {"add_layer_offset": False} if letter == "M" else {}
-        slots[SLOTS[letter]] = ModuleSpec(TransformerLayer, submodules=alone, params=params)
-    return ModuleSpec(Stack, submodules=HybridStackSubmodules(**slots))
+        offset = {"add_layer_offset": False} if letter == "M" else {}
+        layers[SLOTS[letter]] = ModuleSpec(TransformerLayer, submodules=parts, params=offset)
+    return ModuleSpec(Stack, submodules=HybridStackSubmodules(**layers))
 
 
 def hybrid_config(config: ModelConfig, **settings: Any) -> TransformerConfig:

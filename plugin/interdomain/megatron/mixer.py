@@ -4,7 +4,7 @@ Shapes: S time, B batch (Megatron's order is [S, B, dim]), H heads, R head_dim.
 """
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -47,6 +48,14 @@ class Computed(nn.Module):
 
     def forward(self, parts: dict[str, Tensor]) -> Tensor:
         return parts[self.name]
+
+
+@dataclass
+class InterdomainAttentionSubmodules:
+    """The modules of the two projections: Megatron's own or Transformer Engine's. in_proj may begin with the input norm."""
+
+    in_proj: ModuleSpec | type
+    out_proj: ModuleSpec | type
 
 
 class Float32Norm(KeptInFloat32, InputNorm):
@@ -90,6 +99,7 @@ class InterdomainAttention(MegatronModule):
     def __init__(
         self,
         config: Any,
+        submodules: InterdomainAttentionSubmodules,
         layer_number: int,
         pg_collection: Any = None,
         *,
@@ -99,7 +109,7 @@ class InterdomainAttention(MegatronModule):
         execution: Execution | None,
         seed: int,
         contiguous: bool = False,
-        mlp_apart: bool = False,
+        mlp_apart: bool,
         tokenizer: str | None = None,
         **_: Any,  # of attention, in some versions
     ) -> None:
@@ -138,15 +148,29 @@ class InterdomainAttention(MegatronModule):
         if config.context_parallel_size > 1:
             core.shard = Part(pg_collection.cp.group_name, pg_collection.cp.rank(), pg_collection.cp.size())
         same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
-        self.in_proj: Any = tensor_parallel.ColumnParallelLinear(
-            config.hidden_size, sum(self.parts.values()) * tp, init_method=config.init_method, **same
+        self.in_proj: Any = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(self.parts.values()) * tp,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **same,
         )
-        self.out_proj: Any = tensor_parallel.RowParallelLinear(
+        if self.of_all_heads and hasattr(self.in_proj, "layer_norm_weight"):
+            raise ValueError(
+                f"{self.whole.mixer.kind} has products of all heads, which need the input norm that is within in_proj. Give "
+                "layer_spec this mixer, or the attention's submodules an in_proj without a norm."
+            )
+        self.out_proj: Any = build_module(
+            submodules.out_proj,
             width * tp,
             config.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,
+            tp_comm_buffer_name="proj",
             **same,
         )
         self.shared = tuple(name for name, _ in core.named_parameters() if fixed or name in SHARED)
@@ -232,6 +256,11 @@ class InterdomainAttention(MegatronModule):
         args = dict(zip(sizes, parts, strict=True)), rope, None, None, packing
         o = torch.func.functional_call(self.core, shared, args)
         return o.to(x.dtype).transpose(0, 1).contiguous()
+
+    def backward_dw(self) -> None:
+        """Gradients of the projections' weights, where Transformer Engine's linears delay them."""
+        self.in_proj.backward_dw()
+        self.out_proj.backward_dw()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None, **_: Any

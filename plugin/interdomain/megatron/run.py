@@ -21,11 +21,12 @@ from .context import contiguous
 from .mixer import InterdomainAttention, plain_config
 from .optimizer import Schedule, overrides
 from .settings import refuse
-from .spec import RMSNorm
+from .spec import RMSNorm, mlp_submodules, submodules
+from .watch import watch
 
 
-def mixer_specs(args: Namespace) -> list[Any]:
-    """The mixers that --spec names: one spec for all layers of GPTModel; for HybridModel, that of each layer in order.
+def layers_of(args: Namespace) -> tuple[Any, list[Any]]:
+    """(what --spec names, its layers with a mixer): one for all of GPTModel; of HybridModel one for each mixer, in order.
 
     Raises: ValueError, ImportError.
     """
@@ -33,33 +34,39 @@ def mixer_specs(args: Namespace) -> list[Any]:
         raise ValueError("name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...).")
     # Megatron-Core 0.19 trains its own softmax model where the module cannot be imported.
     module, name = args.spec
-    parts: Any = getattr(vars(import_module(module)).get(name), "submodules", None)
+    spec: Any = vars(import_module(module)).get(name)
     pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
-    if hybrid := hasattr(parts, "gdn_layer"):
+    layers = [spec]
+    if hasattr(parts := getattr(spec, "submodules", None), "gdn_layer"):
         if not pattern:
             raise ValueError('give the layers of the HybridModel: --hybrid-layer-pattern "G-G-*-G-", say.')
         from .hybrid import SLOTS, mixer_letters
 
-        layers = [getattr(parts, SLOTS[letter]).submodules for letter in mixer_letters(pattern)]
-    else:
-        layers = [parts]
-    specs: list[Any] = [getattr(layer, "self_attention", None) for layer in layers]
-    if any(getattr(spec, "module", None) is not InterdomainAttention for spec in specs):
-        raise ValueError(
-            f"--spec {module} {name} is no layer of this project. Name a layer that interdomain.megatron.layer_spec made, or "
-            f"--spec interdomain.megatron.spec with one of {', '.join(CONDITIONS)}."
-        )
-    if pattern and not hybrid:
+        layers = [getattr(parts, SLOTS[letter]) for letter in mixer_letters(pattern)]
+    elif pattern:
         raise ValueError(
             f"--hybrid-layer-pattern {pattern} is ignored by GPTModel's layers, as {module} makes them. Take "
             "pretrain_hybrid.py and --spec interdomain.megatron.hybrid, or a spec made by layer_spec(layers=...)."
         )
-    return specs
+    attentions: list[Any] = [getattr(getattr(x, "submodules", None), "self_attention", None) for x in layers]
+    if any(getattr(attention, "module", None) is not InterdomainAttention for attention in attentions):
+        raise ValueError(
+            f"--spec {module} {name} is no layer of this project. Name a layer that interdomain.megatron.layer_spec made, or "
+            f"--spec interdomain.megatron.spec with one of {', '.join(CONDITIONS)}."
+        )
+    return spec, layers
+
+
+def params_of(layer: Any) -> dict[str, Any]:
+    return layer.submodules.self_attention.params
 
 
 def check(args: Namespace) -> None:
-    """Puts the settings into the layer that --spec names. Raises ValueError, with the setting to change."""
-    specs = mixer_specs(args)
+    """Puts the settings into the layers that --spec names, whose linears are those that --transformer-impl names.
+
+    Raises: ValueError, with the setting to change.
+    """
+    spec, layers = layers_of(args)
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
         raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
@@ -73,8 +80,8 @@ def check(args: Namespace) -> None:
             "Megatron's default checkpoint of the distributed optimizer saves float32 parameters and cannot load them. Set "
             "--dist-ckpt-optim-fully-reshardable."
         )
-    mixers = with_settings([mixer for spec in specs for mixer in spec.params["mixers"]], mixer_settings(args))
-    args.hetereogenous_dist_checkpoint = any(len(spec.params["mixers"]) > 1 for spec in specs)
+    mixers = with_settings([mixer for layer in layers for mixer in params_of(layer)["mixers"]], mixer_settings(args))
+    args.hetereogenous_dist_checkpoint = any(len(params_of(layer)["mixers"]) > 1 for layer in layers)
     shared = dict(
         rope_theta=float(args.rotary_base),
         max_seq_len=args.seq_length,
@@ -84,24 +91,27 @@ def check(args: Namespace) -> None:
     )
     if corpus := getattr(args, "data.corpus"):
         shared["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
-    for spec in specs:
-        own, mixers = mixers[: (n := len(spec.params["mixers"]))], mixers[n:]
-        spec.params |= shared | {"mixers": own}
+    engine = args.transformer_impl == "transformer_engine"
+    for layer in layers:
+        params = params_of(layer)
+        own, mixers = mixers[: (n := len(params["mixers"]))], mixers[n:]
+        layer.submodules = submodules(params | shared | {"mixers": own}, engine)
+    if spec not in layers:
+        spec.submodules.mlp_layer.submodules = mlp_submodules(engine)
 
 
 def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any) -> Any:
     """FLOPs of a step of so many sequences, or tokens without padding, for the log: Megatron counts softmax in every layer."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    specs = [spec.params for spec in mixer_specs(args)]
-    mixers = tuple(mixer for params in specs for mixer in params["mixers"])
-    hybrid = specs[0].get("mlp_apart", False)
-    config = plain_config(args, groups, mixers, hybrid, vocab_size=args.padded_vocab_size)
+    layers = [params_of(layer) for layer in layers_of(args)[1]]
+    mixers = tuple(mixer for params in layers for mixer in params["mixers"])
+    config = plain_config(args, groups, mixers, layers[0]["mlp_apart"], vocab_size=args.padded_vocab_size)
     return (total_real_tokens_in_batch or batch_size * args.seq_length) * train_flops_per_token(config, args.seq_length)
 
 
 def install() -> None:
-    """Gives Megatron's training this project's arguments, parameter groups, schedule and count of FLOPs; contiguous pieces of
-    batches; and a last norm that knows sequence parallelism without Transformer Engine."""
+    """Gives Megatron's training this project's arguments, parameter groups, schedule, count of FLOPs and life signs; contiguous
+    pieces of batches; and a last norm that knows sequence parallelism without Transformer Engine."""
     core: Any = [import_module(f"megatron.core.{name}") for name in ("utils", "transformer.transformer_block")]
     core_utils, block = core
     core_utils.get_batch_on_this_cp_rank = contiguous  # before the modules that import it
@@ -127,6 +137,7 @@ def install() -> None:
         return config, groups | overrides(args.lr, args.min_lr, args.ssm_lr)
 
     training.num_floating_point_operations = flops
+    watch(training)
     arguments.add_megatron_arguments, training.get_megatron_optimizer_config = with_arguments, with_recipe
 
 

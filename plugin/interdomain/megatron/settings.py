@@ -29,6 +29,12 @@ def _ffn_hidden(settings: Any) -> int | None:
     return ModelConfig(dim, 1, 1, dim).ffn_hidden if dim and width else None
 
 
+def _implementation(settings: Any) -> str | None:
+    """The linears as they are set, where these are ones that a layer can have."""
+    here = getattr(settings, "transformer_impl", None)
+    return "transformer_engine" if here == "inference_optimized" else here
+
+
 def _off(otherwise: str, use: str, *flags: str) -> list[Setting]:
     """Settings that must be off: None, 0 or False."""
     return [
@@ -92,7 +98,11 @@ SETTINGS = (
     *_off(IGNORED, DOCUMENTS, "--reset-attention-mask", "--reset-position-ids"),
     *_off("stops the run: it divides batches by softmax's work", LEAVE, "--hybrid-context-parallel"),
     # Precision and files.
-    *_off("is ignored: Megatron's local layers compute in bf16", LEAVE, "--fp8-format", "--fp4-format"),
+    Setting("--transformer-impl", {"transformer_impl": _implementation}, IGNORED, "transformer_engine or local"),
+    *_off(IGNORED, LEAVE, "--use-transformer-engine-op-fuser"),
+    *_off(
+        "is ignored by local layers, and has never run with Transformer Engine's", LEAVE, "--fp8-format", "--fp4-format"
+    ),
     *_off(IGNORED, LEAVE, "--te-precision-config-file", "--kitchen-config-file"),
     *_off("stops a bf16 run at its first product, of float32 and bfloat16", LEAVE, "--fp32-residual-connection"),
     Setting(

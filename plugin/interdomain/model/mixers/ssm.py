@@ -18,6 +18,15 @@ from ..feature_maps import KeptInFloat32
 # Shapes: H heads, M basis functions.
 
 BINDS = 0.01  # a mode is at the bound on the decay if the bound takes more than this share of its decay
+# Of a layer: timescales 1 / |log|Lambda||, the smallest 1 - |Lambda|, the median Delta, the share of modes at the bound on the
+# decay, the root mean square of |C|.
+LIFE_SIGNS = (
+    *(f"timescale_tokens_{which}" for which in ("min", "median", "max")),
+    "one_minus_abs_lambda_min",
+    "dt_median",
+    "share_at_decay_bound",
+    "c_rms",
+)
 
 
 class Dynamics(NamedTuple):
@@ -29,6 +38,32 @@ class Dynamics(NamedTuple):
     A_imag: Any
     C: Tensor | None
     c: Tensor | None
+
+    @torch.no_grad()
+    def decay(self) -> tuple[Tensor, Tensor]:
+        """log|Lambda| per token, [H, M], and which modes are at the bound (`BINDS`; `tables.decay_exponent`), bool [H, M]."""
+        dt = self.log_dt.exp()
+        log_abs = tables.decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
+        return log_abs, -log_abs < (1 - BINDS) * dt[:, None] * self.log_A_real.exp()
+
+    @torch.no_grad()
+    def c_rms(self) -> Tensor:
+        """Root mean square of |C_mn|, what `mixer.c_scale` sets at the start; 1 without C."""
+        return self.log_dt.new_ones(()) if self.C is None else self.C.square().sum(-1).mean().sqrt()
+
+    @torch.no_grad()
+    def life_signs(self) -> Tensor:
+        """LIFE_SIGNS of a layer, float32."""
+        log_abs, bound = self.decay()
+        timescale, dt = -1 / log_abs, self.log_dt.exp()
+        values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(log_abs.max()), dt.quantile(0.5)
+        return torch.stack([*values, bound.float().mean(), self.c_rms()])
+
+
+def scalars(signs: Tensor) -> dict[str, float]:
+    """LIFE_SIGNS of all layers, [L, 7], by name; those of a layer without any are zeros. One read of the device."""
+    rows = [(i, row) for i, row in enumerate(signs.tolist()) if any(row)]
+    return {f"mixer/layer_{i:02d}/{name}": x for i, row in rows for name, x in zip(LIFE_SIGNS, row, strict=True)}
 
 
 def copied(parameter: Tensor) -> Tensor:
@@ -63,20 +98,6 @@ class SSMDynamics(KeptInFloat32):
 
     def forward(self) -> Dynamics:
         return Dynamics(*(None if (p := getattr(self, name)) is None else copied(p) for name in Dynamics._fields))
-
-    @torch.no_grad()
-    def decay(self) -> tuple[Tensor, Tensor]:
-        """log|Lambda| per token, [H, M], and which modes are at the bound (`BINDS`; `tables.decay_exponent`), bool [H, M]."""
-        log_dt, log_A_real, A_imag, *_ = self()
-        dt = log_dt.exp()
-        log_abs = tables.decay_exponent(dt, log_A_real, A_imag)[..., 0]
-        return log_abs, -log_abs < (1 - BINDS) * dt[:, None] * log_A_real.exp()
-
-    @torch.no_grad()
-    def c_rms(self) -> Tensor:
-        """Root mean square of |C_mn|, what `mixer.c_scale` sets at the start; 1 without C."""
-        log_dt, _, _, C, _ = self()
-        return log_dt.new_ones(()) if C is None else C.square().sum(-1).mean().sqrt()
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interdomain.model import Transformer
+from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
 
 from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
 from ..plan.run_plan import RunPlan
@@ -115,28 +116,17 @@ def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float,
 
 @torch.no_grad()
 def mixer_statistics(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
-    """Per layer with basis functions: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta, the
-    share of modes at the bound on the decay, and the root mean square of |C|.
+    """LIFE_SIGNS of each layer with basis functions.
 
     The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
     """
-    names = [
-        *(f"timescale_tokens_{which}" for which in ("min", "median", "max")),
-        "one_minus_abs_lambda_min",
-        "dt_median",
-        "share_at_decay_bound",
-        "c_rms",
-    ]
     device = next(parts[0].parameters()).device
-    signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
+    signs = torch.zeros(
+        parts[0].config.n_layers, len(LIFE_SIGNS), device=device
+    )  # zeros: of the layers of other stages
     for i, layer in (item for part in parts for item in part.layers.items()):
-        ssm: Any = getattr(layer.attention, "ssm", None)
-        if hasattr(ssm, "log_A_real"):
-            real, bound = ssm.decay()  # [H, M] each
-            timescale, dt = -1 / real, ssm().log_dt.exp()
-            values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(real.max()), dt.quantile(0.5)
-            signs[int(i)] = torch.stack([*values, bound.float().mean(), ssm.c_rms()])
+        if isinstance(ssm := getattr(layer.attention, "ssm", None), SSMDynamics):
+            signs[int(i)] = ssm().life_signs()
     if meshes.pipeline.size() > 1:
         dist.all_reduce(signs, group=meshes.pipeline.get_group())
-    by_layer = {f"mixer/layer_{i:02d}": row for i, row in enumerate(signs.tolist()) if any(row)}
-    return {f"{layer}/{name}": x for layer, row in by_layer.items() for name, x in zip(names, row, strict=True)}
+    return scalars(signs)

@@ -1,0 +1,68 @@
+"""Stand-ins for Megatron's classes of Transformer Engine, which runs on GPUs alone: Megatron's local linears and a norm.
+
+They take the arguments of those classes, and return the same; their states have the same names.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel import layers
+from torch.nn import functional as F
+
+from interdomain.megatron import spec
+
+DELAYED = []  # the linears whose backward_dw was called
+
+
+class Column(layers.ColumnParallelLinear):
+    # These have no default.
+    def __init__(self, *sizes, gather_output, bias, skip_bias_add, is_expert, tp_comm_buffer_name, **others):
+        assert not gather_output
+        options = dict(skip_bias_add=skip_bias_add, is_expert=is_expert, tp_comm_buffer_name=tp_comm_buffer_name)
+        super().__init__(*sizes, bias=bias, **options, **others)
+
+    def get_extra_state(self) -> Any:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def backward_dw(self):
+        DELAYED.append(self)
+
+
+class LayerNormColumn(Column):
+    def __init__(self, input_size, *others, **options):
+        super().__init__(input_size, *others, **options)
+        weight: Any = torch.nn.Parameter(torch.ones(input_size, dtype=self.config.params_dtype))
+        weight.sequence_parallel = self.config.sequence_parallel
+        self.layer_norm_weight = weight
+
+    def forward(self, x):
+        return super().forward(F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon))
+
+
+class Row(layers.RowParallelLinear):
+    def __init__(self, *sizes, bias, input_is_parallel, skip_bias_add, is_expert, tp_comm_buffer_name, **others):
+        options = dict(skip_bias_add=skip_bias_add, is_expert=is_expert, tp_comm_buffer_name=tp_comm_buffer_name)
+        super().__init__(*sizes, bias=bias, input_is_parallel=input_is_parallel, **options, **others)
+
+    get_extra_state, backward_dw = Column.get_extra_state, Column.backward_dw
+
+
+class Provider(LocalSpecProvider):
+    def column_parallel_linear(self):
+        return Column
+
+    def column_parallel_layer_norm_linear(self):
+        return LayerNormColumn
+
+    def row_parallel_linear(self):
+        return Row
+
+    def fuse_layernorm_and_linear(self):
+        return True
+
+
+def install(put=setattr):
+    """Puts them in the place of Transformer Engine's."""
+    put(spec, "HAVE_TE", True)
+    put(spec, "TESpecProvider", Provider)
