@@ -34,12 +34,15 @@ install() {
   "${pip[@]}" -c "$constraints" -e ".[$1]" || return
   if [[ ,$1, == *,dev,* ]]; then
     # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, transformers' other major, the
-    # other TorchTitan, and transformers' own tests, which its wheel lacks.
+    # other TorchTitan, Megatron-Core's HybridModel (0.19, which wants Python 3.12 and runs on 3.11), and transformers' own tests,
+    # which its wheel lacks.
     "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
       "${pip[@]}" --no-deps --upgrade --target "$venv/transformers4" \
         transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 &&
       "${pip[@]}" --no-deps --upgrade --target "$venv/titan03" \
         $(grep -E '^(torchtitan|spmd-types|torch-checkpointing)==' constraints-titan03.txt) &&
+      "${pip[@]}" --no-deps --upgrade --target "$venv/megatron019" --only-binary :all: --python-version 3.12 --ignore-requires-python \
+        "$(sed -n 's/^\(megatron-core==0.19[^;]*\);.*/\1/p' constraints.txt)" &&
       "${pip[@]:0:3}" download --no-deps --no-build-isolation --no-binary :all: -d "$venv/sources" \
         "$(grep '^transformers==' constraints.txt)" &&
       tar -xzf "$venv"/sources/transformers-*.tar.gz -C "$venv/sources" --strip-components 1 --wildcards '*/tests' || return
@@ -107,6 +110,7 @@ if [ "${1:-}" = test ]; then
     make_environment train,dev,docs
     export INTERDOMAIN_TRANSFORMERS4=${INTERDOMAIN_TRANSFORMERS4-$(cd "$venv" && pwd)/transformers4}
     export INTERDOMAIN_TRANSFORMERS_SUITE=${INTERDOMAIN_TRANSFORMERS_SUITE-$(cd "$venv" && pwd)/sources/tests}
+    export INTERDOMAIN_MEGATRON019=${INTERDOMAIN_MEGATRON019-$(cd "$venv" && pwd)/megatron019}
     export INTERDOMAIN_TITAN03=${INTERDOMAIN_TITAN03-$(cd "$venv" && pwd)/titan03}
   fi
   # Two workers (tests/conftest.py says how the tests spread).

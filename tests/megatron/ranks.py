@@ -265,7 +265,7 @@ def _leaves(tree):
         yield from _leaves(x) if isinstance(x, dict | list) else (x,)
 
 
-def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.Tensor]:
+def whole_gradients(config: ModelConfig, parts: list[tuple], form=None) -> dict[str, torch.Tensor]:
     """Gradients of all ranks together, by the plain model's names."""
     whole: dict = {}
     for key, offset, shape, data in parts:
@@ -274,7 +274,8 @@ def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.
         sizes = (1,) * stacked + tuple(data.shape)
         place[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = data.view(sizes)
     names = (name for name in meta_model(config).state_dict() if not name.endswith("frequencies"))
-    return {name: part_of(whole, name, "stacked" if len(config.mixers) == 1 else "by layer") for name in names}
+    form = form or ("stacked" if len(config.mixers) == 1 else "by layer")
+    return {name: part_of(whole, name, form) for name in names}
 
 
 def packed_losses(run, folder: Path) -> torch.Tensor:

@@ -57,7 +57,7 @@ def stack_spec(condition: str = "interdomain", *, transformer_engine: bool = Fal
     settings: as of `layer_spec`; each letter's mixer takes those settings of MixerConfig that it has.
     Raises: ValueError, as `layer_spec`.
     """
-    whole = layer_spec(layers=(condition, "softmax", "mamba2"), **settings)
+    whole: Any = layer_spec(layers=(condition, "softmax", "mamba2"), **settings)
     params = whole.submodules.self_attention.params
     layers: dict[str, Any] = {"mlp_layer": ModuleSpec(MLPLayer, submodules=mlp_submodules(transformer_engine))}
     for letter, mixer in zip(SLOTS, params["mixers"], strict=True):

@@ -114,7 +114,7 @@ class InterdomainAttention(MegatronModule):
         **_: Any,  # of attention, in some versions
     ) -> None:
         super().__init__(config)
-        self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
+        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
         tp, heads, groups = self.tp_group.size(), config.num_attention_heads, config.num_query_groups
         whole = plain_config(config, groups, mixers, mlp_apart, rope_theta=rope_theta, max_seq_len=max_seq_len)
         self.layer = (layer_number - 1) // (2 if mlp_apart else 1)

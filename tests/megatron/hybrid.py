@@ -1,0 +1,74 @@
+"""hybrid.py FOLDER [WHERE]: the first gradients of a HybridModel on this rank, from the checkpoint in the folder.
+
+WHERE: a folder with Megatron-Core 0.18 or later, if the installed one is older.
+"""
+
+import argparse
+import sys
+import typing
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+
+from interdomain.model import ModelConfig
+from tests.megatron import ranks
+from tests.model.common import small_config
+
+LAYOUTS = {  # by name: ranks of tensor parallelism, stages, the layer pattern
+    "tensor and sequence": (2, 1, "G-*-G-M-"),
+    "stages": (1, 2, "G-*|-G-M-"),
+}
+
+
+def config_of() -> ModelConfig:
+    layers = ("interdomain", "softmax", "interdomain", "mamba2")
+    return small_config(
+        "interdomain", layers=layers, n_layers=4, vocab_size=ranks.VOCAB, max_seq_len=ranks.T, **ranks.STATE
+    )
+
+
+def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tuple]:
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_model import HybridModel  # pyright: ignore[reportMissingImports]
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from interdomain.megatron import hybrid, train
+
+    def model(megatron, spec, vocab_size, max_seq_len, first, last, **options):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        options |= dict(hybrid_layer_pattern=pattern, pre_process=first, post_process=last, pg_collection=groups)
+        return HybridModel(megatron, spec, vocab_size, max_seq_len, **options)
+
+    parallel_state.initialize_model_parallel(tensor, stages)
+    train.GPTModel, train.transformer_config, train.block_spec = model, hybrid.hybrid_config, lambda _, spec: spec
+    layout = dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages, sequence_parallel=tensor > 1)
+    spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, **ranks.STATE)
+    rates = dict(lr=ranks.LR, min_lr=0.0, ssm_lr=ranks.SSM_LR, steps=1, warmup_steps=0)
+    args = argparse.Namespace(bf16=False, seed=1, micro_batch=ranks.MICRO, **rates)
+    run = train.Run(config_of(), spec, args, **layout)
+    run.load(folder / "release")
+    run.gradients(ranks.batches_of(ranks.tokens_of(0)))
+    found = ranks.own_gradients(run)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    typing.override = typing_extensions.override  # 0.19 wants Python 3.12
+    torch.set_num_threads(1)
+    from interdomain.megatron import cpu
+
+    cpu.install()
+    dist.init_process_group("gloo")
+    found = {name: gradients(folder, *layout) for name, layout in LAYOUTS.items()}
+    torch.save(found, folder / f"gradients {dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path[:0] = sys.argv[2:]
+    main(Path(sys.argv[1]))

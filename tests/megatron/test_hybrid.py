@@ -1,0 +1,74 @@
+"""HybridModel with the layers, on two ranks. Where the installed Megatron-Core has none, that of the version beside it."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from interdomain.files.megatron_checkpoint import MegatronCheckpoint, hybrid_pattern, write_checkpoint
+from interdomain.files.pretrained import read_config
+from interdomain.model import Transformer, build_config
+from interdomain.tools import convert
+
+from ..model.common import lively
+from ..ranks import launch
+from . import hybrid, ranks
+
+MEGATRON019 = "INTERDOMAIN_MEGATRON019"  # a folder with Megatron-Core 0.19; `./launch.sh test` makes and names it
+INSTALLED = importlib.util.find_spec("megatron.core.models").submodule_search_locations[0]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "tests/megatron/"),
+]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """(a model, the folder of its checkpoint for HybridModel)."""
+    folder, model = tmp_path_factory.mktemp("hybrid"), lively(hybrid.config_of(), torch.float32)
+    write_checkpoint(folder, model.config, model.state_dict(), hybrid=True)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def computed(start):
+    """What each rank has seen."""
+    newer = [os.environ[MEGATRON019]] if MEGATRON019 in os.environ else []
+    if not newer and not os.path.isdir(f"{INSTALLED}/hybrid"):
+        pytest.skip(f"megatron-core has no HybridModel, and {MEGATRON019} names no folder with 0.19")
+    _, folder = start
+    launch(folder / "log", 2, hybrid.__file__, folder, *newer)
+    return [torch.load(folder / f"gradients {rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("layout", hybrid.LAYOUTS)
+def test_every_gradient(layout, start, computed):
+    """float32, against the plain model in float64."""
+    model = Transformer(start[0].config)
+    model.load_state_dict(start[0].state_dict())
+    tokens = ranks.tokens_of(0)
+    (model.double()(tokens[:, :-1], labels=tokens[:, 1:]) / (ranks.BATCH * ranks.T)).backward()
+    parts = [part for seen in computed for part in seen[layout]]
+    found = ranks.whole_gradients(model.config, parts, "hybrid")
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+def test_a_checkpoint_becomes_a_folder_and_comes_back(start, corpus, tmp_path, capsys):
+    model, folder = start
+    run = [folder / "release", "--tokenizer", corpus, "--output", tmp_path / "folder"]
+    again = [tmp_path / "folder", "--to-megatron", "hybrid", "--output", tmp_path / "start"]
+    assert convert.main([str(x) for x in run]) == convert.main([str(x) for x in again]) == 0
+    assert read_config(tmp_path / "folder")[0] == model.config
+    assert '--hybrid-layer-pattern "G-*-G-M-"' in capsys.readouterr().out
+    checkpoint = MegatronCheckpoint(tmp_path / "start" / "release")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(checkpoint.read([name])[name], tensor)
+
+
+def test_two_mixers_of_one_letter_have_no_pattern():
+    with pytest.raises(ValueError, match="2 mixers that differ and would all be G"):
+        hybrid_pattern(build_config("debug", layers=("interdomain", "s4d")))
