@@ -29,8 +29,8 @@ from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_confi
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 BATCH = {"global-batch": 16, "micro-batch": 8}  # sequences
-RECIPE = {"steps": 400, "warmup-steps": 24, "lr": 3e-3, "min-lr": 1e-5, "seed": 42}
-EVERY = {"save-interval": 500, "log-interval": 10}  # steps
+STEPS = {"steps": 400, "warmup-steps": 24, "save-interval": 500, "log-interval": 10}
+RECIPE = {"lr": 3e-3, "min-lr": 1e-5, "seed": 42}
 # Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and cannot load them.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_mixer_arguments(p)
     for name in LAYOUT:  # --tensor-parallel, ...
         p.add_argument(f"--{name.split('_')[0]}-parallel", dest=name, type=int, default=1)
-    for name, default in (BATCH | RECIPE | EVERY).items():
+    for name, default in (BATCH | STEPS | RECIPE).items():
         p.add_argument(f"--{name}", type=type(default), default=default, help=f"({default})")
     p.add_argument("--bf16", action="store_true")
     p.add_argument("--save", type=Path, help="folder of checkpoints; continues the newest, or from converted weights")
@@ -93,10 +93,8 @@ class Run:
         self.ddp = DistributedDataParallel(megatron, gradients, self.model)
 
         self.rates: Any = dict(lr=args.lr, min_lr=args.min_lr, ssm_lr=args.ssm_lr)
-        adam: Any = dict(
-            adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.1, clip_grad=1.0, use_distributed_optimizer=True
-        )
-        optimizer = OptimizerConfig(lr=args.lr, min_lr=args.min_lr, **adam, **precision)
+        adam: Any = dict(adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.1, clip_grad=1.0)
+        optimizer = OptimizerConfig(lr=args.lr, min_lr=args.min_lr, use_distributed_optimizer=True, **adam, **precision)
         self.optimizer: Any = get_megatron_optimizer(optimizer, [self.ddp], config_overrides=overrides(**self.rates))
         rates: Any = dict(init_lr=0.0, max_lr=args.lr, min_lr=args.min_lr, lr_decay_style="cosine")
         length: Any = dict(lr_warmup_steps=args.warmup_steps, lr_decay_steps=max(args.steps, args.warmup_steps + 1))
@@ -112,9 +110,10 @@ class Run:
         losses = get_forward_backward_func()(forward_step_func=forward, forward_only=False, **passes)
         if not parallel_state.is_pipeline_last_stage():
             return None
-        loss, group = torch.stack(losses).mean(), parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        loss = torch.stack(losses).mean() / group.size()
         dist.all_reduce(loss, group=group)
-        return loss / dist.get_world_size(group)
+        return loss
 
     def update(self) -> float:
         """The optimizer's step; returns the norm of the gradients."""
@@ -144,10 +143,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         if not started:
             return self.optimizer.reload_model_params()
-        if state["rates"] != self.rates:
-            raise ValueError(
-                f"{checkpoint} was trained with {state['rates']}, not {self.rates}. Give the same learning rates."
-            )
+        if (rates := state.get("rates")) != self.rates:
+            raise ValueError(f"{checkpoint} is of a run with {rates}, not {self.rates}. Give the same learning rates.")
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self.schedule.step(self.step)
