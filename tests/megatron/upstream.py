@@ -12,9 +12,14 @@ from interdomain.megatron import cpu, run
 DEVICE = SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36, multi_processor_count=1)
 
 
-class Stream(cpu._Stream):
+class Stream:
+    """A stream that has nothing to wait for."""
+
     def __init__(self, *args, **kwargs):
         pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
 
 
 class Event(Stream):
@@ -33,7 +38,7 @@ def install():
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *_: None
     cuda.get_rng_state_all, cuda.stream = list, lambda *_: contextlib.nullcontext()
-    cuda.Event, cuda.Stream = Event, Stream
+    cuda.Event, cuda.Stream, cuda.current_stream = Event, Stream, lambda *_: Stream()
     from megatron.core.datasets import utils
 
     utils.compile_helpers = lambda: None  # the wheel's are there
