@@ -53,6 +53,11 @@ class Mixer(nn.Module):
         """The layer's state before the first token; `capacity` tokens of room where it grows."""
         raise NotImplementedError(f"{type(self).__name__} has no state: it cannot generate")
 
+    @classmethod
+    def state_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of a sequence's state in one layer, by the names in a MixerState. Of mixers whose state does not grow."""
+        raise NotImplementedError("this mixer's state has no fixed shape")
+
     @staticmethod
     def state_grows(config: ModelConfig) -> bool:
         """True if the state has room for a number of tokens, and not one size for all lengths."""

@@ -58,7 +58,7 @@ class FixedStateMixer(Mixer):
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
-        self.config, self.execution = config.mixer, execution or Execution()
+        self.config, self.layer, self.execution = config.mixer, config, execution or Execution()
         self.shape, dim = state_shape(config.mixer, config.dim), config.dim
         keys, values = self._widths(config)
         self.widths = keys, keys, values
@@ -162,11 +162,16 @@ class FixedStateMixer(Mixer):
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
     ) -> MixerState:
-        exact = torch.promote_types(dtype, torch.float32)
+        exact, shapes = torch.promote_types(dtype, torch.float32), self.state_shapes(self.layer)
         return MixerState(
-            conv=torch.zeros(batch, self.config.conv_past, sum(self.widths), dtype=dtype, device=device),
-            ssm=torch.zeros(batch, *self.shape, dtype=exact, device=device),
+            conv=torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device),
+            ssm=torch.zeros(batch, *shapes["ssm"], dtype=exact, device=device),
         )
+
+    @classmethod
+    def state_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        keys, values = cls._widths(config)
+        return {"conv": (config.mixer.conv_past, 2 * keys + values), "ssm": state_shape(config.mixer, config.dim)}
 
     # Costs
 

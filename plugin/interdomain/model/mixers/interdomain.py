@@ -1,5 +1,6 @@
 """The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
 
+import math
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class InterdomainMixer(Mixer):
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         mixer = config.mixer
-        self.config = mixer
+        self.config, self.layer = mixer, config
         self.execution = execution or Execution()
         self.head_dim = config.head_dim
         self.n_heads = config.n_heads if mixer.query_readout else 0
@@ -159,15 +160,18 @@ class InterdomainMixer(Mixer):
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[Tensor, Tensor]
     ) -> MixerState:
-        prepared = self._prepare_step(*dynamics)
-        width = 2 * self.head_dim + self.config.normalize
-        shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
-        channels = sum(len(conv.bias) for conv in self._convolutions().values())
+        shapes = self.state_shapes(self.layer)
         return MixerState(
-            conv=torch.zeros(batch, self.config.conv_past, channels, dtype=dtype, device=device),
-            ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
-            prepared=prepared,
+            conv=torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device),
+            ssm=torch.zeros(batch, *shapes["ssm"], dtype=self.ssm.log_dt.dtype, device=device),
+            prepared=self._prepare_step(*dynamics),
         )
+
+    @classmethod
+    def state_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        m = config.mixer
+        ssm = config.n_kv_heads, m.n_basis, 2 * config.head_dim + m.normalize, 2
+        return {"conv": (m.conv_past, cls._channels(config)), "ssm": ssm}
 
     @torch.no_grad()
     def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,8 +259,13 @@ class InterdomainMixer(Mixer):
 
     @staticmethod
     def state_size(config: ModelConfig) -> int:
-        m = config.mixer
-        return config.n_kv_heads * m.n_basis * (2 * config.head_dim + m.normalize) * 2
+        return math.prod(InterdomainMixer.state_shapes(config)["ssm"])
+
+    @staticmethod
+    def _channels(config: ModelConfig) -> int:
+        """Channels of the convolutions, of q, k and v side by side."""
+        m, kv_dim = config.mixer, config.n_kv_heads * config.head_dim
+        return (m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)) * (m.conv_width != 0)
 
     @staticmethod
     def kept(config: ModelConfig) -> dict[str, int]:
@@ -270,9 +279,8 @@ class InterdomainMixer(Mixer):
 
     @staticmethod
     def handed_on(config: ModelConfig) -> dict[str, int]:
-        m, kv_dim = config.mixer, config.n_kv_heads * config.head_dim
-        channels = m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)
-        return {"state": InterdomainMixer.state_size(config), "tail": m.conv_past * channels, "token": 0}
+        tail = config.mixer.conv_past * InterdomainMixer._channels(config)
+        return {"state": InterdomainMixer.state_size(config), "tail": tail, "token": 0}
 
 
 def _with_ones(v: Tensor) -> Tensor:

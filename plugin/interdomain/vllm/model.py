@@ -1,0 +1,190 @@
+"""Served models: the decoder of `interdomain.model` over vLLM's pages of states, keys and values."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import __version__ as version
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from interdomain.features import input_features
+from interdomain.files.pretrained import BASE, storage_dtype
+from interdomain.model import Transformer
+from interdomain.model.config import ModelConfig
+from interdomain.model.layers import rope_of
+from interdomain.model.state import MixerState
+
+from . import SUPPORTED
+from .config import model_config, state_dtypes, state_shapes
+
+if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
+    raise ImportError(f"interdomain.vllm runs with vLLM 0.32; found {version}. Install vLLM 0.32.")
+
+
+class Recurrent(MambaBase):
+    """A mixer with a state of fixed size: x [tokens, dim] -> the same, each request by the state in its page."""
+
+    mamba_type = MambaAttentionBackendEnum.CUSTOM
+
+    def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
+        self.mixer, self.name, self.shapes = mixer, name, state_shapes(config)
+        self.dtypes = state_dtypes(vllm_config.model_config.dtype)
+        self.kv_cache = (torch.empty(0), torch.empty(0))  # vLLM binds its pages
+        self.has_conv = config.mixer.conv_past > 0
+        vllm_config.compilation_config.static_forward_context[name] = self
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes
+
+    def prepare(self, dynamics: Any) -> None:
+        """Make what steps read of the parameters: once, for the weights that are loaded."""
+        weight = self.mixer.wo.weight
+        self.dynamics = dynamics
+        self.prepared = self.mixer.init_state(1, 0, weight.dtype, weight.device, dynamics).prepared
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        metadata: Any = get_forward_context().attn_metadata
+        out = torch.zeros_like(x)
+        if metadata is None:  # a run that measures memory: there are no pages yet
+            return out
+        conv, ssm = self.kv_cache
+        for tokens, pages, fresh in metadata[self.name].batches:
+            past = conv[pages] if self.has_conv else conv.new_empty(len(pages), 0, 0)
+            state = MixerState(past, ssm[pages], self.prepared)
+            if fresh is not None:
+                state.conv[fresh], state.ssm[fresh] = 0, 0
+            of_tokens = None if rope is None else (rope[0][tokens], rope[1][tokens])
+            out[tokens] = self.mixer(x[tokens], of_tokens, self.dynamics, state)
+            ssm[pages] = state.ssm
+            if self.has_conv:
+                conv[pages] = state.conv
+        return out
+
+
+class Softmax(nn.Module):
+    """Softmax attention by vLLM's own layer, which has keys and values: x [tokens, dim] -> the same."""
+
+    def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
+        super().__init__()
+        self.__dict__["mixer"] = mixer  # whose parameters are the Transformer's
+        width = config.head_dim
+        shared = dict(num_kv_heads=config.n_kv_heads, cache_config=vllm_config.cache_config, prefix=name)
+        self.attention = Attention(config.n_heads, width, width**-0.5, per_layer_sliding_window=mixer.window, **shared)
+
+    def prepare(self, dynamics: Any) -> None:
+        """Nothing is made of the parameters."""
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = (table[None] for table in rope)
+        q, k = (
+            input_features(project(x)[None], self.mixer.head_dim, rope=(cos, sin))[0].flatten(1)
+            for project in (self.mixer.wq, self.mixer.wk)
+        )
+        return self.mixer.wo(self.attention(q, k, self.mixer.wv(x)))
+
+
+class Served(nn.Module):
+    """The decoder over the tokens of all requests of a step, [tokens]; one class for each kind of model (`ARCHITECTURES`)."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        settings = vllm_config.model_config
+        refuse(vllm_config)
+        self.own, self.dtype = model_config(settings.hf_config), settings.dtype
+        self.model, self.ready = Transformer(self.own), False
+        generation: Any = settings.try_get_generation_config()
+        self.no_tokens = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
+        kinds = {"softmax": Softmax}
+        self.mixers: list[Any] = [
+            kinds.get(layer.mixer.kind, Recurrent)(block.attention, layer, vllm_config, f"layers.{i}.attention")
+            for i, (block, layer) in enumerate(zip(self.blocks, self.own.layers, strict=True))
+        ]
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [*self.model.layers.values()]
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple:
+        return MambaStateCopyFuncCalculator.mamba2_state_copy_func()
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple:
+        config = model_config(vllm_config.model_config.hf_config)
+        return state_shapes(next(layer for layer in config.layers if layer.mixer.kind != "softmax"))
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple:
+        return state_dtypes(vllm_config.model_config.dtype)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.tok_embeddings(input_ids)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if not self.ready:
+            for mixer, dynamics in zip(self.mixers, self.model.dynamics(), strict=True):
+                mixer.prepare(dynamics)
+            self.ready = True
+        h = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        rotates = any(layer.mixer.rope for layer in self.own.layers)
+        rope = rope_of(self.own, positions, h.dtype) if rotates else None
+        for mixer, block in zip(self.mixers, self.blocks, strict=True):
+            h = h + mixer(block.attention_norm(h), rope)
+            h = h + block.feed_forward(block.ffn_norm(h))
+        return self.model.norm(h)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        logits = self.model.output(hidden_states)
+        logits[:, self.no_tokens] = -torch.inf
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        stored = {name.removeprefix(BASE): tensor for name, tensor in weights}
+        self.model.load_state_dict({name: x.to(storage_dtype(name, self.dtype)) for name, x in stored.items()}, assign=True)
+        self.model.requires_grad_(False)
+        self.ready = False
+        return {f"model.{name}" for name in stored}
+
+
+class Interdomain(Served, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
+    """Layers with states alone."""
+
+
+class InterdomainHybrid(Served, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
+    """Some layers are softmax."""
+
+
+class InterdomainSoftmax(Served):
+    """All layers are softmax."""
+
+
+def refuse(vllm_config: VllmConfig) -> None:
+    """Raises: ValueError for settings of vLLM that these models would ignore."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    wrong = {
+        f"tensor_parallel_size = {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
+        f"mamba_cache_mode = {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
+        f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype not in ("auto", "float32"),
+        "speculative decoding": vllm_config.speculative_config is not None,
+    }
+    if settings := [setting for setting, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"this model has no {', '.join(settings)} under vLLM. Leave that out.")

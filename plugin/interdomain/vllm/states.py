@@ -1,0 +1,64 @@
+"""Requests of one step of vLLM's engine, in batches that the mixers take."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
+
+NULL_PAGE = 0  # of vLLM: no request has it
+
+
+class Batch(NamedTuple):
+    """Requests of which each has T tokens in this step.
+
+    tokens: where they stand in the step, [B, T]; pages: of the requests' states, [B]; fresh: [B], true where a request begins
+    and its page holds the state of another, None where none does.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    fresh: Tensor | None
+
+
+@dataclass
+class Metadata(BaseMambaAttentionMetadata):
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """All requests that generate, in one batch; then pieces of prompts, those of equal length in one."""
+        batches, n = [], self.num_decode_tokens
+        if self.state_indices_tensor_d is not None and n:
+            pages = self.state_indices_tensor_d[:n, 0].long()
+            batches.append(Batch(torch.arange(n, device=pages.device)[:, None], pages.clamp_min(NULL_PAGE), None))
+        if self.num_prefills:
+            assert self.query_start_loc_p is not None and self.state_indices_tensor_p is not None
+            assert self.has_initial_states_p is not None
+            begin, lengths = self.query_start_loc_p[:-1].long() + n, self.query_start_loc_p.diff()
+            for length in lengths.unique().tolist():
+                rows = (lengths == length).nonzero()[:, 0]
+                tokens = begin[rows][:, None] + torch.arange(length, device=rows.device)
+                pages = self.state_indices_tensor_p[rows].long()
+                batches.append(Batch(tokens, pages, ~self.has_initial_states_p[rows].bool()))
+        return batches
+
+
+class Builder(BaseMambaAttentionMetadataBuilder[Metadata]):
+    metadata_cls = Metadata
+    needs_causal_conv1d_metadata = False
+
+
+class Backend(AttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "INTERDOMAIN"
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return Builder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
