@@ -1,6 +1,7 @@
 """Facts that vLLM asks for before a model exists: its kind, and the shape of a request's state."""
 
 import torch
+from transformers import PretrainedConfig
 
 from interdomain.files.pretrained import from_transformers
 from interdomain.hf import InterdomainConfig
@@ -25,7 +26,7 @@ class ServedConfig(InterdomainConfig):
         self.architectures = [all_ if all(states) else hybrid if any(states) else softmax]
 
 
-def model_config(config: InterdomainConfig) -> ModelConfig:
+def model_config(config: PretrainedConfig) -> ModelConfig:
     return from_transformers(config.to_dict())
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import __version__ as version
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -21,11 +20,7 @@ from interdomain.model.config import ModelConfig
 from interdomain.model.layers import rope_of
 from interdomain.model.state import MixerState
 
-from . import SUPPORTED
 from .config import model_config, state_dtypes, state_shapes
-
-if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
-    raise ImportError(f"interdomain.vllm runs with vLLM 0.32; found {version}. Install vLLM 0.32.")
 
 
 class Recurrent(MambaBase):
@@ -76,6 +71,7 @@ class Softmax(nn.Module):
 
     def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
         super().__init__()
+        self.mixer: Any
         self.__dict__["mixer"] = mixer  # whose parameters are the Transformer's
         width = config.head_dim
         shared = dict(num_kv_heads=config.n_kv_heads, cache_config=vllm_config.cache_config, prefix=name)
@@ -158,7 +154,9 @@ class Served(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         stored = {name.removeprefix(BASE): tensor for name, tensor in weights}
-        self.model.load_state_dict({name: x.to(storage_dtype(name, self.dtype)) for name, x in stored.items()}, assign=True)
+        self.model.load_state_dict(
+            {name: x.to(storage_dtype(name, self.dtype)) for name, x in stored.items()}, assign=True
+        )
         self.model.requires_grad_(False)
         self.ready = False
         return {f"model.{name}" for name in stored}
@@ -183,7 +181,8 @@ def refuse(vllm_config: VllmConfig) -> None:
         f"tensor_parallel_size = {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
         f"mamba_cache_mode = {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
-        f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype not in ("auto", "float32"),
+        f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
+        not in ("auto", "float32"),
         "speculative decoding": vllm_config.speculative_config is not None,
     }
     if settings := [setting for setting, is_wrong in wrong.items() if is_wrong]:

@@ -34,14 +34,15 @@ class Metadata(BaseMambaAttentionMetadata):
             pages = self.state_indices_tensor_d[:n, 0].long()
             batches.append(Batch(torch.arange(n, device=pages.device)[:, None], pages.clamp_min(NULL_PAGE), None))
         if self.num_prefills:
-            assert self.query_start_loc_p is not None and self.state_indices_tensor_p is not None
-            assert self.has_initial_states_p is not None
-            begin, lengths = self.query_start_loc_p[:-1].long() + n, self.query_start_loc_p.diff()
+            start, of_prefills, seen = self.query_start_loc_p, self.state_indices_tensor_p, self.has_initial_states_p
+            assert start is not None
+            assert of_prefills is not None
+            assert seen is not None
+            lengths = start.diff()
             for length in lengths.unique().tolist():
                 rows = (lengths == length).nonzero()[:, 0]
-                tokens = begin[rows][:, None] + torch.arange(length, device=rows.device)
-                pages = self.state_indices_tensor_p[rows].long()
-                batches.append(Batch(tokens, pages, ~self.has_initial_states_p[rows].bool()))
+                tokens = n + start[rows].long()[:, None] + torch.arange(length, device=rows.device)
+                batches.append(Batch(tokens, of_prefills[rows].long(), ~seen[rows].bool()))
         return batches
 
 

@@ -1,0 +1,150 @@
+"""Exported folders in vLLM's engine on a CPU, where vLLM is installed: ./launch.sh test tests/vllm --vllm"""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from ..hf.common import CASES, TOKENS, greedy, random_texts
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: ./launch.sh test tests/vllm --vllm")
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+WIDE = dict(dim=128, n_heads=4, head_dim=32)  # vLLM's softmax on a CPU has no narrower heads
+STEPS = 12
+LENGTHS = (1, 2, 5, 40, 40, 50, 7, 7, 7, 33, 64, 3)
+HYBRID = "hybrid, window"
+
+
+def made(exported_model, case):
+    condition, options = CASES[case]
+    softmax = condition == "softmax" or {"softmax_every", "layers"} & options.keys()
+    return exported_model(condition, **options, **(WIDE if softmax else {}))
+
+
+@contextlib.contextmanager
+def engine(folder, **options):
+    """An engine in this process, with fewer states than requests, whose prompts are read in pieces."""
+    small = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        llm = vllm.LLM(str(folder), **(small | options))
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def prompts(lengths=LENGTHS):
+    return [random_texts(1, n, seed=i)[0].tolist() for i, n in enumerate(lengths)]
+
+
+def texts(llm, given, **options):
+    options = dict(temperature=0, max_tokens=STEPS, ignore_eos=True) | options
+    asked = [{"prompt_token_ids": prompt} for prompt in given]
+    answers = llm.generate(asked, vllm.SamplingParams(**options), use_tqdm=False)
+    return [[*answer.outputs[0].token_ids] for answer in answers]
+
+
+def wanted(model, given):
+    """Each text by the native model, whole again for every token."""
+    return [greedy(model, torch.tensor([p]), STEPS)[0, len(p) :].tolist() for p in given]
+
+
+def pages(llm):
+    """The memory of all layers with states."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return [page for mixer in runner.model.mixers for page in getattr(mixer, "kv_cache", ()) if torch.is_tensor(page)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_texts(case, exported_model):
+    """With prefix caching, which is on by default; the second time from snapshots of the states, and with poisoned memory."""
+    model, folder = made(exported_model, case)
+    with engine(folder) as llm:
+        assert texts(llm, prompts()) == wanted(model, prompts())
+        assert texts(llm, prompts()) == wanted(model, prompts())
+    with engine(folder, enable_prefix_caching=False) as llm:
+        for page in pages(llm):
+            page.fill_(torch.nan)
+        assert texts(llm, prompts()) == wanted(model, prompts())
+
+
+@pytest.mark.parametrize("case", ["interdomain", HYBRID])
+def test_requests_do_not_see_each_other(case, exported_model):
+    """Requests that end in the middle, at any step, and whose memory others get."""
+    model, folder = made(exported_model, case)
+    given = prompts(LENGTHS * 2)
+    options = vllm.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    with engine(folder) as llm:
+        core, answers, steps = llm.llm_engine, {}, 0
+        for i, prompt in enumerate(given):
+            core.add_request(str(i), {"prompt_token_ids": prompt}, options)
+        while core.has_unfinished_requests():
+            answers |= {out.request_id: [*out.outputs[0].token_ids] for out in core.step() if out.finished}
+            steps += 1
+            if steps % 3 == 0 and str(steps) not in answers and steps < len(given):
+                core.abort_request([str(steps)])
+    kept = [i for i in range(len(given)) if str(i) in answers]
+    assert 12 < len(kept) < len(given)
+    every = wanted(model, given)
+    assert [answers[str(i)] for i in kept] == [every[i] for i in kept]
+
+
+def test_preempted_requests_are_computed_again(exported_model):
+    """More keys and values than there is room for."""
+    model, folder = made(exported_model, HYBRID)
+    given = prompts((60, 61, 62, 63))
+    with engine(folder, num_gpu_blocks_override=8, enable_prefix_caching=False) as llm:
+        assert texts(llm, given) == wanted(model, given)
+
+
+def test_logprobs_and_sampling(exported_model):
+    model, folder = made(exported_model, "interdomain")
+    (prompt,) = prompts((20,))
+    with engine(folder) as llm:
+        options = vllm.SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+        first = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].logprobs[0]
+        draws = (
+            texts(llm, [prompt] * 8, temperature=1.0, seed=3, top_p=0.9),
+            texts(llm, [prompt], temperature=1.0, seed=3),
+        )
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]))[0, -1, :TOKENS].log_softmax(-1)
+    assert {token: x.logprob for token, x in first.items()} == pytest.approx(
+        {token: logits[token].item() for token in first}, abs=1e-4
+    )
+    assert len({tuple(text) for text in draws[0]}) == 1  # one seed, one text
+
+
+@pytest.mark.parametrize("case", ["interdomain", "s4d", HYBRID, "mamba2"])
+def test_bfloat16(case, exported_model):
+    """As far from float32 as the native model in bfloat16."""
+    model, folder = made(exported_model, case)
+    given = prompts((40, 64, 7))
+    with engine(folder, dtype="bfloat16") as llm:
+        options = vllm.SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+        asked = [{"prompt_token_ids": prompt} for prompt in given]
+        found = [out.outputs[0].logprobs[0] for out in llm.generate(asked, options, use_tqdm=False)]
+    for prompt, answer in zip(given, found, strict=True):
+        with torch.no_grad():
+            exact = model(torch.tensor([prompt]))[0, -1, :TOKENS].log_softmax(-1)
+        for token, x in answer.items():
+            assert x.logprob == pytest.approx(exact[token].item(), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(mamba_cache_mode="all"), "mamba_cache_mode = all"),
+        (dict(mamba_ssm_cache_dtype="bfloat16"), "mamba_ssm_cache_dtype = bfloat16"),
+    ],
+)
+def test_settings_that_would_be_ignored(options, words, exported_model):
+    _, folder = made(exported_model, "interdomain")
+    with pytest.raises(ValueError, match=f"this model has no {words} under vLLM"), engine(folder, **options):
+        pass
