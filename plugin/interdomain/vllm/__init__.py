@@ -3,6 +3,7 @@
 vLLM's entry point `vllm.general_plugins` calls `register` in each of its processes.
 """
 
+from importlib import import_module
 from typing import Any
 
 SUPPORTED = (0, 32), (0, 33)  # from the first to before the second
@@ -32,12 +33,10 @@ def _is_supported() -> bool:
 
 def __getattr__(name: str) -> Any:
     """A served model's class. Raises: ImportError without vLLM, and with a version that is not SUPPORTED."""
-    if name.startswith("__"):
+    if not name.startswith("Interdomain"):
         raise AttributeError(name)
     if not _is_supported():
         import vllm
 
         raise ImportError(f"interdomain.vllm runs with vLLM 0.32, and this is {vllm.__version__}. Install vLLM 0.32.")
-    from . import model
-
-    return getattr(model, name)
+    return getattr(import_module(".model", __name__), name)
