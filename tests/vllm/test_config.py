@@ -31,7 +31,7 @@ def test_the_shapes_of_states_and_the_architecture(case):
             assert mixer_class(layer.mixer).state_shapes(layer) == {
                 name: tuple(t.shape[1:]) for name, t in state.tensors().items()
             }
-            assert all(0 not in shape for shape in state_shapes(layer))
+            assert all(0 not in shape for shape in state_shapes(layer, 1))
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,13 @@ def model_config(config: PretrainedConfig) -> ModelConfig:
     return from_transformers(config.to_dict())
 
 
-def state_shapes(config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a request's state in a layer: the last inputs of the convolutions, and the state of the recurrence.
+def state_shapes(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of a request's state in a layer, on one of the ranks that share its heads: the convolutions' last inputs, and the
+    state of the recurrence.
 
     Without convolutions the first is one number, which nobody reads: vLLM has no state of size 0.
     """
-    shapes = mixer_class(config.mixer).state_shapes(config)
+    shapes = mixer_class(config.mixer).state_shapes(config, ranks)
     return shapes["conv"] if 0 not in shapes["conv"] else (1, 1), shapes["ssm"]
 
 

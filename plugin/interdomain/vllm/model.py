@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -16,8 +17,9 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from interdomain.features import input_features
 from interdomain.files.pretrained import BASE, storage_dtype
 from interdomain.model import Transformer
-from interdomain.model.config import ModelConfig
+from interdomain.model.config import FIXED_STATE, ModelConfig, state_shape
 from interdomain.model.layers import rope_of
+from interdomain.model.shard import Part, shard_of, split_dimension
 from interdomain.model.state import MixerState
 
 from .config import model_config, state_dtypes, state_shapes
@@ -29,7 +31,8 @@ class Recurrent(MambaBase):
     mamba_type = MambaAttentionBackendEnum.CUSTOM
 
     def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
-        self.mixer, self.name, self.shapes = mixer, name, state_shapes(config)
+        self.mixer, self.name = mixer, name
+        self.shapes = state_shapes(config, vllm_config.parallel_config.tensor_parallel_size)
         self.dtypes = state_dtypes(vllm_config.model_config.dtype)
         self.kv_cache = (torch.empty(0), torch.empty(0))  # vLLM binds its pages
         self.has_conv = config.mixer.conv_past > 0
@@ -42,10 +45,11 @@ class Recurrent(MambaBase):
         return self.dtypes
 
     def prepare(self, dynamics: Any) -> None:
-        """Make what steps read of the parameters: once, for the weights that are loaded."""
-        weight = self.mixer.wo.weight
-        self.dynamics = dynamics
-        self.prepared = self.mixer.init_state(1, 0, weight.dtype, weight.device, dynamics).prepared
+        """Make what steps read of the parameters: once, for the weights that are loaded. For a part of the heads, where there
+        is no step function, a step is a piece of one token."""
+        weight, self.dynamics, self.prepared = self.mixer.wo.weight, dynamics, None
+        if self.mixer.heads is None:
+            self.prepared = self.mixer.init_state(1, 0, weight.dtype, weight.device, dynamics).prepared
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         metadata: Any = get_forward_context().attn_metadata
@@ -73,9 +77,11 @@ class Softmax(nn.Module):
         super().__init__()
         self.mixer: Any
         self.__dict__["mixer"] = mixer  # whose parameters are the Transformer's
-        width = config.head_dim
-        shared = dict(num_kv_heads=config.n_kv_heads, cache_config=vllm_config.cache_config, prefix=name)
-        self.attention = Attention(config.n_heads, width, width**-0.5, per_layer_sliding_window=mixer.window, **shared)
+        width, ranks = config.head_dim, vllm_config.parallel_config.tensor_parallel_size
+        shared = dict(num_kv_heads=config.n_kv_heads // ranks, cache_config=vllm_config.cache_config, prefix=name)
+        self.attention = Attention(
+            config.n_heads // ranks, width, width**-0.5, per_layer_sliding_window=mixer.window, **shared
+        )
 
     def prepare(self, dynamics: Any) -> None:
         """Nothing is made of the parameters."""
@@ -95,9 +101,16 @@ class Served(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         settings = vllm_config.model_config
-        refuse(vllm_config)
         self.own, self.dtype = model_config(settings.hf_config), settings.dtype
-        self.model, self.ready = Transformer(self.own), False
+        refuse(vllm_config, self.own)
+        self.model, self.ready, group = Transformer(self.own), False, get_tp_group()
+        self.part = Part(group.device_group.group_name, group.rank_in_group, group.world_size)
+        if self.part.size > 1:  # the heads and the feed-forward's width are divided, embedding and head are not
+            self.model.set_parts(heads=self.part)
+            self.model.tok_embeddings.heads = self.model.output.heads = None
+            for name, module in self.model.layers.named_modules():
+                if (dim := split_dimension(self.model.layers, name)) is not None:
+                    module.weight = nn.Parameter(shard_of(module.weight, self.part, dim).clone())
         generation: Any = settings.try_get_generation_config()
         self.no_tokens = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
         kinds = {"softmax": Softmax}
@@ -117,7 +130,8 @@ class Served(nn.Module):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple:
         config = model_config(vllm_config.model_config.hf_config)
-        return state_shapes(next(layer for layer in config.layers if layer.mixer.kind != "softmax"))
+        layer = next(layer for layer in config.layers if layer.mixer.kind != "softmax")
+        return state_shapes(layer, vllm_config.parallel_config.tensor_parallel_size)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple:
@@ -143,9 +157,13 @@ class Served(nn.Module):
         rotates = any(layer.mixer.rope for layer in self.own.layers)
         rope = rope_of(self.own, positions, h.dtype) if rotates else None
         for mixer, block in zip(self.mixers, self.blocks, strict=True):
-            h = h + mixer(block.attention_norm(h), rope)
-            h = h + block.feed_forward(block.ffn_norm(h))
+            h = h + self.sum(mixer(block.attention_norm(h), rope))
+            h = h + self.sum(block.feed_forward(block.ffn_norm(h)))
         return self.model.norm(h)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks of tensor parallelism, of which each has computed its part of the heads or of the width."""
+        return x if self.part.size == 1 else tensor_model_parallel_all_reduce(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits = self.model.output(hidden_states)
@@ -153,10 +171,14 @@ class Served(nn.Module):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        stored = {name.removeprefix(BASE): tensor for name, tensor in weights}
-        self.model.load_state_dict(
-            {name: x.to(storage_dtype(name, self.dtype)) for name, x in stored.items()}, assign=True
-        )
+        stored = {}
+        for name, tensor in weights:
+            name = name.removeprefix(BASE)
+            module = name.rpartition(".")[0]
+            dim = split_dimension(self.model, module) if name.startswith("layers.") else None
+            tensor = tensor if dim is None else shard_of(tensor, self.part, dim).contiguous()
+            stored[name] = tensor.to(storage_dtype(name, self.dtype))
+        self.model.load_state_dict(stored, assign=True)
         self.model.requires_grad_(False)
         self.ready = False
         return {f"model.{name}" for name in stored}
@@ -174,11 +196,10 @@ class InterdomainSoftmax(Served):
     """All layers are softmax."""
 
 
-def refuse(vllm_config: VllmConfig) -> None:
-    """Raises: ValueError for settings of vLLM that these models would ignore."""
+def refuse(vllm_config: VllmConfig, config: ModelConfig) -> None:
+    """Raises: ValueError for settings of vLLM that these models would ignore, and for ranks that do not divide the heads."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     wrong = {
-        f"tensor_parallel_size = {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
         f"mamba_cache_mode = {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
         f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
@@ -187,3 +208,14 @@ def refuse(vllm_config: VllmConfig) -> None:
     }
     if settings := [setting for setting, is_wrong in wrong.items() if is_wrong]:
         raise ValueError(f"this model has no {', '.join(settings)} under vLLM. Leave that out.")
+    ranks, fixed = parallel.tensor_parallel_size, [x for x in config.layers if x.mixer.kind in FIXED_STATE]
+    heads = {
+        config.n_heads,
+        *(x.n_kv_heads for x in config.layers),
+        *(state_shape(x.mixer, x.dim).heads for x in fixed),
+    }
+    if any(n % ranks for n in heads) or config.ffn_hidden % ranks:
+        raise ValueError(
+            f"tensor_parallel_size = {ranks} must divide the heads, {sorted(heads)}, and the feed-forward's width, "
+            f"{config.ffn_hidden}. Take fewer ranks."
+        )

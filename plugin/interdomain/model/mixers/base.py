@@ -54,8 +54,9 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no state: it cannot generate")
 
     @classmethod
-    def state_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of a sequence's state in one layer, by the names in a MixerState. Of mixers whose state does not grow."""
+    def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Shapes of a sequence's state in one layer, by the names in a MixerState, for one of so many ranks that share the
+        heads. Of mixers whose state does not grow."""
         raise NotImplementedError("this mixer's state has no fixed shape")
 
     @staticmethod

@@ -169,9 +169,11 @@ class FixedStateMixer(Mixer):
         )
 
     @classmethod
-    def state_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
         keys, values = cls._widths(config)
-        return {"conv": (config.mixer.conv_past, 2 * keys + values), "ssm": state_shape(config.mixer, config.dim)}
+        channels = 2 * keys // (1 if cls.shared_keys else ranks) + values // ranks
+        heads, *matrix = state_shape(config.mixer, config.dim)
+        return {"conv": (config.mixer.conv_past, channels), "ssm": (heads // ranks, *matrix)}
 
     # Costs
 

@@ -79,8 +79,8 @@ class InterdomainMixer(Mixer):
         """
         names = "kvq" if self.config.query_readout else "kv"
         projected = {name: getattr(self, f"w{name}")(x) for name in names}  # each [B, T, heads * R]
-        if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
-            o = self._step(projected, rope, state)
+        if state is not None and x.shape[1] == 1 and state.prepared is not None and not torch.is_grad_enabled():
+            o = self._step(projected, rope, state, state.prepared)
         else:
             documents, back = packing if isinstance(packing, tuple) else (packing, None)
             past, conv = self._convolved(projected, state, back)
@@ -168,10 +168,10 @@ class InterdomainMixer(Mixer):
         )
 
     @classmethod
-    def state_shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
         m = config.mixer
-        ssm = config.n_kv_heads, m.n_basis, 2 * config.head_dim + m.normalize, 2
-        return {"conv": (m.conv_past, cls._channels(config)), "ssm": ssm}
+        ssm = config.n_kv_heads // ranks, m.n_basis, 2 * config.head_dim + m.normalize, 2
+        return {"conv": (m.conv_past, cls._channels(config) // ranks), "ssm": ssm}
 
     @torch.no_grad()
     def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -195,10 +195,11 @@ class InterdomainMixer(Mixer):
         table = {"mixing" if mixer.query_readout else "readout": readout}
         return features, dict(log_decay=log_decay, decay=decay_factor(log_decay), **table)
 
-    def _step(self, projected: dict[str, Tensor], rope: tuple[Tensor, Tensor], state: MixerState) -> Tensor:
+    def _step(
+        self, projected: dict[str, Tensor], rope: tuple[Tensor, Tensor], state: MixerState, prepared: tuple[Any, Any]
+    ) -> Tensor:
         """One token, each projection [B, 1, heads * R] -> [B, 1, H, D], by the kernels' two step functions."""
-        assert state.prepared is not None
-        features, tables = state.prepared
+        features, tables = prepared
         together = torch.cat([projected[name] for name in "qkv" if name in projected], dim=2)[:, 0]
         y = input_features_step(
             together,
