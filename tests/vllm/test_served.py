@@ -2,10 +2,15 @@
 
 import contextlib
 import gc
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from ..common import TIMEOUT
 from ..hf.common import CASES, TOKENS, greedy, random_texts
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: ./launch.sh test tests/vllm --vllm")
@@ -148,3 +153,29 @@ def test_settings_that_would_be_ignored(options, words, exported_model):
     _, folder = made(exported_model, "interdomain")
     with pytest.raises(ValueError, match=f"this model has no {words} under vLLM"), engine(folder, **options):
         pass
+
+
+PROGRAM = """
+import json, sys
+import vllm
+if __name__ == "__main__":
+    folder, prompts, steps = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    shared = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", seed=0)
+    llm = vllm.LLM(folder, tensor_parallel_size=2, distributed_executor_backend="mp", **shared)
+    options = vllm.SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": p} for p in prompts], options, use_tqdm=False)
+    print("texts", json.dumps([[*answer.outputs[0].token_ids] for answer in answers]))
+"""
+
+
+@pytest.mark.parametrize("case", ["interdomain", "s4d", HYBRID, "mamba2", "gated-deltanet"])
+def test_two_ranks(case, exported_model, tmp_path):
+    """Tensor parallelism over gloo."""
+    model, folder = made(exported_model, case)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py"), str(folder), json.dumps(prompts()), str(STEPS)]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("texts ")]
+    assert json.loads(line.removeprefix("texts ")) == wanted(model, prompts())
