@@ -99,6 +99,17 @@ ALLOWED = {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
         *("interdomain.model", "interdomain.files"),
     },
+    "vllm": {
+        *(
+            "torch",
+            "transformers",
+            "vllm",
+            "interdomain.features",
+            "interdomain.model",
+            "interdomain.files",
+            "interdomain.hf",
+        ),
+    },
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
@@ -107,6 +118,7 @@ ALLOWED = {
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
+        *("vllm", "transformers"),  # late: the servers that `bench_serving` times
     },
 }
 NETWORK = {
@@ -308,7 +320,7 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
     needs = {"interdomain.hf": "transformers", "interdomain.titan": "torchtitan"}
     of_torchtitan_0_3 = "interdomain.titan.spec_0_3", "interdomain.titan.host.titan_0_3"
     missing = (
-        *("interdomain.megatron", *of_torchtitan_0_3),
+        *("interdomain.megatron", "interdomain.vllm", *of_torchtitan_0_3),
         *(ours for ours, theirs in needs.items() if not importlib.util.find_spec(theirs)),
     )
     theirs = [{"torchtitan": "torchtitan.train"}.get(name, name) for ours, name in needs.items() if ours not in missing]

@@ -4,7 +4,9 @@ Count what a server does with an exported folder, beside a softmax model of the 
 
 Tokens per second, prompts included, for several numbers of requests at once: vLLM with each folder, and transformers'
 `generate` with the first, as one batch and one request after the other. Then how many requests of a length fit in a GB, by
-vLLM's own count. It needs vLLM (docs/serving.md). Weights change no figure: folders of untrained models do.
+vLLM's own count. It needs vLLM. Weights change no figure: folders of untrained models do.
+
+    interdomain bench-serving exports/interdomain exports/softmax --prompt 1024 --answer 64
 
 Documentation: docs/serving.md
 """

@@ -39,4 +39,4 @@ def __getattr__(name: str) -> Any:
         import vllm
 
         raise ImportError(f"interdomain.vllm runs with vLLM 0.32, and this is {vllm.__version__}. Install vLLM 0.32.")
-    return getattr(import_module(".model", __name__), name)
+    return getattr(import_module("interdomain.vllm.model"), name)
