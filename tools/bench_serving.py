@@ -80,7 +80,7 @@ def generated(folder: Path, args: Any, report: results.Report) -> None:
     """Rows of transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
     options: Any = dict(max_new_tokens=args.answer, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.generate(prompts(1, args.prompt, 0), **options)
     for requests in REQUESTS:

@@ -201,7 +201,6 @@ def refuse(vllm_config: VllmConfig, config: ModelConfig) -> None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     wrong = {
         f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
-        f"mamba_cache_mode = {cache.mamba_cache_mode}": cache.mamba_cache_mode == "all",
         f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
         not in ("auto", "float32"),
         "speculative decoding": vllm_config.speculative_config is not None,
