@@ -168,6 +168,13 @@ def test_refused_at_the_start(line, words, parse, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_an_optimizer_that_could_not_be_loaded(parse, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        parse(f"{GOOD} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x")
+    assert "Install one of them." in capsys.readouterr().err
+
+
 def test_a_corpus_with_answers_is_refused(parse, capsys, tmp_path):
     """Megatron's data sets would train on every token."""
     marks = {"example_tokens": 256, "per_example": 32}

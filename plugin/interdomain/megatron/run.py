@@ -12,6 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.optimizer import distrib_optimizer
+
 from interdomain.data.corpus import read_manifest
 from interdomain.model.config import CONDITIONS, SIZES, with_settings
 from interdomain.model.costs.flops import train_flops_per_token
@@ -79,6 +82,11 @@ def check(args: Namespace) -> None:
         raise ValueError(
             "Megatron's default checkpoint of the distributed optimizer saves float32 parameters and cannot load them. Set "
             "--dist-ckpt-optim-fully-reshardable."
+        )
+    unloadable = torch.cuda.is_available() and not distrib_optimizer.HAVE_APEX_OR_TE
+    if args.use_distributed_optimizer and (args.save or args.load) and unloadable:
+        raise ValueError(
+            "Megatron cannot load the state of its distributed optimizer without Transformer Engine and Apex. Install one of them."
         )
     mixers = with_settings([mixer for layer in layers for mixer in params_of(layer)["mixers"]], mixer_settings(args))
     args.hetereogenous_dist_checkpoint = any(len(params_of(layer)["mixers"]) > 1 for layer in layers)
