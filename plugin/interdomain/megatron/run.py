@@ -86,7 +86,7 @@ def check(args: Namespace) -> None:
     unloadable = torch.cuda.is_available() and not distrib_optimizer.HAVE_APEX_OR_TE
     if args.use_distributed_optimizer and (args.save or args.load) and unloadable:
         raise ValueError(
-            "Megatron cannot load the state of its distributed optimizer without Transformer Engine and Apex. Install one of them."
+            "Megatron cannot load its distributed optimizer's state without Transformer Engine and Apex. Install one of them."
         )
     mixers = with_settings([mixer for layer in layers for mixer in params_of(layer)["mixers"]], mixer_settings(args))
     args.hetereogenous_dist_checkpoint = any(len(params_of(layer)["mixers"]) > 1 for layer in layers)
