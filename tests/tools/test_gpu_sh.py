@@ -103,7 +103,7 @@ def test_one_tool_and_an_unknown_one(tmp_path):
 
 
 # Cases in processes of their own, as on a GPU.
-HANG = 10.0
+HANG = 6.0
 
 
 def case(name, device):
@@ -128,7 +128,7 @@ def test_a_case_that_raises_crashes_or_hangs_loses_its_row_alone(monkeypatch):
     assert rows.keys() == {name for group in groups for name in group}
     assert rows.pop("raises") == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert rows.pop("aborts").startswith("BrokenProcessPool: ")
-    assert rows.pop("hangs") == "cut: it hung for 10 s"
+    assert rows.pop("hangs") == "cut: it hung for 6 s"
     process = {name: row["process"] for name, row in rows.items()}
     assert process["second"] == process["third"]
     assert process["first"] != process["second"]
