@@ -70,7 +70,7 @@ class InterdomainMixer(nn.Module):
         config, cache, dtype = self.config, past_key_values, wide(hidden.dtype)
         x = hidden if padding is None else take(hidden, padding.order)
         past, state = (None, None) if cache is None else cache.states.get(self.layer_idx, (None, None))
-        tables = None if cache is None else cache.tables.get(self.layer_idx)
+        tables = None if cache is None else cache.tables.of_layer.get(self.layer_idx)
         tables = self.ssm(dtype) if tables is None else tables
 
         inputs = {name: getattr(self, f"w{name}")(x) for name in "qkv" if hasattr(self, f"w{name}")}
@@ -91,7 +91,7 @@ class InterdomainMixer(nn.Module):
             o, final = run(q, k, v, tables, state)
             if padding is not None:
                 final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
-            cache.tables[self.layer_idx] = tables
+            cache.tables.of_layer[self.layer_idx] = tables
             if convolved:
                 last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
             cache.states[self.layer_idx] = last, final
@@ -305,7 +305,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         looking = not torch.compiler.is_compiling()  # values decide nothing where a graph is traced
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
-            if len(cache.position) != B:
+            if cache.position.shape[0] != B:  # not len(), a constant in an exported graph
                 raise ValueError(f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all.")
             start = cache.position.to(device)
         mask = None
@@ -344,7 +344,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if cache is not None:
             if window and window < S:
                 # Each row's last tokens, whatever padding is between.
-                kept = slots.argsort(dim=1, stable=True)[:, -window:]
+                kept = slots.topk(window, dim=1).indices
             cache.slots[window] = slots if kept is None else slots.gather(1, kept)
         if mask is None and before is None and not (window and window < T):
             return Attended(None, kept)

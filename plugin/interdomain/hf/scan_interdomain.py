@@ -16,14 +16,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import (
+    CHUNK,
     OUTPUT_NORM_SCALE,
     KeptInFloat32,
     decay_exponent,
     decay_factor,
+    in_order,
     input_gain,
     linear_backward,
     linear_forward,
@@ -55,13 +58,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def has_kernels() -> bool:
+    """The package's kernels compute, where it is installed. A graph that is exported is for runtimes that have none."""
+    return input_features is not None and not torch.compiler.is_exporting()
+
+
 def features(x: Tensor, head_dim: int, conv=None, past=None, rope=None, silu=False, norm=None, eps=1e-5) -> Tensor:
     """Convolution, RoPE, SiLU with the l2 norm, RMSNorm with a bias per head, each if asked for: x [B, T, E] -> [B, T, H, R].
 
     conv: (weight [E, 1, W], bias [E]); past: the W - 1 inputs before x, or None for zeros. rope: (cos, sin), each
     [B, T, 1, R / 2]. norm: (scale [R], bias [H, R]).
     """
-    if input_features is not None:
+    if has_kernels():
         return input_features(x, head_dim, conv=conv, past=past, rope=rope, silu=silu, norm=norm, eps=eps)
     weight, bias = (None, None) if conv is None else (conv[0].flatten(1), conv[1])
     (cos, sin), (scale, shift) = rope or (None, None), norm or (None, None)
@@ -100,12 +108,59 @@ def plain_scan(
     return Chunkwise.apply(scan_forward, scan_backward, q, k, v, theta, table, state)
 
 
+def exported_scan(
+    q: Tensor | None, k: Tensor, v: Tensor, theta: Tensor, table: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`plain_scan` in real numbers and for any number of tokens, as graphs for other runtimes need it (ONNX).
+
+    Token i of a chunk reads Lambda^(i + 1) of the state before it, and Lambda^(i + 1) Lambda^(-1 - j) of token j.
+    Complex vectors are (real parts | imaginary parts) within.
+    """
+    (B, T, H, R), M = k.shape, theta.shape[1]
+    L, first = 1 if T == 1 else CHUNK, 0 if q is None else R  # channels from `first` on are read
+    missing, i = -T % L, torch.arange(L, device=k.device)
+
+    def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], filled up with zeros in front
+        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, 0)).unflatten(2, (H, -1))
+        return x.unflatten(1, (-1, L)).permute(1, 0, 3, 4, 2, 5)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.movedim(-1, -2).flatten(-2)
+
+    def decayed(x: Tensor) -> Tensor:
+        return flat(multiply(read, x.unflatten(-1, (2, M)).movedim(-2, -1)))
+
+    read, passed = powers(theta, i + 1)[:, None], powers(theta, i[:1] + L)[:, 0, :, None]
+    at, kept = flat(powers(theta, -1 - i))[:, None], flat(powers(theta, L - 1 - i))[:, None].mT  # [H, 1, L, 2M] and its mT
+    conjugate = torch.cat((theta.new_ones(M), -theta.new_ones(M)))
+
+    def chunk(X: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        z, before = tokens[0], X.permute(0, 1, 4, 2, 3).flatten(2, 3)[:, :, None]  # [B, H, 1, L, P], [B, H, 1, 2M, P]
+        if q is None:
+            b = table[:, None, None]
+        else:
+            a = (tokens[1] @ z[..., :R].mT).tril() @ at + tokens[1] @ before[..., :R].mT
+            b = decayed(a) @ table.transpose(-1, -2)[:, None]
+        b = decayed(b) * conjugate
+        o = (b @ at.transpose(-1, -2)).tril() @ z[..., first:] + b @ before[..., first:]
+        added = (kept @ z).squeeze(2).unflatten(2, (2, M)).movedim(2, -1)
+        return multiply(passed, X) + added, o
+
+    state = theta.new_zeros(B, H, M, R + v.shape[3], 2) if state is None else state
+    start = multiply(powers(theta, i[:1] - missing)[:, 0, :, None], state)
+    tokens = [chunked(torch.cat((k, v), dim=-1))] + ([] if q is None else [chunked(q)])
+    final, o = in_order(chunk, start, tokens)  # o: [N, B, H, G, L, C]
+    o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)
+    return o[:, missing:].to(v.dtype), final
+
+
 def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -> tuple[Tensor, Any]:
     """`plain_scan`, by the package's kernels where it is installed; no last state without a first. tables: SSMDynamics'."""
     theta, _, table = tables
     with torch.autocast(k.device.type, enabled=False):
-        if input_features is None:
-            return plain_scan(q, k, v, theta, table, state)
+        if not has_kernels():
+            run = exported_scan if torch.compiler.is_exporting() else plain_scan
+            return run(q, k, v, theta, table, state)
         cached = state is not None
         if q is None:
             z = torch.cat((k, v), dim=-1)
@@ -115,6 +170,8 @@ def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -
 
 def step(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token: as `scan`, of [B, 1, H, ...]."""
+    if torch.compiler.is_exporting():
+        return scan(q, k, v, tables, state)
     theta, decay, table = tables
     k, v, q = k[:, 0], v[:, 0], None if q is None else q[:, 0]
     with torch.autocast(k.device.type, enabled=False):
@@ -225,6 +282,16 @@ class SSMDynamics(KeptInFloat32):
 # What is carried from one pass to the next.
 
 
+class Tables:
+    """of_layer: by layer, what the scan reads of the parameters: (theta, decay, table), computed once. No part of a text's state;
+    transformers' exporters look for a graph's inputs in every attribute, but not in slots."""
+
+    __slots__ = ("of_layer",)
+
+    def __init__(self) -> None:
+        self.of_layer: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+
 @dataclass(eq=False)
 class InterdomainCache:
     """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far: of all slots,
@@ -237,14 +304,13 @@ class InterdomainCache:
         slots: by the window of softmax layers (0: none), which token each slot of theirs holds, [B, S]; -1 for padding.
         states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values); of
             FixedStateMixer S [B, H, K, V] in place of X.
-        tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
     """
 
     length: int = 0
     position: Tensor | None = None
     slots: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    tables: Tables = field(default_factory=Tables)
     is_compileable: ClassVar[bool] = False
     is_croppable: ClassVar[bool] = False
 
@@ -259,11 +325,12 @@ class InterdomainCache:
         self.position = None if self.position is None else self.position[indices.to(self.position.device)]
 
 
-# For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out.
+# For torch.export. `length` is a number of Python's, which would be a constant of the exported step, and the tables are computed
+# of the parameters there: both are left out.
 pytree.register_dataclass(
     InterdomainCache,
-    field_names=["position", "slots", "states", "tables"],
-    drop_field_names=["length"],
+    field_names=["position", "slots", "states"],
+    drop_field_names=["length", "tables"],
     serialized_type_name=f"{__name__}.InterdomainCache",
 )
 
@@ -282,8 +349,10 @@ class Padding(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor) -> "Padding":
         """mask: [B, T], False for padding."""
-        order = mask.int().argsort(dim=1, descending=True, stable=True)
-        return cls(order, order.argsort(dim=1), mask.sum(1))
+        lengths = mask.sum(1, keepdim=True)
+        back = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
+        at = torch.arange(mask.shape[1], device=mask.device).expand_as(back)
+        return cls(torch.zeros_like(back).scatter(1, back, at), back, lengths[:, 0])
 
     def state_after(self, z: Tensor, theta: Tensor, state: Tensor) -> Tensor:
         """X after each row's tokens: Lambda^lengths X + sum_j Lambda^(T - 1 - j) z_j with the tokens last, [B, H, M, P, 2].
@@ -291,8 +360,8 @@ class Padding(NamedTuple):
         The scan's own last state has also decayed over the padding. z: [B, T, H, P] in this order.
         """
         T, t = z.shape[1], torch.arange(z.shape[1], device=z.device)
-        z = take(z, (t + self.lengths[:, None]) % T).to(theta.dtype)
-        z = torch.where((t >= T - self.lengths[:, None])[:, :, None, None], z, 0)
+        at = t - (T - self.lengths[:, None])  # which token is in each place with the tokens last
+        z = torch.where((at >= 0)[:, :, None, None], take(z, at.clamp_min(0)).to(theta.dtype), 0)
         added = torch.stack([torch.einsum("bthp,htm->bhmp", z, x) for x in powers(theta, T - 1 - t).unbind(-1)], dim=-1)
         passed = powers(theta, self.lengths).transpose(0, 1)[:, :, :, None]
         return multiply(passed, state) + added
