@@ -28,7 +28,7 @@ def test_what_a_reader_finds(exported):
     folder = exported("interdomain")[1]
     files, package = sorted(folder.glob("*.py")), REPOSITORY / "plugin" / "interdomain"
     assert len(files) <= 5
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 2300
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 1900
     for file in files:
         tree = ast.parse(file.read_text())
         if file.name == PLAIN:  # the package's files; nothing stands twice, so that none has another's function
@@ -39,7 +39,7 @@ def test_what_a_reader_finds(exported):
             names += [
                 n.id for s in tree.body if isinstance(s, ast.Assign) for n in s.targets if isinstance(n, ast.Name)
             ]
-            assert len(names) == len(set(names)) > 60
+            assert len(names) == len(set(names)) > 40
         else:
             assert file.read_bytes() == (package / "hf" / file.name).read_bytes()
         optional = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}

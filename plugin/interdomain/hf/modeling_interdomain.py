@@ -70,7 +70,7 @@ class InterdomainMixer(nn.Module):
         config, cache, dtype = self.config, past_key_values, wide(hidden.dtype)
         x = hidden if padding is None else take(hidden, padding.order)
         past, state = (None, None) if cache is None else cache.states.get(self.layer_idx, (None, None))
-        tables = None if cache is None else cache.tables.of_layer.get(self.layer_idx)
+        tables = None if cache is None else cache.tables.get(self.layer_idx)
         tables = self.ssm(dtype) if tables is None else tables
 
         inputs = {name: getattr(self, f"w{name}")(x) for name in "qkv" if hasattr(self, f"w{name}")}
@@ -91,7 +91,8 @@ class InterdomainMixer(nn.Module):
             o, final = run(q, k, v, tables, state)
             if padding is not None:
                 final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
-            cache.tables.of_layer[self.layer_idx] = tables
+            if not torch.compiler.is_exporting():
+                cache.tables[self.layer_idx] = tables
             if convolved:
                 last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
             cache.states[self.layer_idx] = last, final

@@ -9,13 +9,11 @@ Memory, 2026). Where the package `interdomain` is installed its kernels compute 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -28,16 +26,12 @@ from .plain_interdomain import (
     decay_factor,
     in_order,
     input_gain,
-    linear_backward,
-    linear_forward,
     linear_one_step,
     mixing_matrix,
     multiply,
     normed,
     powers,
     readout_vector,
-    scan_backward,
-    scan_forward,
     scan_step,
 )
 from .plain_interdomain import features as plain_features
@@ -76,82 +70,57 @@ def features(x: Tensor, head_dim: int, conv=None, past=None, rope=None, silu=Fal
     return plain_features(x, head_dim, weight, bias, past, None, cos, sin, silu, scale, shift, eps)
 
 
-class Chunkwise(torch.autograd.Function):
-    """One of the package's forward passes with its backward pass, which computes again from the inputs."""
-
-    @staticmethod
-    def forward(ctx, forward: Callable, backward: Callable, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.run_backward = backward
-        ctx.save_for_backward(*inputs)
-        out, final, _ = forward(*inputs)
-        return out, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.run_backward(d_out, d_final, *ctx.saved_tensors)
-
-
-@torch.compiler.allow_in_graph  # traced by torch.compile's backends, not by its front end, which cannot read `Chunkwise`
 def plain_scan(
     q: Tensor | None, k: Tensor, v: Tensor, theta: Tensor, table: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """All tokens, by chunks.
+    """All tokens by chunks of L, in operations that every runtime of an exported graph has (no complex numbers).
+
+    A chunk starts with S = Lambda^h X, h = L / 2. Its token i reads Lambda^(i + 1 - h) S, and Lambda^(i + 1 - h) Lambda^(h - 1 - j)
+    of token j. Complex vectors are pairs one after the other here, [..., 2M].
 
     Args:
         q: [B, T, H G, R], or None for the linear readout. k: [B, T, H, R]. v: [B, T, H, D]. theta: [H, M, 2].
         table: W [H, 2M, 2M], or w [H, 2M] for the linear readout. state: [B, H, M, P, 2], or None for zeros.
     Returns: (o [B, T, H G, D], or [B, T, H, P] for the linear readout; the state after the last token).
     """
-    if q is None:
-        return Chunkwise.apply(linear_forward, linear_backward, torch.cat((k, v), dim=-1), theta, table, state)
-    return Chunkwise.apply(scan_forward, scan_backward, q, k, v, theta, table, state)
-
-
-def exported_scan(
-    q: Tensor | None, k: Tensor, v: Tensor, theta: Tensor, table: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`plain_scan` in real numbers and for any number of tokens, as graphs for other runtimes need it (ONNX).
-
-    Token i of a chunk reads Lambda^(i + 1) of the state before it, and Lambda^(i + 1) Lambda^(-1 - j) of token j.
-    Complex vectors are (real parts | imaginary parts) within.
-    """
     (B, T, H, R), M = k.shape, theta.shape[1]
-    L, first = 1 if T == 1 else CHUNK, 0 if q is None else R  # channels from `first` on are read
-    missing, i = -T % L, torch.arange(L, device=k.device)
+    L = 1 if T == 1 else CHUNK
+    missing, h, i = -T % L, L // 2, torch.arange(L, device=k.device)
+    # A chunk of zeros behind an exported graph's tokens: one chunk alone would make N a constant of that graph.
+    more = L if torch.compiler.is_exporting() and T > 1 else 0
 
-    def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], filled up with zeros in front
-        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, 0)).unflatten(2, (H, -1))
+    def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], zeros in front
+        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, more)).unflatten(2, (H, -1))
         return x.unflatten(1, (-1, L)).permute(1, 0, 3, 4, 2, 5)
 
-    def flat(x: Tensor) -> Tensor:
-        return x.movedim(-1, -2).flatten(-2)
+    def decayed(x: Tensor, read: Tensor) -> Tensor:
+        return multiply(read, x.unflatten(-1, (M, 2))).flatten(-2)
 
-    def decayed(x: Tensor) -> Tensor:
-        return flat(multiply(read, x.unflatten(-1, (2, M)).movedim(-2, -1)))
+    read = powers(theta, i + 1 - h)[:, None]  # [H, 1, L, M, 2]
+    written, kept = (powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i))  # [H, 1, L, 2M]
+    enter, passed, leave = (powers(theta, i[:1] + n) for n in (h - missing, L, -h))  # [H, 1, M, 2]
 
-    read, passed = powers(theta, i + 1)[:, None], powers(theta, i[:1] + L)[:, 0, :, None]
-    at, kept = flat(powers(theta, -1 - i))[:, None], flat(powers(theta, L - 1 - i))[:, None].mT  # [H, 1, L, 2M] and its mT
-    conjugate = torch.cat((theta.new_ones(M), -theta.new_ones(M)))
+    z = chunked(torch.cat((k, v), dim=-1))
+    sums = (z.mT @ kept).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
+    state = theta.new_zeros(B, H, M, z.shape[-1], 2) if state is None else state
+    start, each = multiply(enter, state.transpose(2, 3)), passed.expand(sums.shape[0], *passed.shape)
+    last, S = in_order(lambda S, chunk: (multiply(chunk[0], S) + chunk[1], S.clone()), start, [each, sums])
+    last = S[-1] if more else last
+    S = S.flatten(-2)[:, :, :, None]  # [N, B, H, 1, P, 2M]
 
-    def chunk(X: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        z, before = tokens[0], X.permute(0, 1, 4, 2, 3).flatten(2, 3)[:, :, None]  # [B, H, 1, L, P], [B, H, 1, 2M, P]
-        if q is None:
-            b = table[:, None, None]
-        else:
-            a = (tokens[1] @ z[..., :R].mT).tril() @ at + tokens[1] @ before[..., :R].mT
-            b = decayed(a) @ table.transpose(-1, -2)[:, None]
-        b = decayed(b) * conjugate
-        o = (b @ at.transpose(-1, -2)).tril() @ z[..., first:] + b @ before[..., first:]
-        added = (kept @ z).squeeze(2).unflatten(2, (2, M)).movedim(2, -1)
-        return multiply(passed, X) + added, o
-
-    state = theta.new_zeros(B, H, M, R + v.shape[3], 2) if state is None else state
-    start = multiply(powers(theta, i[:1] - missing)[:, 0, :, None], state)
-    tokens = [chunked(torch.cat((k, v), dim=-1))] + ([] if q is None else [chunked(q)])
-    final, o = in_order(chunk, start, tokens)  # o: [N, B, H, G, L, C]
-    o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)
-    return o[:, missing:].to(v.dtype), final
+    # The conjugate of b, for a real part is the product of pairs with conjugates; of (real parts | imaginary parts), pairs.
+    table = torch.stack((table[:, :M], -table[:, M:]), dim=2).flatten(1, 2)
+    if q is None:
+        b, first = table[:, None, None], 0  # channels from `first` on are read
+    else:
+        q, first = chunked(q), R
+        a = (q @ z[..., :R].mT).tril() @ written + q @ S[..., :R, :]
+        W = table.unflatten(2, (2, M)).transpose(2, 3).flatten(2)
+        b = decayed(a, read) @ W.mT[:, None]
+    b = decayed(b, torch.stack((read[..., 0], -read[..., 1]), dim=-1))
+    o = (b @ written.mT).tril() @ z[..., first:] + b @ S[..., first:, :].mT
+    o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)[:, missing : missing + T]
+    return o.to(v.dtype), multiply(leave, last).transpose(2, 3)
 
 
 def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -> tuple[Tensor, Any]:
@@ -159,8 +128,7 @@ def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -
     theta, _, table = tables
     with torch.autocast(k.device.type, enabled=False):
         if not has_kernels():
-            run = exported_scan if torch.compiler.is_exporting() else plain_scan
-            return run(q, k, v, theta, table, state)
+            return plain_scan(q, k, v, theta, table, state)
         cached = state is not None
         if q is None:
             z = torch.cat((k, v), dim=-1)
@@ -282,16 +250,6 @@ class SSMDynamics(KeptInFloat32):
 # What is carried from one pass to the next.
 
 
-class Tables:
-    """of_layer: by layer, what the scan reads of the parameters: (theta, decay, table), computed once. No part of a text's state;
-    transformers' exporters look for a graph's inputs in every attribute, but not in slots."""
-
-    __slots__ = ("of_layer",)
-
-    def __init__(self) -> None:
-        self.of_layer: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-
 @dataclass(eq=False)
 class InterdomainCache:
     """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far: of all slots,
@@ -304,13 +262,14 @@ class InterdomainCache:
         slots: by the window of softmax layers (0: none), which token each slot of theirs holds, [B, S]; -1 for padding.
         states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values); of
             FixedStateMixer S [B, H, K, V] in place of X.
+        tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once; in an exported graph, within.
     """
 
     length: int = 0
     position: Tensor | None = None
     slots: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    tables: Tables = field(default_factory=Tables)
+    tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     is_compileable: ClassVar[bool] = False
     is_croppable: ClassVar[bool] = False
 
@@ -325,8 +284,8 @@ class InterdomainCache:
         self.position = None if self.position is None else self.position[indices.to(self.position.device)]
 
 
-# For torch.export. `length` is a number of Python's, which would be a constant of the exported step, and the tables are computed
-# of the parameters there: both are left out.
+# For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the
+# tables, which would be inputs and outputs.
 pytree.register_dataclass(
     InterdomainCache,
     field_names=["position", "slots", "states"],

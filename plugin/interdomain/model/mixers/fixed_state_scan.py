@@ -51,9 +51,7 @@ def plain_recurrence(
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
         q, k, u = (x.to(dtype) for x in (q, k, v))
         beta = None if beta is None else beta.to(dtype)[..., None]
-        # ONNX has no triangular solve.
-        run = _one_token if T == 1 else _by_tokens if beta is not None and torch.compiler.is_exporting() else _by_chunks
-        o, state = run(q, k, u, decay, beta, initial_state)
+        o, state = (_one_token if T == 1 else _by_chunks)(q, k, u, decay, beta, initial_state)
         return o.to(v.dtype), state
 
 
@@ -69,11 +67,12 @@ def first_tokens(documents: Tensor) -> Tensor:
 
 
 def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """step(state, inputs[n]) -> (state, o), for every n: (the last state, o stacked). Exported as one operation for any n."""
+    """step(state, inputs[n]) -> (state, o), for every n: (the last state, o stacked). Exported as one operation for any n,
+    without gradients: those of a symbolic number of tokens cannot be translated to ONNX."""
     if torch.compiler.is_exporting():
         from torch._higher_order_ops import scan  # late: it is slow to import
 
-        return scan(step, state, inputs)
+        return scan(step, state.detach(), [x.detach() for x in inputs])
     outputs = []
     for each in zip(*inputs, strict=True):
         state, o = step(state, each)
@@ -91,20 +90,14 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     return (q[:, 0, :, None] @ S).transpose(1, 2), S
 
 
-def _by_tokens(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Token after token."""
-    tokens = [x.transpose(0, 1)[:, :, None] for x in (q, k, v, decay, beta)]  # [T, B, 1, ...]
-    S, o = in_order(lambda S, token: _one_token(*token, S)[::-1], S, tokens)
-    return o[:, :, 0].transpose(0, 1), S
-
-
 def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence by chunks (Yang et al., 2024, section 4.1; the delta rule in its WY form, Yang et al., 2024, section 3.2).
 
     decay: [B, T, 1 or H, D]; beta: [B, T, H, 1].
     """
     B, T, H, V = v.shape
-    L = CHUNK if torch.compiler.is_exporting() else min(CHUNK, 1 << (T - 1).bit_length())
+    # An exported graph goes token by token: ONNX has no triangular solve, and T is a symbol there.
+    L = 1 if torch.compiler.is_exporting() else min(CHUNK, 1 << (T - 1).bit_length())
 
     def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
         return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()
@@ -118,8 +111,10 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
         # u_i + beta_i sum_{j<i} (k_i . k_j decayed) u_j = beta_i (v_i - what k_i reads of the chunk's first state)
         beta = chunked(beta)
         right = torch.cat([v, (k * from_start.exp()).expand(*v.shape[:-1], -1)], dim=-1)
-        system = beta * _decayed_scores(k, k, decay).tril(-1)
-        solved = torch.linalg.solve_triangular(system, beta * right, upper=False, unitriangular=True)
+        solved = beta * right
+        if L > 1:
+            system = beta * _decayed_scores(k, k, decay).tril(-1)
+            solved = torch.linalg.solve_triangular(system, solved, upper=False, unitriangular=True)
         v, *erased = solved.split([V, k.shape[-1]], dim=-1)
 
     def chunk(S: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
