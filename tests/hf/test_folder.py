@@ -1,7 +1,9 @@
 """Folders: what is loaded is what was written, what transformers saves loads too, and a reader finds five files."""
 
 import ast
+import importlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -50,6 +52,14 @@ def test_what_a_reader_finds(exported):
         assert {name.partition(".")[0] for name in names} <= allowed
     assert (folder / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
+
+
+def test_kernels_of_another_interface_are_not_used(tmp_path, exported, monkeypatch, caplog):
+    shutil.copytree(exported("interdomain")[1], tmp_path / "of_another_time")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("interdomain.scan.INTERFACE", 2)
+    assert importlib.import_module("of_another_time.scan_interdomain").input_features is None
+    assert "calls interface 1 of the package interdomain, and the installed one has 2" in caplog.text
 
 
 @pytest.mark.parametrize("case", KINDS)

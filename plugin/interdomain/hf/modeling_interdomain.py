@@ -321,7 +321,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and looking:
-            ids, slots = position_ids.to(device), torch.arange(T, device=device) + (cache.length if cache else 0)
+            ids, slots = (
+                position_ids.to(device),
+                torch.arange(T, device=device) + (0 if cache is None else cache.length),
+            )
             if (ids != counted)[ones].any() and (ids != slots).any():
                 raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
@@ -425,6 +428,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation is {generation_config.cache_implementation!r}, and this model has its own: leave it out."
+            )
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from transformers.utils import logging
 
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import (
@@ -36,11 +37,22 @@ from .plain_interdomain import (
 )
 from .plain_interdomain import features as plain_features
 
+INTERFACE = installed = 1  # of the package's functions that are called here
+
 try:
+    import interdomain.scan
     from interdomain.features import input_features
     from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
+
+    installed = getattr(interdomain.scan, "INTERFACE", 0)
 except ImportError:
     input_features = None
+if installed != INTERFACE:
+    input_features = None
+    logging.get_logger(__name__).warning(
+        f"This folder's code calls interface {INTERFACE} of the package interdomain, and the installed one has {installed}: it "
+        "computes in plain PyTorch. Install the version of config.json's `converted_by`, or convert again."
+    )
 
 # Shapes: B batch, T tokens, H heads of state, G query heads of each, R key features, D value width (R = D = head_dim),
 #         P = R + D channels, M basis functions, W convolution width, E channels of the convolutions. Complex numbers are real
@@ -75,8 +87,8 @@ def plain_scan(
 ) -> tuple[Tensor, Tensor]:
     """All tokens by chunks of L, in operations that every runtime of an exported graph has (no complex numbers).
 
-    A chunk starts with S = Lambda^h X, h = L / 2. Its token i reads Lambda^(i + 1 - h) S, and Lambda^(i + 1 - h) Lambda^(h - 1 - j)
-    of token j. Complex vectors are pairs one after the other here, [..., 2M].
+    A chunk starts with S = Lambda^h X, h = L / 2. Its token i reads Lambda^(i + 1 - h) (S + sum_j Lambda^(h - 1 - j) z_j), of
+    all tokens j up to its own: no power leaves the range of float32. Complex vectors are pairs, [..., M, 2] or [..., 2M].
 
     Args:
         q: [B, T, H G, R], or None for the linear readout. k: [B, T, H, R]. v: [B, T, H, D]. theta: [H, M, 2].
@@ -262,7 +274,7 @@ class InterdomainCache:
         slots: by the window of softmax layers (0: none), which token each slot of theirs holds, [B, S]; -1 for padding.
         states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values); of
             FixedStateMixer S [B, H, K, V] in place of X.
-        tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once; in an exported graph, within.
+        tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
     """
 
     length: int = 0
@@ -275,6 +287,37 @@ class InterdomainCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(length of an attention mask for the next tokens, its first token)."""
+        return self.length + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # transformers' word for no limit
+
+    def __len__(self) -> int:
+        """Layers that have a state."""
+        return len(self.states)
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.position is None else len(self.position)
+
+    def reset(self) -> None:
+        """As before the first token."""
+        vars(self).update(vars(InterdomainCache()))
+
+    def crop(self, tokens: int) -> None:
+        raise NotImplementedError(
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read the "
+            "text again from its start."
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
 
     def reorder_cache(self, indices: Tensor) -> None:
         """Rows of other texts in place of these: the beams that go on."""
