@@ -51,7 +51,9 @@ def test_what_a_reader_finds(exported):
         allowed = {"collections", "copy", "dataclasses", "math", "typing", "torch", "transformers"}
         assert {name.partition(".")[0] for name in names} <= allowed
     assert (folder / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
-    assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert "license:" not in card  # of the weights: nobody gave one
+    assert 'target_modules=["w1", "w2", "w3", "wk", "wo", "wq", "wv"]' in card
 
 
 def test_kernels_of_another_interface_are_not_used(tmp_path, exported, monkeypatch, caplog):

@@ -1,6 +1,5 @@
 """The folder's classes against the native model: values, gradients, steps, padding."""
 
-import copy
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.nn import functional as F
 from interdomain.files.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
-from .common import CASES, CLOSE, code_of, padded, random_texts
+from .common import CASES, code_of, padded, random_texts
 
 EXACT = dict(rtol=1e-9, atol=1e-10)
 
@@ -107,10 +106,12 @@ def test_positions_masks_and_embeddings(loaded):
             model(tokens, **wrong)
 
 
-@pytest.mark.parametrize("backend", ["Dynamo", "Onnx"])
-@pytest.mark.parametrize("case", ["hybrid", "s4d", "gla"])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [("Dynamo", "hybrid"), ("Onnx", "hybrid"), ("Onnx", "s4d"), ("Onnx", "gla"), ("Onnx", "gated-deltanet")],
+)
 @torch.no_grad()
-def test_graphs_of_transformers_exporters(loaded, case, backend):
+def test_graphs_of_transformers_exporters(loaded, backend, case):
     """One graph for all prompts, left-padded and of several chunks, and one for all steps, without the package's kernels.
 
     For ONNX: pip install onnx onnxscript onnxruntime.

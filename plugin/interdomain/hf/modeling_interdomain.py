@@ -154,9 +154,8 @@ class SoftmaxMixer(nn.Module):
             before = past_key_values.states.get(self.layer_idx)
             if before is not None:
                 k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
-            at = None if kept is None else kept[:, None, :, None]
-            near = (k, v) if at is None else (k.take_along_dim(at, dim=2), v.take_along_dim(at, dim=2))
-            past_key_values.states[self.layer_idx] = near
+            near = [x if kept is None else take(x.transpose(1, 2), kept).transpose(1, 2) for x in (k, v)]
+            past_key_values.states[self.layer_idx] = near[0], near[1]
         causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).flatten(2))

@@ -97,13 +97,14 @@ def plain_scan(
     """
     (B, T, H, R), M = k.shape, theta.shape[1]
     L = 1 if T == 1 else CHUNK
-    missing, h, i = -T % L, L // 2, torch.arange(L, device=k.device)
+    N, h, i = (T + L - 1) // L, L // 2, torch.arange(L, device=k.device)
+    missing = N * L - T
     # A chunk of zeros behind an exported graph's tokens: one chunk alone would make N a constant of that graph.
-    more = L if torch.compiler.is_exporting() and T > 1 else 0
+    more = int(torch.compiler.is_exporting() and T > 1)
 
     def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], zeros in front
-        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, more)).unflatten(2, (H, -1))
-        return x.unflatten(1, (-1, L)).permute(1, 0, 3, 4, 2, 5)
+        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, more * L)).unflatten(2, (H, -1))
+        return x.unflatten(1, (N + more, L)).permute(1, 0, 3, 4, 2, 5)
 
     def decayed(x: Tensor, read: Tensor) -> Tensor:
         return multiply(read, x.unflatten(-1, (M, 2))).flatten(-2)
@@ -115,7 +116,7 @@ def plain_scan(
     z = chunked(torch.cat((k, v), dim=-1))
     sums = (z.mT @ kept).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
     state = theta.new_zeros(B, H, M, z.shape[-1], 2) if state is None else state
-    start, each = multiply(enter, state.transpose(2, 3)), passed.expand(sums.shape[0], *passed.shape)
+    start, each = multiply(enter, state.transpose(2, 3)), passed.expand(N + more, *passed.shape)
     last, S = in_order(lambda S, chunk: (multiply(chunk[0], S) + chunk[1], S.clone()), start, [each, sums])
     last = S[-1] if more else last
     S = S.flatten(-2)[:, :, :, None]  # [N, B, H, 1, P, 2M]
@@ -309,8 +310,8 @@ class InterdomainCache:
 
     def crop(self, tokens: int) -> None:
         raise NotImplementedError(
-            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read the "
-            "text again from its start."
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read the text "
+            "again from its start."
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
