@@ -14,6 +14,7 @@ Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 """
 
 import json
+import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ def parse(argv):
     p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
     text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
     p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
+    text = "licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none"
+    p.add_argument("--license", metavar="NAME", help=text)
     back = p.add_mutually_exclusive_group()
     text = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
     back.add_argument("--to-checkpoint", action="store_true", help=text)
@@ -68,10 +71,14 @@ def parse(argv):
     text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
     args = p.parse_args(argv)
-    if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer):
+    if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license):
         raise ValueError(
-            "--dtype and --tokenizer are for making a standalone folder. A checkpoint to train from is float32, and the "
-            "folder has its tokenizer: leave them out."
+            "--dtype, --tokenizer and --license are for making a standalone folder. A checkpoint to train from is float32, and "
+            "the folder has its tokenizer: leave them out."
+        )
+    if args.license and not re.fullmatch(r"[a-z0-9.+-]+", args.license):
+        raise ValueError(
+            f"--license is {args.license!r}; give an identifier of the Hugging Face hub, such as cc-by-4.0."
         )
     if args.uptrain and not args.to_checkpoint:
         raise ValueError("--uptrain makes a checkpoint to train from: add --to-checkpoint.")
@@ -109,7 +116,7 @@ def to_folder(args) -> str:
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
-        write_card(folder, config, args.dtype, tokenizer, facts)
+        write_card(folder, config, args.dtype, tokenizer, facts, args.license)
         difference = check_folder(folder, checkpoint, args)
     return f"{count} tensors, step {record['step']}, {difference}"
 

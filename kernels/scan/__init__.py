@@ -26,6 +26,7 @@ from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, m
 __all__ = [
     "BACKENDS",
     "CHUNK",
+    "INTERFACE",
     "MAX_DECAY_PER_TOKEN",
     "READOUTS",
     "decay_exponent",
@@ -41,6 +42,9 @@ __all__ = [
     "resolve_backend",
 ]
 
+# Number of what exported folders call here and in interdomain.features. Raise it, and the one in hf/scan_interdomain.py, with
+# every change of these functions' arguments, layouts or results.
+INTERFACE = 1
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "fft", "reference")
 
 # Those that autograd records where no op runs them (`ops.runs_as`).

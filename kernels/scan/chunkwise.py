@@ -28,9 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, conj_physical
 
-from .tables import powers
-
-CHUNK = 64  # tokens of a chunk
+from .tables import CHUNK, powers
 
 Exchange = Callable[[Tensor], Callable[[], Tensor]]  # [B, H, M, P, 2] both ways
 

@@ -15,6 +15,8 @@ from torch import Tensor
 # e^64, far from fp32 overflow (e^88), and lies 20 times above the fastest decay of the S4D-Inv initialisation (0.05).
 MAX_DECAY_PER_TOKEN = 1.0
 
+CHUNK = 64  # tokens of a chunk
+
 READOUTS = ("complex", "hermitian", "real")
 
 

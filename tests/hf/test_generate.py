@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from .common import CASES, KINDS, ON, code_of, greedy, padded, random_texts
+from .common import CASES, CLOSE, KINDS, ON, code_of, greedy, padded, random_texts
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,9 +108,33 @@ def test_a_row_that_is_whole_beside_rows_padded_on_the_right(loaded, case):
     assert torch.equal(text, greedy(model, rows[1], 6)[0])
 
 
-def test_continuous_batching_is_refused(loaded):
+def test_caches_of_transformers_are_refused(loaded):
+    there = loaded(KINDS[0])[1]
     with pytest.raises(NotImplementedError, match="call generate with a padded batch"):
-        loaded(KINDS[0])[1].init_continuous_batching()
+        there.init_continuous_batching()
+    with pytest.raises(ValueError, match="cache_implementation is 'static'"):
+        there.generate(random_texts(1, 9), max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("case", KINDS)
+@torch.no_grad()
+def test_methods_of_a_cache(loaded, case):
+    _, there = loaded(case)
+    tokens, token = random_texts(2, 9), random_texts(2, 1, seed=2)
+    cache = there(tokens).past_key_values
+    assert (len(cache), cache.batch_size, cache.get_mask_sizes(1, 0)) == (there.config.num_hidden_layers, 2, (10, 0))
+    with pytest.raises(NotImplementedError, match="cannot take tokens back"):
+        cache.crop(-1)
+    wanted = there(token, past_key_values=copy.deepcopy(cache)).logits
+    more = copy.deepcopy(cache)
+    more.batch_repeat_interleave(3)
+    logits = there(token.repeat_interleave(3, dim=0), past_key_values=more).logits
+    torch.testing.assert_close(logits, wanted.repeat_interleave(3, dim=0), **CLOSE)
+    more.batch_select_indices(torch.tensor([3]))
+    assert more.batch_size == 1
+    cache.reset()
+    assert (len(cache), cache.get_seq_length(), cache.batch_size) == (0, 0, -1)
+    assert torch.equal(there(tokens, past_key_values=cache).logits, there(tokens).logits)
 
 
 @pytest.mark.parametrize("case", KINDS)

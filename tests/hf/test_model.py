@@ -1,6 +1,5 @@
 """The folder's classes against the native model: values, gradients, steps, padding."""
 
-import copy
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.nn import functional as F
 from interdomain.files.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
-from .common import CASES, CLOSE, code_of, padded, random_texts
+from .common import CASES, code_of, padded, random_texts
 
 EXACT = dict(rtol=1e-9, atol=1e-10)
 
@@ -107,17 +106,29 @@ def test_positions_masks_and_embeddings(loaded):
             model(tokens, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [("Dynamo", "hybrid"), ("Onnx", "hybrid"), ("Onnx", "s4d"), ("Onnx", "gla"), ("Onnx", "gated-deltanet")],
+)
 @torch.no_grad()
-def test_export_of_passes_and_of_the_decode_step(loaded):
-    _, model = loaded("hybrid")  # of interdomain attention and softmax
-    auto = torch.export.Dim.AUTO
-    shapes = {"input_ids": {0: auto, 1: auto}, "use_cache": None}
-    program = torch.export.export(model, (random_texts(2, 9),), dict(use_cache=False), dynamic_shapes=shapes)
-    tokens = random_texts(3, 21)
-    torch.testing.assert_close(program.module()(tokens, use_cache=False).logits, model(tokens).logits, **CLOSE)
-    cache, token = model(random_texts(2, 9)).past_key_values, random_texts(2, 1, seed=2)
-    program = torch.export.export(model, (), dict(input_ids=token, past_key_values=copy.deepcopy(cache)), strict=False)
-    out = program.module()(input_ids=token, past_key_values=copy.deepcopy(cache))
-    wanted = model(token, past_key_values=cache)
-    torch.testing.assert_close(out.logits, wanted.logits, **CLOSE)
-    torch.testing.assert_close(out.past_key_values.states, wanted.past_key_values.states, **CLOSE)
+def test_graphs_of_transformers_exporters(loaded, backend, case):
+    """One graph for all prompts, left-padded and of several chunks, and one for all steps, without the package's kernels.
+
+    For ONNX: pip install onnx onnxscript onnxruntime.
+    """
+    module = pytest.importorskip(f"transformers.exporters.exporter_{backend.lower()}", reason="transformers 5 has them")
+    if backend == "Onnx":
+        pytest.importorskip("onnxruntime")
+    _, model = loaded(case)
+    tokens, mask = padded([random_texts(1, n, seed=n) for n in (4, 9)], "left")
+    config = getattr(module, f"{backend}Config")(dynamic=True)
+    inputs = dict(input_ids=tokens, attention_mask=mask)
+    run = getattr(module, f"{backend}Exporter")().export_for_generation(model, inputs, config).runners
+    found, wanted = code_of(model).InterdomainCache(), None
+    tokens, mask = padded([random_texts(1, n, seed=n) for n in (150, 70, 3)], "left")
+    for name, new in (("prefill", tokens), ("decode", tokens[:, :1]), ("decode", tokens[:, 1:2])):
+        reference = model(new, attention_mask=mask, past_key_values=wanted)
+        out = run[name](input_ids=new, attention_mask=mask, past_key_values=found)
+        found, wanted, seen = out.past_key_values, reference.past_key_values, mask[:, -new.shape[1] :].bool()
+        torch.testing.assert_close(out.logits[seen], reference.logits[seen], rtol=1e-3, atol=1e-3)
+        mask = torch.cat([mask, torch.ones(3, 1).long()], dim=1)

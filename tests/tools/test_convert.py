@@ -141,14 +141,16 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
     refused(tmp_path / "folder", "n_heads 4 in the folder, 2 in", "--to-checkpoint", "--uptrain", file)
 
 
-def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer):
+def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refused):
+    refused(checkpoint, "give an identifier of the Hugging Face hub", "--license", "CC BY 4.0")
     # As the condition was once written, whatever n_basis is.
     edit_record(checkpoint, lambda record: record.update(condition="interdomain"))
     (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
-    run(checkpoint, output)
+    run(checkpoint, output, "--license", "cc-by-4.0")
     config, record = read_config(output)
     assert record["facts"]["validation"]["perplexity"] == 20.25
     card = (output / "README.md").read_text()
+    assert card.startswith("---\nlicense: cc-by-4.0\n")
     for line in (
         f"# Interdomain Attention, {cell_of(config, 'debug')}",
         f"| parameters | {count_parameters(small_model()):,} |",

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from torch import nn
+
 from interdomain.model import ModelConfig, count_parameters, meta_model
 
 CARD = """---
-license: apache-2.0
-library_name: transformers
+{license}library_name: transformers
 pipeline_tag: text-generation
 tags:
 - interdomain-attention
@@ -55,8 +56,13 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
   `split_special_tokens=False`.
 - Fine-tuning works through `Trainer` and what builds on it, with gradient checkpointing, `torch.compile`, FSDP and added
   tokens. Not supported: assisted generation, attention matrices, packed sequences.
+- LoRA by PEFT: `LoraConfig(target_modules=[{linears}])`, or `"all-linear"`.
 - lm-evaluation-harness:
   `lm_eval --model hf --model_args pretrained=path/to/this/folder,trust_remote_code=True{evaluated} --tasks lambada_openai`
+
+## Licence
+
+The code in this folder is under Apache-2.0 (`LICENSE`). {weights}
 
 ## Limits
 
@@ -70,7 +76,8 @@ encode and decode with the library that made the file, or with `interdomain.data
 """
 
 
-def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
+def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict, license: str | None) -> None:
+    """README.md. license: of the weights, an identifier of the Hugging Face hub, or None."""
     run, validation, eos = facts["run"], facts["validation"], tokenizer.eos_id is not None
     rows = {
         "parameters": f"{count_parameters(meta_model(config)):,}",
@@ -85,7 +92,15 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
     }
     if not run.get("settings_recorded", True):
         rows["Megatron's settings"] = "not recorded: the run's logits may differ from this folder's"
+    linears = {
+        name.rpartition(".")[2]
+        for name, module in meta_model(config).layers.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     text = CARD.format(
+        license=f"license: {license}\n" if license else "",
+        weights=f"The weights are under {license}." if license else "No licence of the weights was given.",
+        linears=", ".join(f'"{name}"' for name in sorted(linears)),
         size=facts["size"],
         condition=facts["condition"],
         tag=facts["condition"].partition(",")[0],

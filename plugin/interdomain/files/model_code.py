@@ -9,7 +9,6 @@ PLAIN = "plain_interdomain.py"
 PARTS = (  # Python and torch alone; each needs only what stands before it
     "model/settings.py",
     "scan/tables.py",
-    "scan/chunkwise.py",
     "scan/step.py",
     "features/plain.py",
     "model/feature_maps.py",

@@ -91,7 +91,8 @@ class InterdomainMixer(nn.Module):
             o, final = run(q, k, v, tables, state)
             if padding is not None:
                 final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
-            cache.tables[self.layer_idx] = tables
+            if not torch.compiler.is_exporting():
+                cache.tables[self.layer_idx] = tables
             if convolved:
                 last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
             cache.states[self.layer_idx] = last, final
@@ -153,9 +154,8 @@ class SoftmaxMixer(nn.Module):
             before = past_key_values.states.get(self.layer_idx)
             if before is not None:
                 k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
-            at = None if kept is None else kept[:, None, :, None]
-            near = (k, v) if at is None else (k.take_along_dim(at, dim=2), v.take_along_dim(at, dim=2))
-            past_key_values.states[self.layer_idx] = near
+            near = [x if kept is None else take(x.transpose(1, 2), kept).transpose(1, 2) for x in (k, v)]
+            past_key_values.states[self.layer_idx] = near[0], near[1]
         causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).flatten(2))
@@ -305,7 +305,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         looking = not torch.compiler.is_compiling()  # values decide nothing where a graph is traced
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
-            if len(cache.position) != B:
+            if cache.position.shape[0] != B:  # not len(), a constant in an exported graph
                 raise ValueError(f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all.")
             start = cache.position.to(device)
         mask = None
@@ -320,7 +320,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and looking:
-            ids, slots = position_ids.to(device), torch.arange(T, device=device) + (cache.length if cache else 0)
+            ids, slots = (
+                position_ids.to(device),
+                torch.arange(T, device=device) + (0 if cache is None else cache.length),
+            )
             if (ids != counted)[ones].any() and (ids != slots).any():
                 raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
@@ -344,7 +347,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if cache is not None:
             if window and window < S:
                 # Each row's last tokens, whatever padding is between.
-                kept = slots.argsort(dim=1, stable=True)[:, -window:]
+                kept = slots.topk(window, dim=1).indices
             cache.slots[window] = slots if kept is None else slots.gather(1, kept)
         if mask is None and before is None and not (window and window < T):
             return Attended(None, kept)
@@ -424,6 +427,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation is {generation_config.cache_implementation!r}, and this model has its own: leave it out."
+            )
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )

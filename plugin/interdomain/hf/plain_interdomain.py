@@ -5,6 +5,5 @@ from interdomain.features.plain import *
 from interdomain.model.feature_maps import *
 from interdomain.model.mixers.fixed_state_scan import *
 from interdomain.model.settings import *
-from interdomain.scan.chunkwise import *
 from interdomain.scan.step import *
 from interdomain.scan.tables import *

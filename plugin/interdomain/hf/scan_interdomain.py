@@ -9,41 +9,50 @@ Memory, 2026). Where the package `interdomain` is installed its kernels compute 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from transformers.utils import logging
 
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import (
+    CHUNK,
     OUTPUT_NORM_SCALE,
     KeptInFloat32,
     decay_exponent,
     decay_factor,
+    in_order,
     input_gain,
-    linear_backward,
-    linear_forward,
     linear_one_step,
     mixing_matrix,
     multiply,
     normed,
     powers,
     readout_vector,
-    scan_backward,
-    scan_forward,
     scan_step,
 )
 from .plain_interdomain import features as plain_features
 
+INTERFACE = installed = 1  # of the package's functions that are called here
+
 try:
+    import interdomain.scan
     from interdomain.features import input_features
     from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
+
+    installed = getattr(interdomain.scan, "INTERFACE", 0)
 except ImportError:
     input_features = None
+if installed != INTERFACE:
+    input_features = None
+    logging.get_logger(__name__).warning(
+        f"This folder's code calls interface {INTERFACE} of the package interdomain, and the installed one has {installed}: it "
+        "computes in plain PyTorch. Install the version of config.json's `converted_by`, or convert again."
+    )
 
 # Shapes: B batch, T tokens, H heads of state, G query heads of each, R key features, D value width (R = D = head_dim),
 #         P = R + D channels, M basis functions, W convolution width, E channels of the convolutions. Complex numbers are real
@@ -55,56 +64,83 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def has_kernels() -> bool:
+    """The package's kernels compute, where it is installed. A graph that is exported is for runtimes that have none."""
+    return input_features is not None and not torch.compiler.is_exporting()
+
+
 def features(x: Tensor, head_dim: int, conv=None, past=None, rope=None, silu=False, norm=None, eps=1e-5) -> Tensor:
     """Convolution, RoPE, SiLU with the l2 norm, RMSNorm with a bias per head, each if asked for: x [B, T, E] -> [B, T, H, R].
 
     conv: (weight [E, 1, W], bias [E]); past: the W - 1 inputs before x, or None for zeros. rope: (cos, sin), each
     [B, T, 1, R / 2]. norm: (scale [R], bias [H, R]).
     """
-    if input_features is not None:
+    if has_kernels():
         return input_features(x, head_dim, conv=conv, past=past, rope=rope, silu=silu, norm=norm, eps=eps)
     weight, bias = (None, None) if conv is None else (conv[0].flatten(1), conv[1])
     (cos, sin), (scale, shift) = rope or (None, None), norm or (None, None)
     return plain_features(x, head_dim, weight, bias, past, None, cos, sin, silu, scale, shift, eps)
 
 
-class Chunkwise(torch.autograd.Function):
-    """One of the package's forward passes with its backward pass, which computes again from the inputs."""
-
-    @staticmethod
-    def forward(ctx, forward: Callable, backward: Callable, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        ctx.run_backward = backward
-        ctx.save_for_backward(*inputs)
-        out, final, _ = forward(*inputs)
-        return out, final
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.run_backward(d_out, d_final, *ctx.saved_tensors)
-
-
-@torch.compiler.allow_in_graph  # traced by torch.compile's backends, not by its front end, which cannot read `Chunkwise`
 def plain_scan(
     q: Tensor | None, k: Tensor, v: Tensor, theta: Tensor, table: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """All tokens, by chunks.
+    """All tokens by chunks of L, in operations that every runtime of an exported graph has (no complex numbers).
+
+    A chunk starts with S = Lambda^h X, h = L / 2. Its token i reads Lambda^(i + 1 - h) (S + sum_j Lambda^(h - 1 - j) z_j), of
+    all tokens j up to its own: no power leaves the range of float32. Complex vectors are pairs, [..., M, 2] or [..., 2M].
 
     Args:
         q: [B, T, H G, R], or None for the linear readout. k: [B, T, H, R]. v: [B, T, H, D]. theta: [H, M, 2].
         table: W [H, 2M, 2M], or w [H, 2M] for the linear readout. state: [B, H, M, P, 2], or None for zeros.
     Returns: (o [B, T, H G, D], or [B, T, H, P] for the linear readout; the state after the last token).
     """
+    (B, T, H, R), M = k.shape, theta.shape[1]
+    L = 1 if T == 1 else CHUNK
+    N, h, i = (T + L - 1) // L, L // 2, torch.arange(L, device=k.device)
+    missing = N * L - T
+    # A chunk of zeros behind an exported graph's tokens: one chunk alone would make N a constant of that graph.
+    more = int(torch.compiler.is_exporting() and T > 1)
+
+    def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], zeros in front
+        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, more * L)).unflatten(2, (H, -1))
+        return x.unflatten(1, (N + more, L)).permute(1, 0, 3, 4, 2, 5)
+
+    def decayed(x: Tensor, read: Tensor) -> Tensor:
+        return multiply(read, x.unflatten(-1, (M, 2))).flatten(-2)
+
+    read = powers(theta, i + 1 - h)[:, None]  # [H, 1, L, M, 2]
+    written, kept = (powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i))  # [H, 1, L, 2M]
+    enter, passed, leave = (powers(theta, i[:1] + n) for n in (h - missing, L, -h))  # [H, 1, M, 2]
+
+    z = chunked(torch.cat((k, v), dim=-1))
+    sums = (z.mT @ kept).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
+    state = theta.new_zeros(B, H, M, z.shape[-1], 2) if state is None else state
+    start, each = multiply(enter, state.transpose(2, 3)), passed.expand(N + more, *passed.shape)
+    last, S = in_order(lambda S, chunk: (multiply(chunk[0], S) + chunk[1], S.clone()), start, [each, sums])
+    last = S[-1] if more else last
+    S = S.flatten(-2)[:, :, :, None]  # [N, B, H, 1, P, 2M]
+
+    # The conjugate of b, for a real part is the product of pairs with conjugates; of (real parts | imaginary parts), pairs.
+    table = torch.stack((table[:, :M], -table[:, M:]), dim=2).flatten(1, 2)
     if q is None:
-        return Chunkwise.apply(linear_forward, linear_backward, torch.cat((k, v), dim=-1), theta, table, state)
-    return Chunkwise.apply(scan_forward, scan_backward, q, k, v, theta, table, state)
+        b, first = table[:, None, None], 0  # channels from `first` on are read
+    else:
+        q, first = chunked(q), R
+        a = (q @ z[..., :R].mT).tril() @ written + q @ S[..., :R, :]
+        W = table.unflatten(2, (2, M)).transpose(2, 3).flatten(2)
+        b = decayed(a, read) @ W.mT[:, None]
+    b = decayed(b, torch.stack((read[..., 0], -read[..., 1]), dim=-1))
+    o = (b @ written.mT).tril() @ z[..., first:] + b @ S[..., first:, :].mT
+    o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)[:, missing : missing + T]
+    return o.to(v.dtype), multiply(leave, last).transpose(2, 3)
 
 
 def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -> tuple[Tensor, Any]:
     """`plain_scan`, by the package's kernels where it is installed; no last state without a first. tables: SSMDynamics'."""
     theta, _, table = tables
     with torch.autocast(k.device.type, enabled=False):
-        if input_features is None:
+        if not has_kernels():
             return plain_scan(q, k, v, theta, table, state)
         cached = state is not None
         if q is None:
@@ -115,6 +151,8 @@ def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -
 
 def step(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token: as `scan`, of [B, 1, H, ...]."""
+    if torch.compiler.is_exporting():
+        return scan(q, k, v, tables, state)
     theta, decay, table = tables
     k, v, q = k[:, 0], v[:, 0], None if q is None else q[:, 0]
     with torch.autocast(k.device.type, enabled=False):
@@ -251,6 +289,37 @@ class InterdomainCache:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(length of an attention mask for the next tokens, its first token)."""
+        return self.length + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # transformers' word for no limit
+
+    def __len__(self) -> int:
+        """Layers that have a state."""
+        return len(self.states)
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.position is None else len(self.position)
+
+    def reset(self) -> None:
+        """As before the first token."""
+        vars(self).update(vars(InterdomainCache()))
+
+    def crop(self, tokens: int) -> None:
+        raise NotImplementedError(
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read the text "
+            "again from its start."
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
     def reorder_cache(self, indices: Tensor) -> None:
         """Rows of other texts in place of these: the beams that go on."""
         at = {i: indices.to(pair[0].device) for i, pair in self.states.items()}
@@ -259,11 +328,12 @@ class InterdomainCache:
         self.position = None if self.position is None else self.position[indices.to(self.position.device)]
 
 
-# For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out.
+# For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the
+# tables, which would be inputs and outputs.
 pytree.register_dataclass(
     InterdomainCache,
-    field_names=["position", "slots", "states", "tables"],
-    drop_field_names=["length"],
+    field_names=["position", "slots", "states"],
+    drop_field_names=["length", "tables"],
     serialized_type_name=f"{__name__}.InterdomainCache",
 )
 
@@ -282,8 +352,10 @@ class Padding(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor) -> "Padding":
         """mask: [B, T], False for padding."""
-        order = mask.int().argsort(dim=1, descending=True, stable=True)
-        return cls(order, order.argsort(dim=1), mask.sum(1))
+        lengths = mask.sum(1, keepdim=True)
+        back = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
+        at = torch.arange(mask.shape[1], device=mask.device).expand_as(back)
+        return cls(torch.zeros_like(back).scatter(1, back, at), back, lengths[:, 0])
 
     def state_after(self, z: Tensor, theta: Tensor, state: Tensor) -> Tensor:
         """X after each row's tokens: Lambda^lengths X + sum_j Lambda^(T - 1 - j) z_j with the tokens last, [B, H, M, P, 2].
@@ -291,8 +363,8 @@ class Padding(NamedTuple):
         The scan's own last state has also decayed over the padding. z: [B, T, H, P] in this order.
         """
         T, t = z.shape[1], torch.arange(z.shape[1], device=z.device)
-        z = take(z, (t + self.lengths[:, None]) % T).to(theta.dtype)
-        z = torch.where((t >= T - self.lengths[:, None])[:, :, None, None], z, 0)
+        at = t - (T - self.lengths[:, None])  # which token is in each place with the tokens last
+        z = torch.where((at >= 0)[:, :, None, None], take(z, at.clamp_min(0)).to(theta.dtype), 0)
         added = torch.stack([torch.einsum("bthp,htm->bhmp", z, x) for x in powers(theta, T - 1 - t).unbind(-1)], dim=-1)
         passed = powers(theta, self.lengths).transpose(0, 1)[:, :, :, None]
         return multiply(passed, state) + added

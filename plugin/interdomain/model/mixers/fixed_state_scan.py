@@ -8,6 +8,8 @@ Logs of decays are only ever added, never subtracted: no exponent is above 0 how
 document's first token is an exact reset.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -64,6 +66,20 @@ def first_tokens(documents: Tensor) -> Tensor:
     return documents != F.pad(documents, (1, 0))[:, :-1]
 
 
+def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """step(state, inputs[n]) -> (state, o), for every n: (the last state, o stacked). Exported as one operation for any n,
+    without gradients: those of a symbolic number of tokens cannot be translated to ONNX."""
+    if torch.compiler.is_exporting():
+        from torch._higher_order_ops import scan  # late: it is slow to import
+
+        return scan(step, state.detach(), [x.detach() for x in inputs])
+    outputs = []
+    for each in zip(*inputs, strict=True):
+        state, o = step(state, each)
+        outputs.append(o)
+    return state, torch.stack(outputs)
+
+
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: as the recurrence is written."""
     S = decay[:, 0, :, :, None].exp() * S
@@ -79,7 +95,9 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
 
     decay: [B, T, 1 or H, D]; beta: [B, T, H, 1].
     """
-    (B, T, H, V), L = v.shape, min(CHUNK, 1 << (v.shape[1] - 1).bit_length())
+    B, T, H, V = v.shape
+    # An exported graph goes token by token: ONNX has no triangular solve, and T is a symbol there.
+    L = 1 if torch.compiler.is_exporting() else min(CHUNK, 1 << (T - 1).bit_length())
 
     def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
         return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()
@@ -88,20 +106,23 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     from_start = decay.cumsum(-2)  # of the chunk to each token, which is included
     to_end = F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)  # from each token, which is not
     kept = from_start[..., -1, :, None].exp()
-    seen, written, scores, erased = q * from_start.exp(), (k * to_end.exp()).mT, _decayed_scores(q, k, decay), None
+    seen, written, scores, erased = q * from_start.exp(), (k * to_end.exp()).mT, _decayed_scores(q, k, decay), []
     if beta is not None:
         # u_i + beta_i sum_{j<i} (k_i . k_j decayed) u_j = beta_i (v_i - what k_i reads of the chunk's first state)
         beta = chunked(beta)
         right = torch.cat([v, (k * from_start.exp()).expand(*v.shape[:-1], -1)], dim=-1)
-        system = beta * _decayed_scores(k, k, decay).tril(-1)
-        solved = torch.linalg.solve_triangular(system, beta * right, upper=False, unitriangular=True)
-        v, erased = solved.split([V, k.shape[-1]], dim=-1)
-    outputs = []
-    for n in range(len(v)):
-        u = v[n] if erased is None else v[n] - erased[n] @ S
-        outputs.append(seen[n] @ S + scores[n] @ u)
-        S = kept[n] * S + written[n] @ u
-    o = torch.stack(outputs)  # [N, B, H, L, V]
+        solved = beta * right
+        if L > 1:
+            system = beta * _decayed_scores(k, k, decay).tril(-1)
+            solved = torch.linalg.solve_triangular(system, solved, upper=False, unitriangular=True)
+        v, *erased = solved.split([V, k.shape[-1]], dim=-1)
+
+    def chunk(S: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        seen, scores, kept, written, u, *erased = inputs
+        u = u - erased[0] @ S if erased else u
+        return kept * S + written @ u, seen @ S + scores @ u
+
+    S, o = in_order(chunk, S, [seen, scores, kept, written, v, *erased])  # o: [N, B, H, L, V]
     return o.permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)[:, :T], S
 
 
