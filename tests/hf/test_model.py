@@ -1,6 +1,5 @@
 """The folder's classes against the native model: values, gradients, steps, padding."""
 
-
 import pytest
 import torch
 from torch.nn import functional as F

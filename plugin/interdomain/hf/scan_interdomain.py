@@ -310,8 +310,8 @@ class InterdomainCache:
 
     def crop(self, tokens: int) -> None:
         raise NotImplementedError(
-            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read the text "
-            "again from its start."
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read "
+            "the text again from its start."
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
