@@ -64,18 +64,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def has_kernels() -> bool:
-    """The package's kernels compute, where it is installed. A graph that is exported is for runtimes that have none."""
-    return input_features is not None and not torch.compiler.is_exporting()
-
-
 def features(x: Tensor, head_dim: int, conv=None, past=None, rope=None, silu=False, norm=None, eps=1e-5) -> Tensor:
     """Convolution, RoPE, SiLU with the l2 norm, RMSNorm with a bias per head, each if asked for: x [B, T, E] -> [B, T, H, R].
 
     conv: (weight [E, 1, W], bias [E]); past: the W - 1 inputs before x, or None for zeros. rope: (cos, sin), each
     [B, T, 1, R / 2]. norm: (scale [R], bias [H, R]).
     """
-    if has_kernels():
+    if input_features is not None and not torch.compiler.is_exporting():  # other runtimes do not have the kernels
         return input_features(x, head_dim, conv=conv, past=past, rope=rope, silu=silu, norm=norm, eps=eps)
     weight, bias = (None, None) if conv is None else (conv[0].flatten(1), conv[1])
     (cos, sin), (scale, shift) = rope or (None, None), norm or (None, None)
@@ -140,7 +135,7 @@ def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -
     """`plain_scan`, by the package's kernels where it is installed; no last state without a first. tables: SSMDynamics'."""
     theta, _, table = tables
     with torch.autocast(k.device.type, enabled=False):
-        if not has_kernels():
+        if input_features is None or torch.compiler.is_exporting():
             return plain_scan(q, k, v, theta, table, state)
         cached = state is not None
         if q is None:
@@ -285,6 +280,7 @@ class InterdomainCache:
     tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     is_compileable: ClassVar[bool] = False
     is_croppable: ClassVar[bool] = False
+    is_linear: ClassVar[tuple[bool, ...]] = (False,)  # it counts the tokens, and `generate` gives it only what is new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -310,8 +306,8 @@ class InterdomainCache:
 
     def crop(self, tokens: int) -> None:
         raise NotImplementedError(
-            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read the text "
-            "again from its start."
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or "
+            "read the text again from its start."
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
