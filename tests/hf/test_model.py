@@ -123,11 +123,11 @@ def test_graphs_of_transformers_exporters(loaded, backend, case):
     config = getattr(module, f"{backend}Config")(dynamic=True)
     inputs = dict(input_ids=tokens, attention_mask=mask)
     run = getattr(module, f"{backend}Exporter")().export_for_generation(model, inputs, config).runners
-    found, wanted = code_of(model).InterdomainCache(), None
+    found, wanted, name_of_cache = code_of(model).InterdomainCache(), None, code_of(model).CACHE
     tokens, mask = padded([random_texts(1, n, seed=n) for n in (150, 70, 3)], "left")
     for name, new in (("prefill", tokens), ("decode", tokens[:, :1]), ("decode", tokens[:, 1:2])):
         reference = model(new, attention_mask=mask, past_key_values=wanted)
-        out = run[name](input_ids=new, attention_mask=mask, past_key_values=found)
+        out = run[name](input_ids=new, attention_mask=mask, **{name_of_cache: found})
         found, wanted, seen = out.past_key_values, reference.past_key_values, mask[:, -new.shape[1] :].bool()
         torch.testing.assert_close(out.logits[seen], reference.logits[seen], rtol=1e-3, atol=1e-3)
         mask = torch.cat([mask, torch.ones(3, 1).long()], dim=1)

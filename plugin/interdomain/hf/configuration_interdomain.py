@@ -42,7 +42,7 @@ class InterdomainConfig(PretrainedConfig):
     """
 
     model_type = "interdomain"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds a list to it)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 (Trainer adds a list to it)
 
     def __init__(
         self,

@@ -33,6 +33,10 @@ from .scan_interdomain import (
 #         functions, W convolution width, E channels of the convolutions, S slots of softmax's cache.
 
 
+# transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
 class InterdomainMixer(nn.Module):
     """The recurrence, read with a query or linearly. With a single input wk and wv are the paper's a and b."""
 
@@ -263,6 +267,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        cache: InterdomainCache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """The forward pass of transformers' decoders.
@@ -281,11 +286,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        cache = past_key_values if cache is None else cache
         if self.gradient_checkpointing and self.training:
-            use_cache, past_key_values = False, None
-        if not isinstance(past_key_values, InterdomainCache | None):
-            raise ValueError(f"past_key_values must be an InterdomainCache: got {type(past_key_values).__name__}.")
-        cache = InterdomainCache() if use_cache and past_key_values is None else past_key_values
+            use_cache, cache = False, None
+        if not isinstance(cache, InterdomainCache | None):
+            raise ValueError(f"past_key_values must be an InterdomainCache: got {type(cache).__name__}.")
+        cache = InterdomainCache() if use_cache and cache is None else cache
         prepared, seen = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -383,6 +389,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: InterdomainCache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """The arguments of `InterdomainModel`, and:
@@ -390,9 +397,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which follows nothing, never are.
         logits_to_keep: the last so many positions, or these positions; 0 for all.
         """
-        outputs = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
-        )
+        cache = past_key_values if cache is None else cache
+        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.output(hidden[:, kept])
@@ -402,19 +408,18 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 mask = attention_mask[:, -hidden.shape[1] :].to(labels.device).bool()
                 labels = labels.masked_fill(~(mask & F.pad(mask, (1, 0))[:, :-1]), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, past_key_values=None, inputs_embeds: Tensor | None = None, **kwargs
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs
     ) -> dict[str, Any]:
         new = kwargs.get("next_sequence_length")  # transformers 5
-        if past_key_values is not None and (
+        if kwargs.get(CACHE) is not None and (
             new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
         ):
             raise ValueError("input_ids must be what past_key_values has read and at least one token more.")
-        kwargs |= dict(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
         prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids, **kwargs
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
         )
         # The model counts by itself. transformers' count is another one where the padding is on the right.
         prepared.pop("position_ids", None)
@@ -434,8 +439,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = InterdomainCache()
+        if generation_config.use_cache and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = InterdomainCache()
 
 
 class InterdomainForSequenceClassification(GenericForSequenceClassification, InterdomainPreTrainedModel):

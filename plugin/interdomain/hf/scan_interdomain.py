@@ -280,6 +280,7 @@ class InterdomainCache:
     tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     is_compileable: ClassVar[bool] = False
     is_croppable: ClassVar[bool] = False
+    is_linear: ClassVar[tuple[bool, ...]] = (False,)  # it counts the tokens, and `generate` gives it only what is new
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -305,8 +306,8 @@ class InterdomainCache:
 
     def crop(self, tokens: int) -> None:
         raise NotImplementedError(
-            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or read "
-            "the text again from its start."
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or "
+            "read the text again from its start."
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
