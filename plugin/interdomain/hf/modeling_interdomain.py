@@ -410,13 +410,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states)
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, **kwargs) -> dict[str, Any]:
         new = kwargs.get("next_sequence_length")  # transformers 5
-        if kwargs.get(CACHE) is not None and (
-            new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
-        ):
+        nothing = new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
+        if kwargs.get(CACHE) is not None and nothing:
             raise ValueError("input_ids must be what past_key_values has read and at least one token more.")
         prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, inputs_embeds=inputs_embeds, **kwargs
@@ -432,10 +429,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation is {generation_config.cache_implementation!r}, and this model has its own: leave it out."
-            )
+        if (name := generation_config.cache_implementation) not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation is {name!r}, and this model has its own: leave it out.")
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )
