@@ -33,7 +33,7 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def computed(start):
-    """What each rank has seen."""
+    """Parts of the gradients, from each rank."""
     newer = [os.environ[MEGATRON019]] if MEGATRON019 in os.environ else []
     if not newer and not os.path.isdir(f"{INSTALLED}/hybrid"):
         pytest.skip(f"megatron-core has no HybridModel, and {MEGATRON019} names no folder with 0.19")

@@ -74,7 +74,7 @@ def test_the_log_counts_the_flops_of_this_model(parse):
 
 
 def test_the_writer_has_the_life_signs(parse, monkeypatch):
-    """Of the rank that has a writer; every rank computes them, at the log's interval."""
+    """Written by the rank that has a writer; every rank computes them, at the log's interval."""
     _, training = parse(GOOD)
     written, computed = [], []
     monkeypatch.setattr(watch, "mixer_statistics", lambda chunks: computed.append(chunks) or {"mixer/sign": 0.5})

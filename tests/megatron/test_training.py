@@ -106,7 +106,7 @@ def test_packed_documents(computed):
 
 
 def test_life_signs(computed):
-    """Of all heads and layers, on every rank of every layout: what a run of TorchTitan would show."""
+    """All heads and layers, on every rank of every layout, as a run of TorchTitan would show them."""
     alone = SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1))
     wanted = functools.cache(lambda case: mixer_statistics([ranks.plain_model(case)], alone))
     for seen in computed[1]:

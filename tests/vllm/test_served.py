@@ -128,7 +128,7 @@ def test_logprobs_and_sampling(exported_model):
 
 @pytest.mark.parametrize("case", ["interdomain", "s4d", HYBRID, "mamba2"])
 def test_bfloat16(case, exported_model):
-    """As far from float32 as the native model in bfloat16."""
+    """Log probabilities are near those of float32."""
     model, folder = made(exported_model, case)
     given = prompts((40, 64, 7))
     with engine(folder, dtype="bfloat16") as llm:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from interdomain.model.config import SIZES, MixerConfig, ModelConfig, cell_of
+from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
 from . import distributed_checkpoint as checkpoints
@@ -77,14 +77,10 @@ def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any], str | None
     return ModelConfig.from_dict(settings), backbone, tokenizer
 
 
-def letter_of(mixer: MixerConfig) -> str:
-    return LETTERS.get(mixer.kind, "G")
-
-
 def hybrid_pattern(config: ModelConfig) -> str:
     """The model as HybridModel's --hybrid-layer-pattern, such as "G-G-*-". Raises: ValueError for two mixers of one letter."""
     mixers = [layer.mixer for layer in config.layers]
-    for letter in (letters := [letter_of(mixer) for mixer in mixers]):
+    for letter in (letters := [LETTERS.get(mixer.kind, "G") for mixer in mixers]):
         if len(same := {mixer for mixer, its in zip(mixers, letters, strict=True) if its == letter}) > 1:
             raise ValueError(
                 f"the model has {len(same)} mixers that differ and would all be {letter} in a layer pattern, which has one "

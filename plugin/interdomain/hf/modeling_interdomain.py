@@ -326,10 +326,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and looking:
-            ids, slots = (
-                position_ids.to(device),
-                torch.arange(T, device=device) + (0 if cache is None else cache.length),
-            )
+            seen = 0 if cache is None else cache.length
+            ids, slots = position_ids.to(device), torch.arange(T, device=device) + seen
             if (ids != counted)[ones].any() and (ids != slots).any():
                 raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}

@@ -301,7 +301,7 @@ class InterdomainCache:
         return -1 if self.position is None else len(self.position)
 
     def reset(self) -> None:
-        """As before the first token."""
+        """Forget all tokens."""
         vars(self).update(vars(InterdomainCache()))
 
     def crop(self, tokens: int) -> None:

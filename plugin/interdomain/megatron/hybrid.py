@@ -40,12 +40,21 @@ def mixer_letters(pattern: str) -> str:
 
 
 class Stack(HybridStack):
-    """HybridStack with a last norm that needs no Transformer Engine."""
+    """HybridStack with a last norm that needs no Transformer Engine. Raises: ValueError, as `mixer_letters`."""
 
-    def __init__(self, config: Any, *, layer_type_list: list[str], post_process: bool = True, **settings: Any) -> None:
-        super().__init__(
-            config, layer_type_list=layer_type_list, post_process=post_process, post_layer_norm=False, **settings
-        )
+    def __init__(
+        self,
+        config: Any,
+        *,
+        layer_type_list: list[str],
+        pp_layer_offset: int = 0,
+        post_process: bool = True,
+        **settings: Any,
+    ) -> None:
+        before, after = pp_layer_offset % 2, (pp_layer_offset + len(layer_type_list)) % 2  # halves of pairs, elsewhere
+        mixer_letters("".join(["G" * before, *layer_type_list, "-" * after]))
+        settings |= dict(layer_type_list=layer_type_list, pp_layer_offset=pp_layer_offset, post_process=post_process)
+        super().__init__(config, post_layer_norm=False, **settings)
         self.post_layer_norm = True
         if post_process:
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)

@@ -20,9 +20,8 @@ def mixer_statistics(chunks: list[Any]) -> dict[str, float]:
     """
     modules = [module for chunk in chunks for module in chunk.modules()]
     device = next(chunks[0].parameters()).device
-    signs = torch.zeros(
-        chunks[0].config.num_layers, len(LIFE_SIGNS), device=device
-    )  # zeros: of the layers of other stages
+    # Zeros: of the layers of other stages.
+    signs = torch.zeros(chunks[0].config.num_layers, len(LIFE_SIGNS), device=device)
     for mixer in (module for module in modules if isinstance(module, InterdomainAttention)):
         if isinstance(ssm := getattr(mixer.core, "ssm", None), SSMDynamics):
             gather = functools.partial(tensor_parallel.gather_from_sequence_parallel_region, group=mixer.tp_group)

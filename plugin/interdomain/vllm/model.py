@@ -113,11 +113,10 @@ class Served(nn.Module):
                     module.weight = nn.Parameter(shard_of(module.weight, self.part, dim).clone())
         generation: Any = settings.try_get_generation_config()
         self.no_tokens = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
-        kinds = {"softmax": Softmax}
-        self.mixers: list[Any] = [
-            kinds.get(layer.mixer.kind, Recurrent)(block.attention, layer, vllm_config, f"layers.{i}.attention")
-            for i, (block, layer) in enumerate(zip(self.blocks, self.own.layers, strict=True))
-        ]
+        self.mixers: list[Any] = []
+        for i, (block, layer) in enumerate(zip(self.blocks, self.own.layers, strict=True)):
+            kind = Softmax if layer.mixer.kind == "softmax" else Recurrent
+            self.mixers.append(kind(block.attention, layer, vllm_config, f"layers.{i}.attention"))
 
     @property
     def blocks(self) -> list[Any]:

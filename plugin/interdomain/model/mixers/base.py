@@ -3,6 +3,7 @@
 A `config` is that of a model all of whose layers are alike, so `config.mixer` is the layer's own (`ModelConfig.layers`).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -70,10 +71,10 @@ class Mixer(nn.Module):
         `Linear`, if it has such. `costs.flops` counts the modules `Linear` and `ShortConv`."""
         raise NotImplementedError("this mixer does not count its FLOPs")
 
-    @staticmethod
-    def state_size(config: ModelConfig) -> int:
+    @classmethod
+    def state_size(cls, config: ModelConfig) -> int:
         """Numbers of one layer's state per sequence (of a growing one per token), without the convolutions' last inputs."""
-        raise NotImplementedError("this mixer does not say how large its state is")
+        return math.prod(cls.state_shapes(config)["ssm"])
 
     @staticmethod
     def kept(config: ModelConfig) -> dict[str, int]:

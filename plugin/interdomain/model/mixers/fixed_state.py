@@ -193,10 +193,6 @@ class FixedStateMixer(Mixer):
             core += L * keys + H * (L * (K + V) // 2 + K * V)  # scores of keys; the system; its part of the state
         return {"mixer": core}
 
-    @staticmethod
-    def state_size(config: ModelConfig) -> int:
-        return math.prod(state_shape(config.mixer, config.dim))
-
     @classmethod
     def kept(cls, config: ModelConfig) -> dict[str, int]:
         """The numbers with flash-linear-attention's kernels: inputs of convolution, SiLU and recurrence; of the norm, the gate

@@ -1,6 +1,5 @@
 """The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
 
-import math
 from typing import Any
 
 import torch
@@ -257,10 +256,6 @@ class InterdomainMixer(Mixer):
         pass1 = H * (L * R + L * M2 + R * M2) + G * R * M2  # scores, times the table; state read; state update
         pass2 = H * (L * M2 + L * D + D * M2) + G * D * M2
         return {"linear": linear, "mixer": pass1 + H * M2 * M2 + pass2}
-
-    @staticmethod
-    def state_size(config: ModelConfig) -> int:
-        return math.prod(InterdomainMixer.state_shapes(config)["ssm"])
 
     @staticmethod
     def _channels(config: ModelConfig) -> int:

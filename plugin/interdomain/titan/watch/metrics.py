@@ -121,9 +121,8 @@ def mixer_statistics(parts: list[Transformer], meshes: Meshes) -> dict[str, floa
     The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
     """
     device = next(parts[0].parameters()).device
-    signs = torch.zeros(
-        parts[0].config.n_layers, len(LIFE_SIGNS), device=device
-    )  # zeros: of the layers of other stages
+    # Zeros: of the layers of other stages.
+    signs = torch.zeros(parts[0].config.n_layers, len(LIFE_SIGNS), device=device)
     for i, layer in (item for part in parts for item in part.layers.items()):
         if isinstance(ssm := getattr(layer.attention, "ssm", None), SSMDynamics):
             signs[int(i)] = ssm().life_signs()
