@@ -22,15 +22,15 @@ from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_divi
 from .plan.device import device_here
 from .step.meshes import Meshes, part_of
 
-# What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
-# A shard's exchange before it likewise, and the heads' sum. Not gather_shards, which makes all of the parts: recomputed, it is
-# one block's at a time.
+# What selective checkpointing saves beside torchtitan's own list, which has the heads' sum: recomputing the scan would cost
+# more than all it saves, and what shards exchange is small. Not a gather, which makes all of the parts: recomputed, it is one
+# block's at a time.
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
     torch.ops.interdomain.fla_recurrence.default,
-    torch.ops.interdomain.before.default,
-    torch.ops.interdomain.scatter_shards.default,
+    torch.ops.interdomain.send_state.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 
