@@ -1,6 +1,9 @@
 """Context and tensor parallelism, and stages: a model whose parts are on several ranks is the model on one, gradients too."""
 
+import collections
+import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -127,6 +130,54 @@ def summed(found, context, tensor):
     return found
 
 
+def hidden(mesh):
+    """PyTorch's products that a layer computes between the start of each of its exchanges and the wait for it, forward and
+    backward, as the profiler sees them."""
+    model = lively(small_config("interdomain", vocab_size=64))
+    del model.layers["1"]
+    model.set_parts(shard=part_of(mesh))
+    tokens = random_tokens(model.config, 2, T)
+    with torch.profiler.profile() as profile:
+        model(tokens, labels=tokens).backward()
+    names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
+    started = [i for i, name in enumerate(names) if name == "_c10d_functional::all_to_all_single"]
+    waited = [i for i, name in enumerate(names) if name == "_c10d_functional::wait_tensor"]
+    assert all(start < wait for start, wait in zip(started, waited, strict=True))
+    return [{"aten::mm", "aten::bmm"} & {*names[i:j]} for i, j in zip(started, waited, strict=True)]
+
+
+def traced(mesh):
+    """Of a model whose heads are on several ranks: the nodes of a compiled layer's graphs after inductor's pass for
+    asynchronous tensor parallelism, and the collectives that CommDebugMode counts."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch.distributed import _symmetric_memory
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    nodes = collections.Counter()
+
+    def compiler(graph, inputs):
+        fused = copy.deepcopy(graph)
+        view_to_reshape(fused)
+        with _symmetric_memory._test_mode(), mock.patch("torch.distributed.is_nccl_available", return_value=True):
+            micro_pipeline_tp_pass(fused.graph)
+        nodes.update(str(node.target) for node in fused.graph.nodes)
+        return graph
+
+    model = lively(small_config("interdomain", vocab_size=64))
+    distribute(model, mesh)
+    model.set_parts(heads=part_of(mesh))
+    tokens = random_tokens(model.config, 2, T)
+    with CommDebugMode() as counted:
+        model(tokens, labels=tokens).backward()
+    compilers = dict(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
+    model.layers["0"].compile(backend=aot_autograd(**compilers), fullgraph=True)
+    model(tokens, labels=tokens).backward()
+    return nodes, {str(op): n for op, n in counted.get_comm_counts().items()}
+
+
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
@@ -143,6 +194,8 @@ def run_rank(rank, folder):
         if rank < 2:  # the first ranks of tensor parallelism
             found = summed(loss_and_gradients(COMPILED, (None, grid["tp"]), compiled=True), None, grid["tp"])
             torch.save(found, folder / f"{COMPILED} on {rank}, compiled.pt")
+            torch.save(traced(grid["tp"]), folder / f"traced {rank}.pt")
+        torch.save(hidden(grid["cp"]), folder / f"hidden {rank}.pt")
     dist.destroy_process_group()
 
 
@@ -163,6 +216,25 @@ def test_loss_and_gradients_are_those_of_one_process(case, computed):
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             assert (found[name] - x).norm() <= 1e-10 * x.norm(), f"{name}: {path.name}"
+
+
+def test_exchanges_run_beside_products(computed):
+    """The tail beside the first projection, the state beside the queries' and the scores within chunks, and backward likewise.
+    Of the state's two messages the first waits on a CPU; on CUDA it has a stream of its own."""
+    for rank in range(RANKS):
+        tail, _, state, _, costate, tail_back = torch.load(computed / f"hidden {rank}.pt")
+        assert (tail, state) == ({"aten::mm"}, {"aten::mm", "aten::bmm"})
+        assert (costate, tail_back) == ({"aten::bmm"}, {"aten::mm"})
+
+
+def test_collectives_are_seen(computed):
+    """By inductor, which would pipeline products with them where ranks share memory, and by CommDebugMode."""
+    for rank in range(2):
+        nodes, counts = torch.load(computed / f"traced {rank}.pt", weights_only=False)
+        assert nodes["symm_mem.fused_all_gather_matmul.default"] == 4  # of mixer and feed-forward, forward and backward
+        assert nodes["symm_mem.fused_matmul_reduce_scatter.default"] == 2
+        # Each way of two layers' four, the embedding's and the head's; and the normalisers of the loss's three pieces.
+        assert counts == {"c10d_functional.all_gather_into_tensor": 13, "c10d_functional.reduce_scatter_tensor": 10}
 
 
 def test_stages_are_the_model_to_the_bit():

@@ -41,20 +41,12 @@ def shard_of(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
 
 def gather_tokens(x: Tensor, part: Part | None) -> Tensor:
     """The tokens of all ranks, [B, T / size, E] -> [B, T, E]; x itself where part is None."""
-    if part is None:
-        return x
-    if len(x) == 1:  # without a copy
-        return _Gather.apply(x[0], 0, part)[None]
-    return _Gather.apply(x, 1, part)
+    return x if part is None else _Gather.apply(x, 1, part)
 
 
 def scatter_tokens(x: Tensor, part: Part | None) -> Tensor:
     """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]; x itself where part is None."""
-    if part is None:
-        return x
-    if len(x) == 1:
-        return _Scatter.apply(x[0], 0, part)[None]
-    return _Scatter.apply(x, 1, part)
+    return x if part is None else _Scatter.apply(x, 1, part)
 
 
 def gather_shards(x: Tensor, part: Part) -> Tensor:
