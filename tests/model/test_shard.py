@@ -1,8 +1,13 @@
-"""Context and tensor parallelism, and stages: a model whose parts are on several ranks is the model on one, gradients too."""
+"""Context and tensor parallelism, and stages: a model whose parts are on several ranks is the model on one, gradients too.
+
+Every case on every topology of 2, 4 and 8 ranks by request:
+INTERDOMAIN_MATRIX=1 ./launch.sh test tests/model/test_shard.py -n 0
+"""
 
 import collections
 import copy
 import itertools
+import os
 from unittest import mock
 
 import pytest
@@ -52,18 +57,18 @@ CASES = {
     "gated-deltanet, hybrid, packed": ("gated-deltanet", HEADS | OPTIONS["hybrid"], PACKED),
     "hybrid, window, packed": ("interdomain", OPTIONS["hybrid, window"], PACKED),
 }
-RANKS = 4
 TOPOLOGIES = ((4, 1), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism
+if MATRIX := "INTERDOMAIN_MATRIX" in os.environ:
+    TOPOLOGIES = tuple((c, t) for c, t in itertools.product((1, 2, 4, 8), (1, 2, 4)) if 1 < c * t <= 8)
+RANKS = max(c * t for c, t in TOPOLOGIES)
 STAGES = (("tok_embeddings", "layers.0"), (), ("layers.1", "norm"), ("output",))
 COMPILED = "kv2, gate"
 
 
 def runs(case, topology):
     """All on a grid of both. Documents say nothing of heads, and without any, two shards are as good as four."""
-    if topology == (2, 2):
-        return True
     packed, heads = CASES[case][2] is not None, CASES[case][1].get("n_kv_heads", 4)
-    return packed == (topology == (4, 1)) and heads % topology[1] == 0
+    return heads % topology[1] == 0 and (MATRIX or topology == (2, 2) or packed == (topology == (4, 1)))
 
 
 def stages_of(model):
@@ -79,7 +84,7 @@ def stages_of(model):
 
 
 def part_of(mesh):
-    return mesh and Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()) if mesh and mesh.size() > 1 else None
 
 
 def distribute(model, mesh):
@@ -125,7 +130,7 @@ def summed(found, context, tensor):
         parted = hasattr(x, "full_tensor")
         found[name] = x = x.full_tensor() if parted else x
         for mesh in (context, None if parted else tensor):
-            if mesh is not None:
+            if mesh is not None and mesh.size() > 1:
                 dist.all_reduce(x, group=mesh.get_group())
     return found
 
@@ -181,9 +186,11 @@ def traced(mesh):
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    world = init_device_mesh("cpu", (RANKS,))
-    meshes = dict(zip(TOPOLOGIES, [(world, None), (None, world), (grid["cp"], grid["tp"])], strict=True))
+    meshes = {}
+    for c, t in TOPOLOGIES:  # where there are more ranks, several times the same
+        grid = init_device_mesh("cpu", (RANKS // (c * t), c, t), mesh_dim_names=("copies", "cp", "tp"))
+        meshes[c, t] = grid["cp"], grid["tp"]
+    cp, tp = meshes[2, 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "piece_tokens", lambda vocab_size: 50)  # several pieces
         for case, topology in itertools.product(CASES, TOPOLOGIES):
@@ -192,10 +199,10 @@ def run_rank(rank, folder):
                 if rank == 0:
                     torch.save(found, folder / f"{case} on {topology}.pt")
         if rank < 2:  # the first ranks of tensor parallelism
-            found = summed(loss_and_gradients(COMPILED, (None, grid["tp"]), compiled=True), None, grid["tp"])
+            found = summed(loss_and_gradients(COMPILED, (None, tp), compiled=True), None, tp)
             torch.save(found, folder / f"{COMPILED} on {rank}, compiled.pt")
-            torch.save(traced(grid["tp"]), folder / f"traced {rank}.pt")
-        torch.save(hidden(grid["cp"]), folder / f"hidden {rank}.pt")
+            torch.save(traced(tp), folder / f"traced {rank}.pt")
+        torch.save(hidden(cp), folder / f"hidden {rank}.pt")
     dist.destroy_process_group()
 
 
