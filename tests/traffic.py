@@ -8,6 +8,7 @@ import collections
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
@@ -30,8 +31,9 @@ KEY = torch._C.DispatchKey.BackendSelect  # every call has it, in any thread; wh
 
 
 @contextlib.contextmanager
-def counted():
-    """-> {collective: bytes received}, which the calls of this process fill."""
+def counted(per_node=None):
+    """-> {collective: bytes received}, which the calls of this process fill. per_node: ranks of a node; then those alone that
+    other nodes' ranks hand on, of which each hands on the same."""
     received = collections.Counter()
 
     def watch(op):
@@ -41,7 +43,13 @@ def counted():
         def call(keys, *args):
             size = [sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, torch.Tensor)) for arg in args[:2]]
             group = next(x for x in args if isinstance(x, torch.ScriptObject))  # a ReduceOp comes after the group
-            received[kind] += RECEIVED[kind](*size, ProcessGroup.unbox(group).size())
+            ranks = dist.get_process_group_ranks(ProcessGroup.unbox(group))
+            n = RECEIVED[kind](*size, len(ranks))
+            if per_node and len(ranks) > 1:
+                me = dist.get_rank()
+                others = [ranks[args[2]]] if kind == "recv" else [rank for rank in ranks if rank != me]
+                n = n * sum(rank // per_node != me // per_node for rank in others) / len(others)
+            received[kind] += n
             return op.redispatch(keys.remove(KEY), *args)
 
         return call
