@@ -20,6 +20,7 @@ from .topology import Topology
 # Assumed.
 UTILISATION = 0.4  # of the bf16 peak, by products, scan and all that lies between
 LAUNCHES = 0.5e-3  # seconds of the host for a layer and micro-batch, forward and backward: some 100 kernels
+HIDEABLE = 0.9  # of an exchange behind the computation; the rest is what it takes of multiprocessors and memory
 # Latencies in NCCL's own table (tuning.cc, protocol Simple): of a call, and of a hop inside a node and between nodes.
 CALL, HOP_INSIDE, HOP_BETWEEN = 8.4e-6, 3.4e-6, 14e-6
 # AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it.
@@ -135,8 +136,9 @@ def exchanges(costs: Costs, machines: Machines) -> dict[str, float]:
 def seconds(costs: Costs, machines: Machines, axes: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Terms of a step, which add up to it, and what is hidden behind the computation. axes: `exchanges`.
 
-    Hidden is, as far as the computation is long enough: the exchange of shards behind all of it; that of replicas, which comes
-    after the last micro-batch, behind its backward pass; the host's launches. A rank waits for every other exchange.
+    Hidden are, as far as the computation is long enough: the host's launches; nine tenths of the exchange of shards, behind all
+    of it; nine tenths of that of replicas, which comes after the last micro-batch, behind its backward pass. A rank waits for
+    every other exchange.
     """
     once, again = computation(costs, machines.device)
     host = launches(costs)
@@ -144,11 +146,10 @@ def seconds(costs: Costs, machines: Machines, axes: dict[str, float]) -> tuple[d
     terms |= {axis: axes[axis] for axis in ("tensor", "context", "pipeline")}
     working, ranks = sum(terms.values()), costs.mesh.pipeline
     terms["waiting for stages"] = working * (ranks - 1) / (costs.micro_batches * len(costs.stages) // ranks)
-    terms["shards"] = max(0.0, axes["shards"] - working)
-    terms["replicas"] = max(0.0, axes["replicas"] - 2 / 3 * working / costs.micro_batches)
-    hidden = {axis: axes[axis] - terms[axis] for axis in ("shards", "replicas")} | {
-        "launches": host - terms["launches"]
-    }
+    backward = 2 / 3 * working / costs.micro_batches  # of a micro-batch
+    hidden = {axis: min(HIDEABLE * axes[axis], long) for axis, long in (("shards", working), ("replicas", backward))}
+    terms |= {axis: axes[axis] - n for axis, n in hidden.items()}
+    hidden["launches"] = host - terms["launches"]
     return terms | {"dynamics": axes["dynamics"], "optimizer": optimizer(costs, machines.device)}, hidden
 
 

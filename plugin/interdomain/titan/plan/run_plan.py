@@ -5,7 +5,7 @@ Every refusal names the setting, what was got, and what is allowed.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class RunPlan:
     flops_per_token: int
     topology: Topology
     stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of p in a pipeline has stages r, r + p, ...
-    costs: Costs
+    costs: Costs = field(compare=False, repr=False)
     schedule: str  # of the pipeline
     local_batch: int
     global_batch: int

@@ -27,9 +27,7 @@ MODES = "none", "selective", "full"
 
 
 class Candidate(NamedTuple):
-    """seconds: of a step, and what is hidden in them: of equals the one that hides less is the better."""
-
-    seconds: tuple[float, float]
+    seconds: float
     settings: dict[str, Any]
     costs: Costs
 
@@ -73,9 +71,9 @@ def candidates(job: JobConfig, ranks: int, machines: Machines) -> Iterator[Candi
                 axes = exchanges(costs, machines)
                 for recompute in (False, True):
                     apply(job, {"mixer.recompute": recompute})
-                    terms, hidden = seconds(costs, machines, axes)
+                    terms, _ = seconds(costs, machines, axes)
                     computed = {"activation_checkpoint.mode": mode, "mixer.recompute": recompute}
-                    yield Candidate((sum(terms.values()), sum(hidden.values())), settings | computed, costs)
+                    yield Candidate(sum(terms.values()), settings | computed, costs)
 
 
 def apply(job: JobConfig, settings: dict[str, Any]) -> None:
