@@ -8,6 +8,7 @@ import collections
 import contextlib
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
@@ -30,8 +31,9 @@ KEY = torch._C.DispatchKey.BackendSelect  # every call has it, in any thread; wh
 
 
 @contextlib.contextmanager
-def counted():
-    """-> {collective: bytes received}, which the calls of this process fill."""
+def counted(per_node=None):
+    """-> {collective: bytes received}, which the calls of this process fill. per_node: ranks of a node; then those alone that
+    other nodes' ranks hand on, of which each hands on the same."""
     received = collections.Counter()
 
     def watch(op):
@@ -42,10 +44,16 @@ def counted():
             size = [sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, torch.Tensor)) for arg in args[:2]]
             # A ReduceOp comes after the group.
             group = ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
+            ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+            others = [ranks[args[2]]] if kind == "recv" else [rank for rank in ranks if rank != me]
             if kind == "alltoall":
-                rows = args[3]
-                size[1] = size[0] * rows[group.rank()] // sum(rows)
-            received[kind] += RECEIVED[kind](*size, group.size())
+                rows = dict(zip(ranks, args[3], strict=True))
+                size[1] = size[0] * rows[me] // sum(rows.values())
+                others = [rank for rank in others if rows[rank]]
+            n = RECEIVED[kind](*size, len(ranks))
+            if per_node and others:
+                n = n * sum(rank // per_node != me // per_node for rank in others) / len(others)
+            received[kind] += n
             return op.redispatch(keys.remove(KEY), *args)
 
         return call

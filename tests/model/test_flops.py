@@ -12,6 +12,7 @@ from interdomain.model import CONDITIONS, Transformer, build_config, meta_model
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.costs.flops import forward_flops_per_token, memory_estimate, state_size, train_flops_per_token
 from interdomain.model.costs.traffic import held
+from interdomain.model.transformer import mixer_class
 
 from .common import OPTIONS, VARIANTS, small_config
 
@@ -181,3 +182,17 @@ def test_the_bytes_of_a_run_of_the_paper_s_largest_size():
     settings = dict(shards=8, local_batch=4, seq_len=4096, accumulated=True, compiled=True, recompute=False)
     wanted = [698_570_240, 6_108_197_376, 1_397_140_480, 639_961_490, 34_099_691_520, 1_774_190_592]
     assert list(estimate(build_config("1.3B", "interdomain"), **settings).values()) == wanted
+
+
+@pytest.mark.parametrize(("window", "precision"), [(None, "bf16"), (16, "bf16"), (None, "float32")])
+def test_the_mask_of_documents(window, precision):
+    """One for all layers, as the mixer makes it; in blocks, with the rows that fill the last block."""
+    B, T, settings = 8, 256, dict(precision=precision, checkpointing="full")
+    config = small_config("softmax", window=window, max_seq_len=T)
+    positions = torch.arange(T).expand(B, T) % 100
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    made = mixer_class(config.mixer).packing(config.mixer, torch.arange(T), positions, dtype, None)
+    masks = [mask for mask in (made.mask, made.blocks) if mask is not None]
+    kept = total(config, documents=True, **settings) - total(config, **settings)
+    assert kept == pytest.approx(sum(mask.nbytes for mask in masks), rel=0.04)
+    assert total(small_config("interdomain"), documents=True) == total(small_config("interdomain"))

@@ -70,7 +70,7 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
     this.model_parts = this.meshes = this.started = None
     this.log = lambda step, *logged: seen.setdefault(step, logged[-1])
-    this.data_loading_times, this.time_last_log = [], clock.now
+    this.data_loading_times, this.time_last_log, this.step_seconds = [], clock.now, []
     for step in range(first, 51):
         clock.now += 2
         this.data_loading_times += [0.25, 0.25]  # two micro-batches
@@ -82,6 +82,7 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
             this.log_validation(1.0, step)
     assert list(seen) == [step for step in range(first, 51) if step == 1 or step % log_freq == 0]
     assert {scalars["time_metrics/end_to_end(s)"] for scalars in seen.values()} == {2.0}
+    assert this.step_seconds == [2.0] * (len(seen) - 1)  # without those that compiled
     assert [step for step, scalars in seen.items() if "sign" in scalars] == mixer_steps
 
 

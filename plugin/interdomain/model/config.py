@@ -5,6 +5,7 @@ every field by name. Configurations are frozen: change one with `dataclasses.rep
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -103,6 +104,10 @@ class ModelConfig:
         """Configuration of each layer: that of a model whose layers are all like it."""
         alike = [self] if len(self.mixers) == 1 else [replace(self, mixers=(mixer,)) for mixer in self.mixers]
         return tuple(alike * (self.n_layers // len(alike)))
+
+    def count_kinds(self, layers: Iterable[int]) -> "list[tuple[ModelConfig, int]]":
+        """Configuration of each kind among some layers, and how often it is there."""
+        return [(self.layers[i], n) for i, n in Counter(i % len(self.mixers) for i in layers).items()]
 
     @property
     def n_kv_heads(self) -> int:

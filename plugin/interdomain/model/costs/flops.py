@@ -26,6 +26,25 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
     return {"linear": linear, "head": 2 * config.dim * config.vocab_size, "conv": conv, "mixer": mixer}
 
 
+def step_flops_per_token(
+    config: ModelConfig, local: Held, seq_len: int, checkpointing: str, recompute: bool
+) -> tuple[int, int]:
+    """FLOPs per token of the layers that a device holds, of all their heads: forward and backward; and those that the backward
+    pass computes again.
+
+    Again: with `full` checkpointing the blocks; with `selective` the convolutions and every second product; with `recompute`
+    the first of the mixer's two passes, where there are scores to keep.
+    """
+    forward, again = 2 * config.dim * config.vocab_size * local.head, 0
+    for layer, n in config.count_kinds(i for stage in local.layers for i in stage):
+        macs = _block_macs(layer, seq_len)
+        forward += 2 * n * macs.total()
+        parts = {"none": 0, "selective": macs["linear"] // 2 + macs["conv"], "full": macs.total()}[checkpointing]
+        scores = recompute and mixer_class(layer.mixer).kept(layer)["scores"] > 0
+        again += 2 * n * (parts + scores * macs["mixer"] // 2)
+    return 3 * forward, again
+
+
 @functools.cache
 def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
     """Multiply-adds per token of a block: a weight makes one."""
@@ -63,18 +82,21 @@ def memory_estimate(
     stay_gathered: bool = False,
     compiled: bool = False,
     recompute: bool = True,
+    documents: bool = False,
 ) -> dict[str, int]:
     """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
     local: what the device has of the model, before FSDP2 shards it.
     context: ranks that share the tokens of a sequence; tensor: ranks that share heads, feed-forward, vocabulary, and between
         the mixers the tokens.
+    documents: packed ones are kept apart, softmax's by a mask.
     in_flight: of each of the device's stages, micro-batches whose activations it holds at once.
     parameters, gradients, optimizer: float32, sharded but for the dynamics; AdamW has two moments. Gradients that are
         `accumulated` over micro-batches are whole until the last.
     gathered: the whole parameters of head and two blocks, or of all that `stay_gathered`, and a block's gradients, also as they
         are reduced.
-    activations: what autograd keeps (`_kept_per_token`), and what a shard of a sequence keeps of the others.
+    activations: what autograd keeps (`_kept_per_token`); what a shard of a sequence keeps of the others, and once more of one
+        layer, as it is gathered; masks, one for all layers of a kind, and under bf16-products a bf16 copy in each layer.
     loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
         logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
     """
@@ -85,23 +107,34 @@ def memory_estimate(
     rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
 
     options = tensor, checkpointing, precision, compiled, recompute
-    # Of each layer, as often as its activations are held.
-    held = [config.layers[i] for n, stage in zip(in_flight, local.layers, strict=True) for i in stage * n]
-    blocks, per_token = len(held), {layer: _kept_per_token(layer, *options) for layer in dict.fromkeys(held)}
-    kept = [mixer_class(layer.mixer).kept(layer) for layer in held]
-    activations = tokens * sum(per_token[layer][0] for layer in held)
+    held: Counter[ModelConfig] = Counter()  # layers, as often as their activations are held
+    for n, stage in zip(in_flight, local.layers, strict=True):
+        for layer, times in config.count_kinds(stage):
+            held[layer] += n * times
+    per_token = {layer: _kept_per_token(layer, *options) for layer in held}
+    kept = {layer: mixer_class(layer.mixer).kept(layer) for layer in held}
+    activations = tokens * sum(n * per_token[layer][0] for layer, n in held.items())
     piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4) * local.head
     if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
         again = max((everything - per_layer for per_layer, everything in per_token.values()), default=0)
         activations += max(0, tokens * again - piece)
-    activations += 4 * sum(layer["tables"] for layer in kept) // tensor
+    activations += 4 * sum(n * kept[layer]["tables"] for layer, n in held.items()) // tensor
     if checkpointing == "none":
-        activations += rounded * blocks * block
+        activations += rounded * held.total() * block
     if context > 1:
-        received = [Counter(mixer_class(layer.mixer).received(layer, context, tensor)) for layer in held]
-        activations += 4 * local_batch * sum(layer["state"] for layer in received)
-        at_once = sum if checkpointing == "none" else max
-        activations += at_once(layer["token"] for layer in received) * tokens * width
+        received = {layer: Counter(mixer_class(layer.mixer).received(layer, context, tensor)) for layer in held}
+        activations += 4 * local_batch * sum(n * received[layer]["state"] for layer, n in held.items())
+        gathered_keys = [received[layer]["token"] * (n if checkpointing == "none" else 1) for layer, n in held.items()]
+        at_once = sum(gathered_keys) if checkpointing == "none" else max(gathered_keys, default=0)
+        # A second copy of one layer's, this rank's among them.
+        again = max((layer["token"] for layer in received.values()), default=0) * context // (context - 1)
+        activations += (at_once + again) * tokens * width
+    if documents:
+        keys = {layer: kept[layer].get("mask", 0) for layer in held}
+        of_stages = [(n, config.count_kinds(stage)) for n, stage in zip(in_flight, local.layers, strict=True)]
+        activations += tokens * stored * sum(n * keys[layer] for n, kinds in of_stages for layer, _ in kinds)
+        copies = held if checkpointing == "none" else dict.fromkeys(held, 1)
+        activations += tokens * rounded * sum(n * keys[layer] for layer, n in copies.items())
     passed_on = sum(in_flight) - local.head * in_flight[-1]  # outputs of stages that are not the last
     activations += passed_on * tokens * dim * stored // tensor
     sharded = 4 * ((n_params - local.dynamics) // shards + local.dynamics)

@@ -4,17 +4,19 @@ Bytes are counted as received, as a ring moves them: (P - 1) / P of what a gathe
 twice that for an all-reduce. Not counted: sums of a few numbers (loss, norms), validation, logging, checkpoints.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ..config import ModelConfig
 from ..shard import split_dimension
 from ..transformer import Transformer, mixer_class
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, eq=False)  # a key by identity
+class Held:
     """Parameters that one rank has of a model: all, or stages of a pipeline, and of SHARDED ones its part for tensor
     parallelism.
 
@@ -28,13 +30,14 @@ class Held(NamedTuple):
     embedding: bool
     head: bool
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         return self.dynamics + sum(rows * numbers for group in self.groups for rows, numbers, _ in group)
 
 
-def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -> Held:
-    """stages: the names of their modules (layers.0, output), of this rank's stages; tensor: ranks that share heads."""
+@functools.lru_cache(maxsize=16)  # a plan asks for every rank of a pipeline, the search of topologies for many plans
+def _by_module(model: Transformer, tensor: int) -> tuple[dict[str, list[tuple[int, int, bool]]], dict[str, int]]:
+    """(FSDP2's groups, numbers of the dynamics) by module."""
     of_module: dict[str, list[tuple[int, int, bool]]] = {}
     dynamics: dict[str, int] = {}
     for name, p in model.named_parameters():
@@ -47,6 +50,12 @@ def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -
         rows, numbers = len(p) // (tensor if dim == 0 else 1), p[0].numel() // (tensor if dim == 1 else 1)
         of_module.setdefault(module, []).append((rows, numbers, dim is not None))
     of_module["output"] += of_module.pop("norm")  # one group of FSDP2's
+    return of_module, dynamics
+
+
+def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -> Held:
+    """stages: the names of their modules (layers.0, output), of this rank's stages; tensor: ranks that share heads."""
+    of_module, dynamics = _by_module(model, tensor)
     stages = [list(names) for names in stages]
     names = [name for stage in stages for name in stage]
     return Held(
@@ -92,19 +101,9 @@ def traffic(
     def summed(numbers: int, ranks: int) -> int:
         return 2 * 4 * numbers * (ranks - 1) // ranks
 
-    per_group = [sum(math.ceil(rows / parts) * numbers for rows, numbers, _ in group) for group in local.groups]
+    per_group, whole = _sharded(local, parts)
     times = [head_gathers if local.head and i == len(per_group) - 1 else gathers for i in range(len(per_group))]
     gathered = sum(n * stored * k for n, k in zip(per_group, times, strict=True))
-    whole = sum(
-        math.ceil(rows / parts) * numbers for group in local.groups for rows, numbers, part in group if not part
-    )
-
-    by_context = 0
-    for layer in (config.layers[i] for i in layers if context > 1):
-        received = Counter(mixer_class(layer.mixer).received(layer, context, tensor))
-        # Recomputed by block: all. By operation: what is gathered alone, for the rest is saved.
-        by_context += local_batch * (4 * received["state"] + width * received["tail"]) * (2 + (checkpointing == "full"))
-        by_context += tokens * width * received["token"] * (2 + (checkpointing != "none"))
 
     # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
     # gathers.
@@ -116,8 +115,40 @@ def traffic(
     return {
         "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
         "replicas": sum(summed(n, replicas) for n in per_group),
-        "context": micro_batches * by_context,
+        "context": micro_batches
+        * context_bytes(config, layers, context, tensor, local_batch, tokens, width, checkpointing),
         "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
         "pipeline": micro_batches * hidden * stored * (2 * len(local.layers) - local.embedding - local.head),
         "dynamics": summed(local.dynamics, replicas * parts * tensor),
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharded(local: Held, parts: int) -> tuple[list[int], int]:
+    """Numbers that each of so many shards has, padded: by group; and of parameters that ranks with other heads have whole."""
+    sizes = [[(math.ceil(rows / parts) * n, part) for rows, n, part in group] for group in local.groups]
+    return [sum(n for n, _ in group) for group in sizes], sum(n for group in sizes for n, part in group if not part)
+
+
+def context_bytes(
+    config: ModelConfig,
+    layers: list[int],
+    context: int,
+    tensor: int,
+    local_batch: int,
+    tokens: int,
+    width: int,
+    checkpointing: str,
+) -> int:
+    """Bytes that a rank receives of the others that share its sequences, in these layers' forward and backward pass.
+
+    tokens: of a micro-batch on this rank; width: bytes of an activation's number.
+    """
+    total = 0
+    for layer, n in config.count_kinds(layers if context > 1 else ()):
+        received = Counter(mixer_class(layer.mixer).received(layer, context, tensor))
+        # Recomputed by block: all. By operation: what is gathered alone, for the rest is saved.
+        exchanged = local_batch * (4 * received["state"] + width * received["tail"])
+        total += n * exchanged * (2 + (checkpointing == "full"))
+        total += n * tokens * width * received["token"] * (2 + (checkpointing != "none"))
+    return total

@@ -78,7 +78,8 @@ class Mixer(nn.Module):
 
     @staticmethod
     def kept(config: ModelConfig) -> dict[str, int]:
-        """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"."""
+        """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"; per
+        token of the "mask", if there is one where documents are kept apart."""
         raise NotImplementedError("this mixer does not say what its backward pass keeps")
 
     @classmethod

@@ -160,10 +160,13 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def kept(config: ModelConfig) -> dict[str, int]:
-        """Queries before and after RoPE, and the output; in blocks, keys and values of all heads twice."""
+        """Queries before and after RoPE, and the output; in blocks, keys and values of all heads twice. A row of the
+        mask has all keys, in blocks those of two blocks."""
         blocks = config.mixer.window is not None and config.mixer.window < config.max_seq_len
         shared = config.n_kv_heads * config.head_dim
-        return {"token": 3 * config.dim + (shared + 4 * config.dim if blocks else 3 * shared), "scores": 0, "tables": 0}
+        token = 3 * config.dim + (shared + 4 * config.dim if blocks else 3 * shared)
+        keys = 2 * config.mixer.window if blocks and config.mixer.window else config.max_seq_len
+        return {"token": token, "scores": 0, "tables": 0, "mask": keys}
 
     @staticmethod
     def received(config: ModelConfig, context: int, tensor: int) -> dict[str, int]:

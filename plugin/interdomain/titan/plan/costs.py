@@ -1,10 +1,12 @@
 """Costs of a step for the ranks that need the most: memory, traffic, and how long a sequence could be."""
 
 import bisect
+import functools
+from dataclasses import replace
 
-from interdomain.model import ModelConfig, meta_model
-from interdomain.model.costs.flops import memory_estimate
-from interdomain.model.costs.traffic import held, traffic
+from interdomain.model import ModelConfig, Transformer, meta_model
+from interdomain.model.costs.flops import memory_estimate, step_flops_per_token
+from interdomain.model.costs.traffic import Held, held, traffic
 from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
@@ -12,6 +14,16 @@ from ..settings.schema import JobConfig
 from .topology import Topology, in_flight
 
 CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be
+
+
+@functools.lru_cache(maxsize=4)
+def _model(config: ModelConfig) -> Transformer:
+    return meta_model(config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _held(config: ModelConfig, stages: tuple[tuple[str, ...], ...], tensor: int) -> Held:
+    return held(_model(config), stages, tensor)
 
 
 class Costs:
@@ -26,19 +38,34 @@ class Costs:
         micro_batches: int,
     ) -> None:
         self.job, self.config, self.mesh, self.micro_batches = job, config, mesh, micro_batches
-        self.model, ranks = meta_model(config), mesh.pipeline
-        self.held = [held(self.model, stages[r::ranks], mesh.tensor) for r in range(ranks)]
+        self.stages = stages
+        self.model, ranks = _model(config), mesh.pipeline
+        self.held = [_held(config, stages[r::ranks], mesh.tensor) for r in range(ranks)]
         schedule = job.parallelism.pipeline_parallel_schedule if ranks > 1 else "1F1B"
         self.in_flight = [in_flight(schedule, r, ranks, len(stages) // ranks, micro_batches) for r in range(ranks)]
         reshard = job.parallelism.fsdp_reshard_after_forward
         self.stay_gathered = reshard == "never" or (reshard == "default" and ranks > 1)
+        # How often parameters are gathered in a step. A pipeline keeps what is gathered for all micro-batches.
+        once = 1 if ranks > 1 else micro_batches
+        self.gathers = once if self.stay_gathered else 2 * micro_batches
+        self.head_gathers = 2 * micro_batches if reshard == "always" else once
+
+    def flops(self) -> tuple[int, int]:
+        """FLOPs per token, of the pipeline's rank that has the most, by all ranks that share its layers: forward and backward;
+        and those that the backward pass computes again."""
+        mode, recompute = self.job.activation_checkpoint.mode, value_of(self.job, "mixer.recompute")
+        each = [
+            step_flops_per_token(self.config, part, self.job.training.seq_len, mode, recompute) for part in self.held
+        ]
+        return max(each, key=sum)
 
     def memory(self, local_batch: int, seq_len: int) -> dict[str, int]:
         """Bytes by part, of the rank that needs the most."""
         job, mesh = self.job, self.mesh
+        config = replace(self.config, max_seq_len=seq_len) if seq_len != self.config.max_seq_len else self.config
         each = [
             memory_estimate(
-                self.config,
+                config,
                 part,
                 shards=mesh.shards * mesh.context,
                 local_batch=local_batch,
@@ -52,6 +79,7 @@ class Costs:
                 stay_gathered=self.stay_gathered,
                 compiled=job.compile.enable and "model" in job.compile.components,
                 recompute=value_of(job, "mixer.recompute"),
+                documents=job.data.reset_state_at_documents,
             )
             for part, micro_batches in zip(self.held, self.in_flight, strict=True)
         ]
@@ -60,8 +88,6 @@ class Costs:
     def traffic(self) -> dict[str, int]:
         """Bytes by axis, of the rank that receives the most."""
         job, mesh, n = self.job, self.mesh, self.micro_batches
-        once = 1 if mesh.pipeline > 1 else n  # a pipeline keeps what is gathered for all micro-batches
-        head = 2 * n if job.parallelism.fsdp_reshard_after_forward == "always" else once
         each = [
             traffic(
                 self.config,
@@ -75,8 +101,8 @@ class Costs:
                 micro_batches=n,
                 precision=job.training.precision,
                 checkpointing=job.activation_checkpoint.mode,
-                gathers=once if self.stay_gathered else 2 * n,
-                head_gathers=head,
+                gathers=self.gathers,
+                head_gathers=self.head_gathers,
             )
             for part in self.held
         ]

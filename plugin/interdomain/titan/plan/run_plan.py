@@ -5,7 +5,7 @@ Every refusal names the setting, what was got, and what is allowed.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class RunPlan:
     flops_per_token: int
     topology: Topology
     stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of p in a pipeline has stages r, r + p, ...
+    costs: Costs = field(compare=False, repr=False)
     schedule: str  # of the pipeline
     local_batch: int
     global_batch: int
@@ -131,14 +132,10 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     if not on_gpus:
         refuse_for_device(job_config)
     training, config = job_config.training, model_config(job_config)
-    mesh = topology(job_config.parallelism, world_size)
-    stages = pipeline_stages(job_config.parallelism, config.n_layers)
-    refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
-    local, seq_len = training.local_batch_size, training.seq_len
-    global_batch = training.global_batch_size if training.global_batch_size > 0 else local * mesh.data_ranks
-    refuse_for_batch(job_config, mesh, global_batch)
+    costs = costs_of(job_config, config, world_size, torch.device("cuda") if on_gpus else device_here())
+    mesh, local, seq_len = costs.mesh, training.local_batch_size, training.seq_len
+    global_batch = local * mesh.data_ranks * costs.micro_batches
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
-    costs = Costs(job_config, config, mesh, stages, global_batch // (local * mesh.data_ranks))
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
@@ -150,7 +147,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         n_params=count_parameters(costs.model),
         flops_per_token=train_flops_per_token(config, seq_len),
         topology=mesh,
-        stages=stages,
+        stages=costs.stages,
+        costs=costs,
         schedule=job_config.parallelism.pipeline_parallel_schedule,
         local_batch=local,
         global_batch=global_batch,
@@ -163,6 +161,20 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         longest=costs.longest_sequence(),
         computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
     )
+
+
+def costs_of(job_config: JobConfig, config: ModelConfig, world_size: int, device: torch.device) -> Costs:
+    """The ranks' costs, for a model that the axes divide.
+
+    Raises: ValueError for axes, a model and a batch that do not fit each other.
+    """
+    parallel, training = job_config.parallelism, job_config.training
+    mesh, stages = topology(parallel, world_size), pipeline_stages(parallel, config.n_layers)
+    refuse_for_topology(job_config, config, device)
+    at_once = training.local_batch_size * mesh.data_ranks
+    global_batch = training.global_batch_size if training.global_batch_size > 0 else at_once
+    refuse_for_batch(job_config, mesh, global_batch)
+    return Costs(job_config, config, mesh, stages, global_batch // at_once)
 
 
 def model_config(job_config: JobConfig) -> ModelConfig:

@@ -69,7 +69,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     flags = names_of(arguments)
     chosen = flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
     if chosen and "mixer.n_basis" not in flags and not reads_n_basis(vars(job.mixer)):
-        _set(job, "mixer.n_basis", None)
+        set_value(job, "mixer.n_basis", None)
     return job
 
 
@@ -89,7 +89,7 @@ def let_steps_win(job_config: Any, flags: list[str]) -> None:
     named = names_of(flags)
     for steps, tokens in IN_TOKENS.items():
         if steps in named and tokens not in named:
-            _set(job_config, tokens, 0)
+            set_value(job_config, tokens, 0)
 
 
 def job_config_of(table: dict[str, Any]) -> JobConfig:
@@ -97,7 +97,7 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
     job = JobConfig()
     for setting, value in pairs(table):
         if setting in KINDS:
-            _set(job, setting, value)
+            set_value(job, setting, value)
         else:
             _refuse_unknown(setting, value)
     refuse_wrong_values(job)
@@ -150,7 +150,7 @@ def value_of(job_config: Any, setting: str) -> Any:
     return operator.attrgetter(setting)(job_config)
 
 
-def _set(job_config: JobConfig, setting: str, value: Any) -> None:
+def set_value(job_config: JobConfig, setting: str, value: Any) -> None:
     section, name = setting.split(".")
     setattr(getattr(job_config, section), name, value)
 

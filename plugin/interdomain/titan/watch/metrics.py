@@ -2,6 +2,8 @@
 
 import copy
 import math
+import os
+import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,8 @@ from interdomain.model import Transformer
 from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
 
 from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
+from ..plan.estimate import record_of
+from ..plan.measured import note, step_times
 from ..plan.run_plan import RunPlan
 from ..step.gradients import norms
 from ..step.meshes import Meshes
@@ -38,6 +42,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.job_config, self.logger = job_config, LoggerContainer()
         self.plan, self.meshes, self.num_flops_per_token = plan, meshes, plan.flops_per_token
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
+        self.step_seconds: list[float] = []  # at each log but the first, whose steps compiled
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
@@ -54,6 +59,8 @@ class InterdomainMetrics(MetricsProcessor):
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
         training, guard = self.job_config.training, self.optimizers.guard
         seconds, steps = time.perf_counter() - self.time_last_log, len(self.data_loading_times) / self.plan.accumulation
+        if self.started is not None:
+            self.step_seconds.append(seconds / steps)
         extra = {
             "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),
@@ -79,6 +86,20 @@ class InterdomainMetrics(MetricsProcessor):
         if scalars:
             by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in scalars.items())
             logger.info("validation loss by position: %s", by_position)
+
+    def close(self) -> None:
+        """Close the curves, and append the measured step time to the file that estimates are fitted to (`plan.measured`)."""
+        super().close()
+        if not self.step_seconds or dist.get_rank() != 0 or self.job_config.comm.mode != "default":
+            return
+        measured = {"seconds": statistics.median(self.step_seconds), "logs": len(self.step_seconds)}
+        try:
+            note(
+                step_times(self.job_config.job.dump_folder),
+                record_of(self.plan, int(os.environ["LOCAL_WORLD_SIZE"])) | measured,
+            )
+        except OSError as e:
+            logger.warning("the measured step time could not be written (%s)", e)
 
     def _mixer_is_due(self, step: int) -> bool:
         """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
