@@ -109,7 +109,7 @@ RUNS = {
     "4 after context": parallel(tensor=2, pipeline=2) | LAYERS | steps(5) | {"of": ("2 context layers", 3)},
     # Answers, whose loss is of some labels; compiled, with the scan's output saved for the backward pass.
     "1 answers": ANSWERS,
-    "1 answers accumulated": ANSWERS | {"training__local_batch_size": 2},
+    "1 answers accumulated": ANSWERS | {"training__local_batch_size": 2} | SCAN,
     "2 shards answers": parallel(shards=2) | ANSWERS | COMPILED | DRAWN | SCAN,
     "2 context answers": parallel(context=2) | ANSWERS | COMPILED | SCAN,
     "2 tensor answers": parallel(tensor=2) | ANSWERS | COMPILED | SCAN,

@@ -53,6 +53,13 @@ def test_compilation_and_selective_checkpointing(runs, axis, calls):
     assert {step: n for step, n in ours["calls"].items() if step != "validation"} == dict.fromkeys(ours["log"], calls)
 
 
+@pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline answers", 2)])
+def test_the_dynamics_are_computed_once_a_step(runs, name, stages):
+    """Of each of a rank's stages, for all four micro-batches."""
+    for seen in runs.every(name):
+        assert {step: n for step, n in seen["folds"].items() if step != "validation"} == dict.fromkeys(seen["log"], stages)
+
+
 @pytest.mark.parametrize(("axis", "alike"), [("context", False), ("tensor", True), ("pipeline", True)])
 def test_the_worst_loss_is_a_mean_over_the_tokens_of_a_rank(runs, axis, alike):
     """Ranks that share heads or layers have the same tokens."""

@@ -1,6 +1,7 @@
 """Forward and backward passes of the micro-batches of a step: one after the other, or through the stages of a pipeline."""
 
-from collections.abc import Collection, Iterable
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from interdomain.model import Transformer
+from interdomain.model.dynamics import SharedDynamics
 from interdomain.model.shard import shard_of
 
 from ..data.dataloader import Batch
@@ -37,15 +39,27 @@ class Passes:
         backward: also add up the gradients of the mean loss per label of the step that counts.
         """
         (model,), losses = self.parts, []
-        for i, batch in enumerate(batches):
-            inputs, labels = self._this_ranks_share(batch)
-            if backward and self.plan.accumulation > 1:
-                model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
-            loss = model(inputs.pop("input"), **inputs, labels=labels)
-            if backward:
-                (loss / self.targets).backward()
-            losses.append(loss.detach())
+        with self._dynamics_once(backward):
+            for i, batch in enumerate(batches):
+                inputs, labels = self._this_ranks_share(batch)
+                if backward and self.plan.accumulation > 1:
+                    model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
+                loss = model(inputs.pop("input"), **inputs, labels=labels)
+                if backward:
+                    (loss / self.targets).backward()
+                losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    @contextlib.contextmanager
+    def _dynamics_once(self, backward: bool) -> Iterator[None]:
+        """Compute the dynamics of this rank's stages once for all passes within; at the end, one backward pass through that."""
+        for part in self.parts:
+            part.shared = SharedDynamics(part.dynamics())
+        yield
+        for part in self.parts:
+            if backward:
+                part.shared.backward()
+            part.shared = None
 
     def _this_ranks_share(self, batch: Batch) -> Batch:
         """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
@@ -110,7 +124,8 @@ class Pipeline(Passes):
         last: dict[str, Any] = {"target": labels, "labels": labels} if self.last else {}
         self.losses = []
         act = self.schedule.step if backward else self.schedule.eval
-        act(*first, **inputs, **last, return_outputs=False)
+        with self._dynamics_once(backward):
+            act(*first, **inputs, **last, return_outputs=False)
         return torch.stack(self.losses).sum() if self.last else torch.zeros((), device=self.device)
 
 
