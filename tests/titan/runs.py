@@ -70,6 +70,8 @@ COMPILED = SELECTIVE | {"compile__enable": True, "compile__backend": "aot_eager"
 CONTEXT = {"parallelism__context_parallel_degree": 2}
 TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pipeline_parallel_degree": 2}
 INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
+LOOPED_ZERO_BUBBLE = {"parallelism__pipeline_parallel_schedule": "InterleavedZeroBubble"}
+ZBV = {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
 SCAN, GRADIENTS, TRAFFIC = {"probes": ["scan"]}, {"probes": ["gradients", "traffic"]}, {"probes": ["traffic"]}
 BOTH = {"probes": ["scan", "gradients"]}
 DOCUMENTS = {"data__reset_state_at_documents": True, "data": "short"}
@@ -101,6 +103,8 @@ RUNS = {
     "2 tensor layers": parallel(tensor=2) | LAYERS | COMPILED | steps(3),
     "2 tensor softmax": parallel(tensor=2) | condition("softmax") | COMPILED | FULL | steps(2),
     "2 pipeline layers": parallel(pipeline=2) | INTERLEAVED | LAYERS | steps(3),
+    "2 zbv layers": parallel(pipeline=2) | ZBV | LAYERS | steps(3),
+    "4 zero bubble layers": parallel(pipeline=2, shards=2) | LOOPED_ZERO_BUBBLE | LAYERS | steps(2),
     "4 replicas shards layers": parallel(replicas=2, shards=2) | LAYERS | steps(3),
     "4 context shards layers": parallel(context=2, shards=2) | LAYERS | steps(2),
     "4 context tensor layers": parallel(context=2, tensor=2) | LAYERS | steps(2),

@@ -10,6 +10,7 @@ AXES = ("context", "tensor", "pipeline")
 REFERENCES = {
     **dict.fromkeys(("2 text", "2 replicas"), "1 text"),
     **dict.fromkeys((f"2 {axis} layers" for axis in AXES), "1 layers"),
+    **dict.fromkeys(("2 zbv layers", "4 zero bubble layers"), "1 layers"),
     "4 replicas shards layers": "1 layers",
     "4 context shards layers": "1 layers",
     "4 context tensor layers": "1 layers",

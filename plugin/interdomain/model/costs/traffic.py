@@ -73,6 +73,7 @@ def traffic(
     checkpointing: str,
     gathers: int,
     head_gathers: int,
+    turn: bool = False,
 ) -> dict[str, int]:
     """Bytes that a rank receives in one step, by axis; an axis of one rank receives none.
 
@@ -85,6 +86,7 @@ def traffic(
     Args:
         shards: of the data, and so without context.
         gathers: how often parameters are gathered in a step; head_gathers: those of the head.
+        turn: whether one of the rank's stages follows another, so that they exchange no messages.
     """
     parts, stored, width = shards * context, (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
     tokens, layers = local_batch * seq_len // context, [i for stage in local.layers for i in stage]
@@ -123,6 +125,6 @@ def traffic(
         "replicas": sum(summed(n, replicas) for n in per_group),
         "context": (context - 1) * micro_batches * by_context,
         "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
-        "pipeline": micro_batches * hidden * stored * (2 * len(local.layers) - local.embedding - local.head),
+        "pipeline": micro_batches * hidden * stored * (2 * (len(local.layers) - turn) - local.embedding - local.head),
         "dynamics": summed(local.dynamics, replicas * parts * tensor),
     }

@@ -9,7 +9,8 @@ from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
-from .topology import Topology, in_flight
+from .pipeline_order import in_flight, stages_of
+from .topology import Topology
 
 CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be
 
@@ -27,8 +28,10 @@ class Costs:
     ) -> None:
         self.job, self.config, self.mesh, self.micro_batches = job, config, mesh, micro_batches
         self.model, ranks = meta_model(config), mesh.pipeline
-        self.held = [held(self.model, stages[r::ranks], mesh.tensor) for r in range(ranks)]
         schedule = job.parallelism.pipeline_parallel_schedule if ranks > 1 else "1F1B"
+        own = [stages_of(schedule, r, ranks, len(stages)) for r in range(ranks)]
+        self.held = [held(self.model, [stages[i] for i in numbers], mesh.tensor) for numbers in own]
+        self.turns = [any(i + 1 in numbers for i in numbers) for numbers in own]
         self.in_flight = [in_flight(schedule, r, ranks, len(stages) // ranks, micro_batches) for r in range(ranks)]
         reshard = job.parallelism.fsdp_reshard_after_forward
         self.stay_gathered = reshard == "never" or (reshard == "default" and ranks > 1)
@@ -77,8 +80,9 @@ class Costs:
                 checkpointing=job.activation_checkpoint.mode,
                 gathers=once if self.stay_gathered else 2 * n,
                 head_gathers=head,
+                turn=turn,
             )
-            for part in self.held
+            for part, turn in zip(self.held, self.turns, strict=True)
         ]
         return max(each, key=lambda axes: sum(axes.values()))
 

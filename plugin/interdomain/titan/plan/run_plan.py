@@ -22,6 +22,7 @@ from ..settings.job_config import refuse_unsupported, value_of
 from ..settings.schema import JobConfig
 from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
+from .pipeline_order import idle, stages_of
 from .schedule import run_length
 from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
 
@@ -37,7 +38,7 @@ class RunPlan:
     n_params: int
     flops_per_token: int
     topology: Topology
-    stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of p in a pipeline has stages r, r + p, ...
+    stages: tuple[tuple[str, ...], ...]  # their modules' names; `stages_of` says whose they are
     schedule: str  # of the pipeline
     local_batch: int
     global_batch: int
@@ -54,6 +55,10 @@ class RunPlan:
     def accumulation(self) -> int:
         """Micro-batches of a step, on each rank that reads samples."""
         return self.global_batch // (self.local_batch * self.topology.data_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank of the pipeline."""
+        return stages_of(self.schedule, rank, self.topology.pipeline, len(self.stages))
 
     @property
     def tokens_per_step(self) -> int:
@@ -115,9 +120,9 @@ class RunPlan:
         """A pipeline in words, and the share of a step that its ranks wait."""
         numbers = [[name.partition(".")[2] for name in stage if name.startswith("layers.")] for stage in self.stages]
         layers = " | ".join("-".join(dict.fromkeys([n[0], n[-1]])) if n else "none" for n in numbers)
-        ranks, waits = self.topology.pipeline, self.topology.pipeline - 1
-        idle = waits / (len(self.stages) // ranks * self.accumulation + waits)
-        return f"{self.schedule}, idle {idle:.1%} of a step; layers by stage {layers}"
+        ranks = self.topology.pipeline
+        waits = idle(self.schedule, ranks, len(self.stages) // ranks, self.accumulation)
+        return f"{self.schedule}, idle {waits:.1%} of a step; layers by stage {layers}"
 
 
 def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:

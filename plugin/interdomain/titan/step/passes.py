@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -72,6 +73,27 @@ class Passes:
         return {name: share(x) for name, x in inputs.items()}, share(labels)
 
 
+class Stage(PipelineStage):
+    """PyTorch's stage, under FSDP2, with two corrections for the schedules that go backward in two halves."""
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """The second half. FSDP2 adds up gradients in the dtype of their reduction, by hooks of which this half runs none:
+        those of several micro-batches would be added up in bf16."""
+        super().backward_weight_one_chunk(*args, **kwargs)
+        state: Any = fully_shard.state(self.submod)  # as PyTorch does in `perform_reduce_grad`
+        for unit in state._state_ctx.all_states if self.has_backward else ():
+            for group in unit._fsdp_param_groups:
+                group.post_backward()
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Gradients for the rank's own stage before; PyTorch asks for them in validation, too."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
 class Pipeline(Passes):
     """Passes through this rank's stages and the other ranks', by one of PyTorch's schedules.
 
@@ -85,7 +107,7 @@ class Pipeline(Passes):
         """parts: this rank's stages, in order. schedule: parallelism.pipeline_parallel_schedule."""
         super().__init__(parts, plan, meshes, device, targets)
         self.together, self.losses = plan.accumulation, []
-        numbers, last = stages_of(plan, meshes.pipeline.get_local_rank()), len(plan.stages) - 1
+        numbers, last = plan.stages_of(meshes.pipeline.get_local_rank()), len(plan.stages) - 1
         self.first, self.last = 0 in numbers, last in numbers
         # Shapes given here: PyTorch would otherwise infer them with a forward pass through every stage.
         B, T, tensor = plan.local_batch, plan.seq_len // plan.topology.context, plan.topology.tensor
@@ -94,7 +116,7 @@ class Pipeline(Passes):
         hidden = torch.empty(B, T // tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            Stage(
                 part,
                 n,
                 last + 1,
@@ -127,11 +149,6 @@ class Pipeline(Passes):
         with self._dynamics_once(backward):
             act(*first, **inputs, **last, return_outputs=False)
         return torch.stack(self.losses).sum() if self.last else torch.zeros((), device=self.device)
-
-
-def stages_of(plan: RunPlan, rank: int) -> range:
-    """The stages of a rank of the pipeline."""
-    return range(rank, len(plan.stages), plan.topology.pipeline)
 
 
 def prune_to_stage(model: Transformer, names: Collection[str]) -> None:
