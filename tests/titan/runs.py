@@ -110,7 +110,7 @@ RUNS = {
     "4 context tensor layers": parallel(context=2, tensor=2) | LAYERS | steps(2),
     "4 tensor pipeline layers": parallel(tensor=2, pipeline=2) | LAYERS | steps(2),
     "4 after pipeline": parallel(context=2, tensor=2) | LAYERS | steps(5) | {"of": ("2 pipeline layers", 3)},
-    "4 after context": parallel(tensor=2, pipeline=2) | LAYERS | steps(5) | {"of": ("2 context layers", 3)},
+    "4 after context": parallel(tensor=2, pipeline=2) | ZBV | LAYERS | steps(5) | {"of": ("2 context layers", 3)},
     # Answers, whose loss is of some labels; compiled, with the scan's output saved for the backward pass.
     "1 answers": ANSWERS,
     "1 answers accumulated": ANSWERS | {"training__local_batch_size": 2} | SCAN,

@@ -89,12 +89,12 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     )
     if per_stage is not None:
         stages = math.ceil(weight / per_stage)
-        if stages % ranks or (stages >= 2 * ranks) != several or (schedule == ZBV and stages > 2 * ranks):
-            allowed = f"a multiple of {ranks} that is {2 * ranks} or more" if several else str(ranks)
-            allowed = str(2 * ranks) if schedule == ZBV else allowed
+        # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
+        allowed = [2 * ranks] if schedule == ZBV else [2 * ranks, 3 * ranks] if several else [ranks]
+        if stages not in allowed:
             raise ValueError(
                 f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {words}: "
-                f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {allowed}. Leave it "
+                f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {' or '.join(map(str, allowed))}. Leave it "
                 f"out for {2 * ranks if several else ranks}."
             )
     if max(first, last, 1) > weight // stages:
