@@ -7,7 +7,7 @@ it; only the start of Python and of the process group is shared. What was seen i
     samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
-    folds            (probe "scan") how often the dynamics of a stage were computed, by step
+    backward, folds  (probe "scan") runs of its backward implementation, and of a stage's dynamics, by step
     traffic          (a probe) bytes received in the first step
     timeouts         (name, seconds) of all process groups at the end
 
@@ -105,7 +105,7 @@ def watch(trainer, probes, spoil, seen):
 
 
 def watch_scan(trainer, stack, seen):
-    seen |= {"calls": {}, "folds": {}, "dtypes": {}}
+    seen |= {"calls": {}, "backward": {}, "folds": {}, "dtypes": {}}
 
     call, fold = ops._call, Transformer.dynamics
 
@@ -122,6 +122,8 @@ def watch_scan(trainer, stack, seen):
             note("calls")
             tensors = tuple(str(a.dtype) for a in args if isinstance(a, torch.Tensor))
             seen["dtypes"].setdefault(name, set()).add(tensors)
+        elif name.endswith("backward"):
+            note("backward")
         return call(backend, name, *args, **kwargs)
 
     def dynamics(module, args, output):

@@ -81,6 +81,7 @@ BASELINES = ["gla", "mamba2", "deltanet", "gated-deltanet"]
 FIXED = DOCUMENTS | {"mixer__layers": BASELINES, "mixer__state_heads": 4}
 LAYERS = HYBRID | SAVED | VALIDATED | GRADIENTS
 ANSWERS = {"data": "pairs", "model__vocab_size": 8} | VALIDATED | steps(3)
+EACH = {"training__reduce_gradients": "micro-batch", "training__local_batch_size": 1}
 BFLOAT16 = {"training__precision": "bf16"} | steps(2)
 ASYNC = {"checkpoint__async_mode": "async", "checkpoint__interval": 1}
 ONCE, LONG = steps(1) | TRAFFIC, {"training__seq_len": 128}
@@ -118,6 +119,13 @@ RUNS = {
     "2 context answers": parallel(context=2) | ANSWERS | COMPILED | SCAN,
     "2 tensor answers": parallel(tensor=2) | ANSWERS | COMPILED | SCAN,
     "2 pipeline answers": parallel(pipeline=2) | INTERLEAVED | ANSWERS | COMPILED | SCAN,
+    # Gradients that are summed over the ranks after each micro-batch, and once a step.
+    "4 each": parallel(replicas=2, shards=2) | EACH | steps(2) | GRADIENTS,
+    "2 each bfloat16": parallel(shards=2) | EACH | steps(2) | GRADIENTS | {"training__mixed_precision_reduce": "bf16"},
+    "2 once": parallel(shards=2) | EACH | {"training__reduce_gradients": "step"} | steps(2) | GRADIENTS,
+    # The second half of a backward pass adds up as the whole does.
+    "2 pipeline bfloat16": parallel(pipeline=2) | BFLOAT16 | steps(1) | BOTH,
+    "2 zbv bfloat16": parallel(pipeline=2) | ZBV | BFLOAT16 | steps(1) | BOTH,
     # Other layers.
     "1 softmax": condition("softmax") | steps(2),
     "1 s4d": condition("s4d") | steps(2) | BOTH,

@@ -114,6 +114,21 @@ def test_a_file_fits_on_the_ranks_that_it_names(file):
         assert (sum(make_plan(job, ranks, on_gpus=True).memory.values()) <= 80e9) == fits
 
 
+def test_gradients_are_summed_once_a_step_where_that_fits():
+    job = read_job_config(["--job.config_file", str(CONFIGS / "7B.toml"), "--parallelism.pipeline_parallel_degree=1"])
+    chosen = {}
+    for job.training.local_batch_size in (2, 4):
+        plan = make_plan(job, 64, on_gpus=True)
+        chosen[plan.reduces_each] = plan
+        job.training.reduce_gradients = "step" if plan.reduces_each else "micro-batch"
+        other = make_plan(job, 64, on_gpus=True)
+        job.training.reduce_gradients = "auto"
+        once, each = (other, plan) if plan.reduces_each else (plan, other)
+        assert sum(once.memory.values()) - sum(each.memory.values()) == 4 * plan.n_params
+        assert once.traffic["shards"] < each.traffic["shards"]
+    assert sum(chosen[False].memory.values()) < 80e9 < sum(chosen[True].memory.values()) + 4 * plan.n_params
+
+
 def test_stages_of_a_pipeline():
     """TorchTitan's division of layers: embedding and head count as one layer each, unless settings say other numbers."""
     plan = make_plan(parse(**PIPELINE), 2)

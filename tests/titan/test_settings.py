@@ -80,6 +80,8 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--training.local_batch_size=8": "1 micro-batches. 1F1B on ... can run --training.local_batch_size 4.",
         "--pipeline.schedule=Interleaved1F1B --training.local_batch_size=1 --training.global_batch_size=7": ROUNDS,
         "--validation.enable": "validation.local_batch_size = 3 must be training.local_batch_size = 4",
+        "--training.reduce_gradients=micro-batch": "PyTorch's pipeline sums gradients once a step",
+        "--training.mixed_precision_reduce=bf16": "would add up the micro-batches in bf16",
         "--pipeline.schedule=DualPipeV": "must be one of 1F1B, GPipe, Interleaved1F1B ... got DualPipeV",
         "--pipeline.schedule=ZBVZeroBubble --compile.enable": "not possible with compile.enable: a compiled block goes backward",
         "--pipeline.schedule=ZBVZeroBubble --activation_checkpoint.mode=full": "computed again for each of its weights",

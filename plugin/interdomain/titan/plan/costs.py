@@ -36,10 +36,20 @@ class Costs:
         reshard = job.parallelism.fsdp_reshard_after_forward
         self.stay_gathered = reshard == "never" or (reshard == "default" and ranks > 1)
 
-    def memory(self, local_batch: int, seq_len: int) -> dict[str, int]:
-        """Bytes by part, of the rank that needs the most."""
+    def reduces_each(self, local_batch: int, seq_len: int) -> bool:
+        """Whether gradients are summed over the ranks after each micro-batch, and not once a step."""
+        training = self.job.training
+        if self.micro_batches == 1 or self.mesh.pipeline > 1 or training.reduce_gradients == "step":
+            return False
+        if training.reduce_gradients == "micro-batch" or training.mixed_precision_reduce == "bf16":
+            return True
+        return sum(self.memory(local_batch, seq_len, each=False).values()) > CARD
+
+    def memory(self, local_batch: int, seq_len: int, each: bool | None = None) -> dict[str, int]:
+        """Bytes by part, of the rank that needs the most. each: as `reduces_each`; None: what that chooses."""
         job, mesh = self.job, self.mesh
-        each = [
+        each = self.reduces_each(local_batch, seq_len) if each is None else each
+        needed = [
             memory_estimate(
                 self.config,
                 part,
@@ -51,21 +61,36 @@ class Costs:
                 in_flight=micro_batches,
                 checkpointing=job.activation_checkpoint.mode,
                 precision=job.training.precision,
-                accumulated=self.micro_batches > 1,
+                accumulated=self.micro_batches > 1 and not each,
                 stay_gathered=self.stay_gathered,
                 compiled=job.compile.enable and "model" in job.compile.components,
                 recompute=value_of(job, "mixer.recompute"),
             )
             for part, micro_batches in zip(self.held, self.in_flight, strict=True)
         ]
-        return max(each, key=lambda parts: sum(parts.values()))
+        return max(needed, key=lambda parts: sum(parts.values()))
 
-    def traffic(self) -> dict[str, int]:
-        """Bytes by axis, of the rank that receives the most."""
+    def reductions(self) -> str:
+        """When gradients are summed, in words, and what that and the other way cost in bytes."""
+        training = self.job.training
+        size = training.local_batch_size, training.seq_len
+        chosen = self.reduces_each(*size)
+        costs = []
+        for each in (chosen, not chosen):
+            needs, receives = sum(self.memory(*size, each).values()) / 2**30, sum(self.traffic(each).values()) / 2**30
+            when = "after each micro-batch" if each else "once a step"
+            costs.append(f"{when} ({needs:.2f} GiB of memory, {receives:.3g} GiB received)")
+        possible = self.micro_batches > 1 and self.mesh.pipeline == 1 and training.mixed_precision_reduce == "float32"
+        return f"summed in {training.mixed_precision_reduce} {'; '.join(costs if possible else costs[:1])}"
+
+    def traffic(self, each: bool | None = None) -> dict[str, int]:
+        """Bytes by axis, of the rank that receives the most. each: as for `memory`."""
         job, mesh, n = self.job, self.mesh, self.micro_batches
         once = 1 if mesh.pipeline > 1 else n  # a pipeline keeps what is gathered for all micro-batches
         head = 2 * n if job.parallelism.fsdp_reshard_after_forward == "always" else once
-        each = [
+        if each is None:
+            each = self.reduces_each(job.training.local_batch_size, job.training.seq_len)
+        received = [
             traffic(
                 self.config,
                 part,
@@ -81,10 +106,12 @@ class Costs:
                 gathers=once if self.stay_gathered else 2 * n,
                 head_gathers=head,
                 turn=turn,
+                reductions=n if each else 1,
+                reduced=2 if job.training.mixed_precision_reduce == "bf16" else 4,
             )
             for part, turn in zip(self.held, self.turns, strict=True)
         ]
-        return max(each, key=lambda axes: sum(axes.values()))
+        return max(received, key=lambda axes: sum(axes.values()))
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that CARD bytes are enough to train on, one at a time; 0 where none is."""

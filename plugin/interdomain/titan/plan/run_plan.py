@@ -24,7 +24,7 @@ from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
 from .pipeline_order import idle, stages_of
 from .schedule import run_length
-from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
+from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class RunPlan:
     precision: str
     memory: dict[str, int]  # bytes by part, of the rank that needs the most
     traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
+    reduces_each: bool  # whether gradients are summed over the ranks after each micro-batch, and not once a step
+    reductions: str  # that in words, and its costs
     longest: int  # tokens of a sequence that fits on a device of costs.CARD bytes
     computed: dict[str, str]  # how the scan and the features are computed, in words
 
@@ -111,6 +113,7 @@ class RunPlan:
             "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
             "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
+            "gradients": self.reductions,
             "longest sequence": longest,
             **self.computed,
         }
@@ -143,7 +146,9 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * mesh.data_ranks
     refuse_for_batch(job_config, mesh, global_batch)
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
-    costs = Costs(job_config, config, mesh, stages, global_batch // (local * mesh.data_ranks))
+    micro_batches = global_batch // (local * mesh.data_ranks)
+    refuse_for_reduction(job_config, micro_batches)
+    costs = Costs(job_config, config, mesh, stages, micro_batches)
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
@@ -165,6 +170,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         precision=training.precision,
         memory=costs.memory(local, seq_len),
         traffic=costs.traffic(),
+        reduces_each=costs.reduces_each(local, seq_len),
+        reductions=costs.reductions(),
         longest=costs.longest_sequence(),
         computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
     )

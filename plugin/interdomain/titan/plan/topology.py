@@ -167,6 +167,24 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
         raise ValueError(f"{why} These ranks can run {advice}.")
 
 
+def refuse_for_reduction(job_config: JobConfig, micro_batches: int) -> None:
+    """Raises: ValueError for gradients that would be summed over ranks or micro-batches otherwise than the settings say."""
+    training, pipelined = job_config.training, job_config.parallelism.pipeline_parallel_degree > 1
+    if pipelined and training.reduce_gradients == "micro-batch":
+        raise ValueError(
+            "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: PyTorch's "
+            "pipeline sums gradients once a step. Set auto or step."
+        )
+    if micro_batches > 1 and training.mixed_precision_reduce == "bf16" and (
+        pipelined or training.reduce_gradients == "step"
+    ):
+        raise ValueError(
+            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step (a pipeline, or "
+            "training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
+            "reduce_gradients = auto without a pipeline."
+        )
+
+
 def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
     if ranks == 1 or schedule in ("GPipe", ZBV):

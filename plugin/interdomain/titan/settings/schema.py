@@ -204,6 +204,13 @@ class Training:
     #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
     #: paper. float32: everything in float32. The optimizer's parameters, the dynamics and the loss are always float32.
     precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
+    #: When the gradients of a step with several micro-batches are summed over the shards and replicas. step: once, and every
+    #: rank holds whole gradients until then. micro-batch: after each one, which needs less memory and more network. auto: once
+    #: a step where that fits on 80 GB. A pipeline sums once a step.
+    reduce_gradients: Literal["auto", "step", "micro-batch"] = "auto"
+    #: Precision in which they are summed over the ranks. bf16 halves the bytes; micro-batches are added up in float32, so with
+    #: several of them they are summed after each, which a pipeline cannot.
+    mixed_precision_reduce: Literal["float32", "bf16"] = "float32"
     gc_freq: Count = 50  # Steps between two garbage collections of Python.
 
 

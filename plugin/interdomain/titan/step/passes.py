@@ -23,8 +23,8 @@ from .meshes import Meshes
 class Passes:
     """Passes through the whole model, one micro-batch after the other.
 
-    Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then every
-    rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
+    Under accumulation the gradients are summed over the ranks after each micro-batch (`RunPlan.reduces_each`), or once, after
+    the last. Until then every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
     """
 
     together = 1  # micro-batches that `run` takes for validation
@@ -44,7 +44,7 @@ class Passes:
             for i, batch in enumerate(batches):
                 inputs, labels = self._this_ranks_share(batch)
                 if backward and self.plan.accumulation > 1:
-                    model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
+                    model.set_requires_gradient_sync(self.plan.reduces_each or i == self.plan.accumulation - 1)
                 loss = model(inputs.pop("input"), **inputs, labels=labels)
                 if backward:
                     (loss / self.targets).backward()
