@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from types import SimpleNamespace
 
 import pytest
 

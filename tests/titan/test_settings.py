@@ -83,7 +83,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--training.reduce_gradients=micro-batch": "PyTorch's pipeline sums gradients once a step",
         "--training.mixed_precision_reduce=bf16": "would add up the micro-batches in bf16",
         "--pipeline.schedule=DualPipeV": "must be one of 1F1B, GPipe, Interleaved1F1B ... got DualPipeV",
-        "--pipeline.schedule=ZBVZeroBubble --compile.enable": "not possible with compile.enable: a compiled block goes backward",
+        "--pipeline.schedule=ZBVZeroBubble --compile.enable": "not possible with compile.enable",
         "--pipeline.schedule=ZBVZeroBubble --activation_checkpoint.mode=full": "computed again for each of its weights",
     },
 }

@@ -75,7 +75,9 @@ def test_a_backward_pass_in_two_halves(runs):
 def test_the_dynamics_are_computed_once_a_step(runs, name, stages):
     """Of each of a rank's stages, for all four micro-batches."""
     for seen in runs.every(name):
-        assert {step: n for step, n in seen["folds"].items() if step != "validation"} == dict.fromkeys(seen["log"], stages)
+        assert {step: n for step, n in seen["folds"].items() if step != "validation"} == dict.fromkeys(
+            seen["log"], stages
+        )
 
 
 @pytest.mark.parametrize(("axis", "alike"), [("context", False), ("tensor", True), ("pipeline", True)])

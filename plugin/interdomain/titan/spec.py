@@ -127,8 +127,8 @@ def _refuse_for_trainer(job_config: Any) -> None:
     if pipeline and schedule in ZERO_BUBBLE:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule = {schedule}: the dynamics are computed in every forward pass under "
-            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with ./launch.sh, "
-            "or choose 1F1B, GPipe or Interleaved1F1B."
+            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with "
+            "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
         )
     refuse_for_pipelined_validation(job_config)
 

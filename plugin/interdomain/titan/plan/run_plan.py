@@ -113,7 +113,7 @@ class RunPlan:
             "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
             "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
-            "gradients": self.reductions,
+            **({"gradients": self.reductions} if self.accumulation > 1 else {}),
             "longest sequence": longest,
             **self.computed,
         }

@@ -172,15 +172,17 @@ def refuse_for_reduction(job_config: JobConfig, micro_batches: int) -> None:
     training, pipelined = job_config.training, job_config.parallelism.pipeline_parallel_degree > 1
     if pipelined and training.reduce_gradients == "micro-batch":
         raise ValueError(
-            "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: PyTorch's "
-            "pipeline sums gradients once a step. Set auto or step."
+            "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: "
+            "PyTorch's pipeline sums gradients once a step. Set auto or step."
         )
-    if micro_batches > 1 and training.mixed_precision_reduce == "bf16" and (
-        pipelined or training.reduce_gradients == "step"
+    if (
+        micro_batches > 1
+        and training.mixed_precision_reduce == "bf16"
+        and (pipelined or training.reduce_gradients == "step")
     ):
         raise ValueError(
-            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step (a pipeline, or "
-            "training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
+            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step (a pipeline, "
+            "or training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
             "reduce_gradients = auto without a pipeline."
         )
 
@@ -250,21 +252,21 @@ def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: 
 
 def _refuse_for_zero_bubble(job_config: JobConfig) -> None:
     """A schedule that goes backward in two halves: first by activations, later by weights, parameter by parameter."""
+    parallel, mode = job_config.parallelism, job_config.activation_checkpoint.mode
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    checkpointing, reshard = job_config.activation_checkpoint.mode, job_config.parallelism.fsdp_reshard_after_forward
+    kept, again = (
+        "the weights must stay gathered between the halves",
+        "a block would be computed again for each of its weights",
+    )
     wrong = {
-        "compile.enable: a compiled block goes backward as one. Turn it off, or leave model out of compile.components": compiled,
-        f"activation_checkpoint.mode = {checkpointing}: a block would be computed again for each of its weights. Set none": (
-            checkpointing != "none"
-        ),
-        "parallelism.fsdp_reshard_after_forward = always: the weights must stay gathered between the halves. Set default": (
-            reshard == "always"
-        ),
+        "compile.enable: a compiled block goes backward as one. Leave model out of compile.components": compiled,
+        f"activation_checkpoint.mode = {mode}: {again}. Set none": mode != "none",
+        f"fsdp_reshard_after_forward = always: {kept}. Set default": parallel.fsdp_reshard_after_forward == "always",
     }
     for words in (words for words, is_wrong in wrong.items() if is_wrong):
         raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {job_config.parallelism.pipeline_parallel_schedule} is not possible with "
-            f"{words}; or choose 1F1B, GPipe or Interleaved1F1B."
+            f"parallelism.pipeline_parallel_schedule = {parallel.pipeline_parallel_schedule} is not possible with {words}; or "
+            "choose 1F1B, GPipe or Interleaved1F1B."
         )
 
 
