@@ -1,5 +1,6 @@
 """The dynamics of a model's layers, computed once for the forward passes of several micro-batches."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,33 +18,35 @@ class SharedDynamics:
 
     def __init__(self, layers: list[tuple[Tensor, ...]]) -> None:
         self.layers = layers
-        self.tensors = [x for layer in layers for x in layer]
-        self.gradients: list[Tensor | None] = [None] * len(self.tensors)
+        self.gradients: list[list[Tensor | None]] = [[None] * len(layer) for layer in layers]
 
-    def enter(self, h: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """(h, the dynamics by layer) for a forward pass that goes on from these hidden states.
+    def enter(self, h: Tensor, which: slice = slice(None)) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """(h, the dynamics by layer) for a forward pass of all layers, or some, that goes on from these hidden states.
 
         The gradients come back together with that of h: the half of a backward pass that is by activations has them all.
         """
-        h, *copies = _Enter.apply(self, h, *(x.detach() for x in self.tensors))
+        layers = self.layers[which]
+        h, *copies = _Enter.apply(self.gradients[which], h, *(x.detach() for layer in layers for x in layer))
         rest = iter(copies)
-        return h, [tuple(next(rest) for _ in layer) for layer in self.layers]
+        return h, [tuple(next(rest) for _ in layer) for layer in layers]
 
     def backward(self) -> None:
         """Go backward from the dynamics to their parameters, once for all passes."""
-        pairs = [(x, g) for x, g in zip(self.tensors, self.gradients, strict=True) if g is not None]
+        gradients = [g for layer in self.gradients for g in layer]
+        pairs = [(x, g) for x, g in zip(itertools.chain(*self.layers), gradients, strict=True) if g is not None]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shared: SharedDynamics, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.shared = shared
+    def forward(ctx: Any, held: list[list[Tensor | None]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.held = held
         return tensors
 
     @staticmethod
     def backward(ctx: Any, by_h: Tensor, *gradients: Tensor) -> tuple[Any, ...]:
-        held = ctx.shared.gradients
-        held[:] = [g if old is None else old + g for old, g in zip(held, gradients, strict=True)]
+        rest = iter(gradients)
+        for layer in ctx.held:
+            layer[:] = [g if old is None else old + g for old, g in zip(layer, rest, strict=False)]
         return None, by_h, *(None for _ in gradients)
