@@ -1,5 +1,6 @@
 """The order in which a pipeline's ranks go forward and backward: PyTorch's own, and what it costs in memory and waiting."""
 
+import functools
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,17 @@ def stages_of(schedule: str, rank: int, ranks: int, stages: int) -> tuple[int, .
     return tuple(range(rank, stages, ranks))
 
 
-def actions(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> list[Any]:
-    """A rank's passes in order, by PyTorch's class of a schedule in MULTI_STAGE. stages: of a rank."""
+@functools.cache
+def actions(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Any]]:
+    """Each rank's passes in order, by PyTorch's class of a schedule in MULTI_STAGE. stages: of a rank."""
     # Slow to import, and only a pipeline needs it.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    ends = {"group_rank": rank, "group_size": ranks, "num_stages": ranks * stages, "submod": None}
-    own = [SimpleNamespace(stage_index=i, **ends) for i in stages_of(schedule, rank, ranks, ranks * stages)]
+    facts = {"group_rank": 0, "group_size": ranks, "num_stages": ranks * stages, "submod": None}
+    own = [SimpleNamespace(stage_index=i, **facts) for i in stages_of(schedule, 0, ranks, ranks * stages)]
     kind: Any = get_schedule_class(schedule)
-    return [action for action in kind(own, micro_batches).pipeline_order[rank] if action is not None]
+    order = kind(own, micro_batches).pipeline_order
+    return [[action for action in order[rank] if action is not None] for rank in range(ranks)]
 
 
 def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[int, ...]:
@@ -38,7 +41,7 @@ def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: 
         return (min(micro_batches, ranks - rank),)
     held = dict.fromkeys(stages_of(schedule, rank, ranks, ranks * stages), 0)
     most = tuple(held.values())
-    for action in actions(schedule, rank, ranks, stages, micro_batches):
+    for action in actions(schedule, ranks, stages, micro_batches)[rank]:
         held[action.stage_index] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(action.computation_type.name, -1)
         most = max(most, tuple(held.values()), key=sum)
     return most
@@ -52,7 +55,7 @@ def idle(schedule: str, ranks: int, stages: int, micro_batches: int) -> float:
     """
     if schedule not in MULTI_STAGE:
         return (ranks - 1) / (micro_batches + ranks - 1)
-    orders = [deque(actions(schedule, rank, ranks, stages, micro_batches)) for rank in range(ranks)]
+    orders = [deque(order) for order in actions(schedule, ranks, stages, micro_batches)]
     last, clocks = ranks * stages - 1, [0] * ranks
     done: dict[tuple[int, bool, int], int] = {}  # when a stage has gone forward (True) or backward by activations
     while any(orders):

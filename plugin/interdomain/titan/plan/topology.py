@@ -254,14 +254,13 @@ def _refuse_for_zero_bubble(job_config: JobConfig) -> None:
     """A schedule that goes backward in two halves: first by activations, later by weights, parameter by parameter."""
     parallel, mode = job_config.parallelism, job_config.activation_checkpoint.mode
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    kept, again = (
-        "the weights must stay gathered between the halves",
-        "a block would be computed again for each of its weights",
-    )
+    again = "a block would be computed again for each of its weights"
     wrong = {
         "compile.enable: a compiled block goes backward as one. Leave model out of compile.components": compiled,
         f"activation_checkpoint.mode = {mode}: {again}. Set none": mode != "none",
-        f"fsdp_reshard_after_forward = always: {kept}. Set default": parallel.fsdp_reshard_after_forward == "always",
+        "fsdp_reshard_after_forward = always: the weights are needed in both halves. Set default": (
+            parallel.fsdp_reshard_after_forward == "always"
+        ),
     }
     for words in (words for words, is_wrong in wrong.items() if is_wrong):
         raise ValueError(

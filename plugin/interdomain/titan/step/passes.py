@@ -80,10 +80,9 @@ class Stage(PipelineStage):
         """The second half. FSDP2 adds up gradients in the dtype of their reduction, by hooks of which this half runs none:
         those of several micro-batches would be added up in bf16."""
         super().backward_weight_one_chunk(*args, **kwargs)
-        state: Any = fully_shard.state(self.submod)  # as PyTorch does in `perform_reduce_grad`
-        for unit in state._state_ctx.all_states if self.has_backward else ():
-            for group in unit._fsdp_param_groups:
-                group.post_backward()
+        if self.has_backward:
+            state: Any = fully_shard.state(self.submod)
+            state._root_post_backward_final_callback()  # as PyTorch does in `perform_reduce_grad`
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Gradients for the rank's own stage before; PyTorch asks for them in validation, too."""
