@@ -35,7 +35,8 @@ class SharedDynamics:
         gradients = [g for layer in self.gradients for g in layer]
         pairs = [(x, g) for x, g in zip(itertools.chain(*self.layers), gradients, strict=True) if g is not None]
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+            tensors, found = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, found)
 
 
 class _Enter(torch.autograd.Function):
