@@ -17,7 +17,7 @@ RECEIVED = {
     "allgather": lambda out, into, P: out - into,
     "reduce_scatter": lambda out, into, P: into - out,
     "allreduce": lambda x, _, P: 2 * x * (P - 1) // P,
-    "alltoall": lambda out, _, P: out * (P - 1) // P,
+    "alltoall": lambda out, own, _: out - own,  # own: what the rank sends to itself
     "broadcast": lambda x, _, P: x,
     "scatter": lambda out, *_: out,
     "gather": lambda out, into, P: max(0, out - into),
@@ -40,8 +40,12 @@ def counted():
 
         def call(keys, *args):
             size = [sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, torch.Tensor)) for arg in args[:2]]
-            group = next(x for x in args if isinstance(x, torch.ScriptObject))  # a ReduceOp comes after the group
-            received[kind] += RECEIVED[kind](*size, ProcessGroup.unbox(group).size())
+            # A ReduceOp comes after the group.
+            group = ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
+            if kind == "alltoall":
+                rows = args[3]
+                size[1] = size[0] * rows[group.rank()] // sum(rows)
+            received[kind] += RECEIVED[kind](*size, group.size())
             return op.redispatch(keys.remove(KEY), *args)
 
         return call

@@ -3,8 +3,8 @@
 Count what a server does with an exported folder, beside a softmax model of the same size.
 
 Tokens per second, prompts included, for several numbers of requests at once: vLLM with each folder, and transformers'
-`generate` with the first, as one batch. Then how many requests of a length fit in a GB, by
-vLLM's own count. It needs vLLM. Weights change no figure: folders of untrained models do.
+`generate` with the first, as one batch. How many requests of a length fit in a GB, by vLLM's own count. And many readers of one
+long document, whose state is computed once. It needs vLLM. Weights change no figure: folders of untrained models do.
 
     interdomain bench-serving exports/interdomain exports/softmax --prompt 1024 --answer 64
 
@@ -31,6 +31,7 @@ ROUNDS = 3  # of each; the fastest counts
 LENGTHS = (4096, 32_768, 131_072)
 SPEED = ["server", "model", "requests", "tokens/s", "seconds"]
 MEMORY = ["model", "tokens", "requests per GB"]
+READERS = ["model", "tokens", "readers", "first reader s", "all others s", "tokens from the cache"]
 
 
 def parse(argv):
@@ -39,6 +40,8 @@ def parse(argv):
     p.add_argument("softmax", type=Path, metavar="SOFTMAX", help="the same size, with softmax")
     p.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="of each prompt (128)")
     p.add_argument("--answer", type=int, default=128, metavar="TOKENS", help="of each answer (128)")
+    p.add_argument("--document", type=int, default=100_000, metavar="TOKENS", help="of the document (100,000)")
+    p.add_argument("--readers", type=int, default=1000, metavar="N", help="of the document (1,000); 0: none")
     results.add_arguments(p)
     return p.parse_args(argv)
 
@@ -108,6 +111,23 @@ def fitting(folder: Path, length: int) -> dict[str, Any]:
     return {"model": folder.name, "tokens": length, "requests per GB": round(requests * 1e9 / 2**30, 1)}
 
 
+def read(folder: Path, tokens: int, readers: int) -> dict[str, Any]:
+    """One request reads a document, then many ask it a question of eight tokens each."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    options = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    document = prompts(1, tokens, 0)[0].tolist()
+    asked = [{"prompt_token_ids": document + question.tolist()} for question in prompts(readers, 8, 1)]
+    with engine(folder, tokens + 32) as llm:
+        seconds, answers = [], []
+        for part in (asked[:1], asked[1:]):
+            begin = time.perf_counter()
+            answers += llm.generate(part, options, use_tqdm=False)
+            seconds.append(round(time.perf_counter() - begin, 2))
+    cached = sum(answer.num_cached_tokens for answer in answers)
+    return dict(zip(READERS, (folder.name, tokens, readers, *seconds, cached), strict=True))
+
+
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
@@ -117,12 +137,15 @@ def main(argv=None) -> int:
     report = results.Report("serving", args.output, device, options, named=True)
     report.table("speed", SPEED)
     report.table("memory", MEMORY)
+    report.table("readers", READERS)
     for folder in (args.folder, args.softmax):
         served(folder, args, report)
     generated(args.folder, args, report)
     for folder in (args.folder, args.softmax):
         for length in LENGTHS:
             report.add("memory", fitting(folder, length))
+    if args.readers:
+        report.add("readers", read(args.folder, args.document, args.readers))
     report.finish()
     return 0
 

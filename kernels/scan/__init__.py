@@ -12,6 +12,7 @@ pairs in the last axis. Derivation, notation, backends and tolerances: docs/kern
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ __all__ = [
     "INTERFACE",
     "MAX_DECAY_PER_TOKEN",
     "READOUTS",
+    "SentState",
     "decay_exponent",
     "decay_factor",
     "input_gain",
@@ -40,6 +42,7 @@ __all__ = [
     "powers",
     "readout_vector",
     "resolve_backend",
+    "send_state",
 ]
 
 # Number of what exported folders call here and in interdomain.features. Raise it, and the one in hf/scan_interdomain.py, with
@@ -54,10 +57,19 @@ _RECORDED = {
 }
 
 
+class SentState(NamedTuple):
+    """The state of a shard on its way to the other ranks, from `send_state`. `interdomain_scan` or `linear_scan` of this shard
+    takes it as its `group`; nothing else may read it."""
+
+    group: str
+    message: Tensor
+    local: Tensor
+
+
 def interdomain_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, *, initial_state: Tensor | None = None,
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", recompute: bool = True,
-    check_documents: bool = True, group: str = "",
+    check_documents: bool = True, group: str | SentState = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Query-conditioned readout of the recurrence, over whole sequences (paper eqs. 11 and 13).
 
@@ -87,7 +99,8 @@ def interdomain_scan(
         group: name of a process group whose ranks hold contiguous shards of these sequences, in the order of the ranks and all
             of T tokens. Results are those of the whole sequences. Document 0, or all without documents, goes on from the
             shard before. Gradients of log_decay and mixing are this shard's share, to be summed over ranks. Every rank must
-            run the forward and the backward. No initial_state; `chunkwise` and `chunkwise-torch` alone.
+            run the forward and the backward. No initial_state; `chunkwise` and `chunkwise-torch` alone. Or the result of
+            `send_state` for k and v: then what was computed since then, q say, hid the exchange.
 
     Returns:
         o: outputs, [B, T, Hq, D] in v's dtype; differentiable in every tensor.
@@ -115,7 +128,8 @@ def interdomain_scan(
         first_derivatives_only(*inputs)
         save = not recompute and torch.is_grad_enabled() and how == "triton"
         run = ops.run_scan if how == "plain" and only_values(*inputs) else ops.scan
-        o, final, *_ = run(*inputs, backend, save, documents, final_state, group)
+        sent = _sent(group, (k, v), log_decay, backend, documents)
+        o, final, *_ = run(*inputs, backend, save, documents, final_state, *sent)
     else:
         with torch.autocast(k.device.type, enabled=False):
             o, final = _RECORDED[backend][0](*inputs, documents)
@@ -125,7 +139,7 @@ def interdomain_scan(
 def linear_scan(
     z: Tensor, log_decay: Tensor, readout: Tensor, *, initial_state: Tensor | None = None,
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", check_documents: bool = True,
-    group: str = "",
+    group: str | SentState = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels (S4D).
 
@@ -151,11 +165,46 @@ def linear_scan(
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
         run = ops.run_linear_scan if how == "plain" and only_values(*inputs) else ops.linear_scan
-        y, final, _ = run(*inputs, backend, documents, final_state, group)
+        sent = _sent(group, (z,), log_decay, backend, documents)
+        y, final, _ = run(*inputs, backend, documents, final_state, *sent)
     else:
         with torch.autocast(z.device.type, enabled=False):
             y, final = _RECORDED[backend][1](*inputs, documents)
     return y, final if final_state else None
+
+
+def send_state(
+    *parts: Tensor, log_decay: Tensor, group: str, documents: Tensor | None = None, backend: str = "auto",
+    check_documents: bool = True,
+) -> SentState:  # fmt: skip
+    """Start the exchange of a scan whose tokens are a shard: what it needs of the ranks before is then on its way. Collective.
+
+    Args:
+        parts: k and v of `interdomain_scan`, or z of `linear_scan`. No gradient goes through this function: the scan's has all.
+        group, and the others: as there, the same in both calls.
+    Raises: ValueError as there.
+    """
+    B, T, H, _ = _sizes("k or z", parts[0], "B", "T", "H", "R")
+    for x in parts[1:]:
+        _check_shape("v", x, (B, T, H, x.shape[-1]))
+    M = _basis_size(log_decay, H)
+    _check_tensors({"k or z": parts[0], "v": parts[-1]}, {"log_decay": log_decay})
+    documents = checked_documents(documents, parts[0], check_documents)
+    backend = _choose(backend, parts, M)
+    _check_group(group, backend, log_decay.device, None)
+    values = [x.detach() for x in parts]
+    return SentState(group, *ops.send_state(values, log_decay.detach(), backend, documents, group))
+
+
+def _sent(
+    group: str | SentState, parts: tuple[Tensor, ...], log_decay: Tensor, backend: str, documents: Tensor | None
+) -> tuple:
+    """The last arguments of an op: group, message and states of segments; none of them without a group."""
+    if isinstance(group, str) and group:
+        return send_state(
+            *parts, log_decay=log_decay, group=group, documents=documents, backend=backend, check_documents=False
+        )
+    return group or ("", None, None)
 
 
 def interdomain_step(
@@ -270,7 +319,7 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
     return backend
 
 
-def _check_group(group: str, backend: str, device: torch.device, initial_state: Tensor | None) -> None:
+def _check_group(group: str | SentState, backend: str, device: torch.device, initial_state: Tensor | None) -> None:
     if group and initial_state is not None:
         raise ValueError("initial_state with a group: the state before a shard comes from the ranks before; give None")
     if group and ops.runs_as(backend, device) is None:

@@ -16,9 +16,9 @@ and, viewed as M complex ones, take E in a single multiplication.
 Where documents are packed (`_Masks`), a state stops at the end of its document: four masks of zeros and ones say which
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 The backward recomputes everything: only the inputs survive the forward.
-Where the tokens are a shard of longer sequences, `enter` takes the state that they alone leave, and returns a function that
-waits for the state before them. `leave` takes the gradient of that state by their outputs alone, and returns a function that
-waits for the gradient of the state after them, which stands for d_final.
+Where the tokens are a shard of longer sequences, `final_state` is what they alone leave, and initial_state may be a function
+that waits for the state before them: it is called after what needs no state. `leave` takes the gradient of that state by their
+outputs alone, and returns a function that waits for the gradient of the state after them, which stands for d_final.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
 """
 
@@ -30,23 +30,28 @@ from torch import Tensor, conj_physical
 
 from .tables import CHUNK, powers
 
-Exchange = Callable[[Tensor], Callable[[], Tensor]]  # [B, H, M, P, 2] both ways
+Start = Tensor | Callable[[], Tensor] | None  # [B, H, M, P, 2]
+Exchange = Callable[[Tensor], Callable[[], Tensor]]  # likewise, both ways
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Start, *,
+    documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise).
+    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state, likewise).
     documents: [B, T] int32, as in `interdomain_scan`."""
     B, T, H, R = k.shape
-    initial_state = initial_state if enter is None else _entered((k, v), log_decay, documents, enter)
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
-    for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, documents):  # noqa: B007
+    loaded = []
+    for segment, tab, docs, z, local in _loaded((k, v), log_decay, documents):
         rows = _load_rows(q, H, segment, log_decay.dtype)
-        a = _contract(_scores(rows, z[..., :R, :], docs), rows, S[..., :R, :], tab, docs)
-        b = _scale(a @ weights.mT, conj_physical(tab.E))
+        loaded.append((segment, tab, docs, z, local, rows, _within(_scores(rows, z[..., :R, :], docs), tab)))
+    initial_state = initial_state() if callable(initial_state) else initial_state
+    X = _load_state(initial_state, B, R + v.shape[3], log_decay)
+    for segment, tab, docs, z, local, rows, a in loaded:
+        S, X = _states(local, X, tab, docs)
+        b = _scale(_contract(a, rows, S[..., :R, :], tab, docs) @ weights.mT, conj_physical(tab.E))
         out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
         _store_rows(o, out, segment)
     return o, _store_state(X) if need_final else None, initial_state
@@ -71,7 +76,8 @@ def scan_backward(
         kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
         rows, d_rows = (_load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
-        a, c = _contract(scores_k, rows, Sk, tab, docs), _contract(scores_v, d_rows, Sv, tab, docs)
+        a = _contract(_within(scores_k, tab), rows, Sk, tab, docs)
+        c = _contract(_within(scores_v, tab), d_rows, Sv, tab, docs)
         b, e = _scale(a @ weights.mT, conj_physical(tab.E)), _scale(c @ weights, conj_physical(tab.E))
         d_weights.baddbmm_(c.mT, a)
         del a, c
@@ -98,20 +104,25 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Start, *,
+    documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token. Returns (y [B, T, H, P] in z's dtype, both states as above)."""
-    initial_state = initial_state if enter is None else _entered((z,), log_decay, documents, enter)
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, documents):  # noqa: B007
+    loaded = []
+    for segment, tab, docs, zT, local in _loaded((z,), log_decay, documents):
         w, kernel = _linear_kernel(readout, tab)
+        out = zT.flatten(1, 3) @ kernel.mT if docs is None else zT @ (kernel[:, None, None] * docs.same).mT
+        loaded.append((segment, tab, docs, local, w, out))
+    initial_state = initial_state() if callable(initial_state) else initial_state
+    X = _load_state(initial_state, z.shape[0], z.shape[3], log_decay)
+    for segment, tab, docs, local, w, out in loaded:
+        S, X = _states(local, X, tab, docs)
         if docs is None:
-            out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
+            out.baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
         else:
-            out = zT @ (kernel[:, None, None] * docs.same).mT
-            out += docs.reads * (_real(S).flatten(1, 3) @ _real(w).mT).view(zT.shape)
-        _store_columns(y, out.view(zT.shape), segment)
+            out += docs.reads * (_real(S).flatten(1, 3) @ _real(w).mT).view(out.shape)
+        _store_columns(y, out.view(*S.shape[:4], -1), segment)
     return y, _store_state(X) if need_final else None, initial_state
 
 
@@ -190,9 +201,13 @@ def _reading(b: Tensor, rows: Tensor, docs: "_Masks | None") -> Tensor:
     return (b.view(*rows.shape[:4], -1) * docs.of_rows(rows)).view(b.shape)
 
 
-def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
-    """Pass 1: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i)."""
-    a = scores.flatten(1, 3) @ _real(tab.T)
+def _within(scores: Tensor, tab: "_Tables") -> Tensor:
+    """sum_j tril(q k^T)_ij T_j, what the tokens of a chunk add to a."""
+    return scores.flatten(1, 3) @ _real(tab.T)
+
+
+def _contract(a: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
+    """Pass 1: a_i = X^k_i q_i = E_i (`_within` + S q_i), in place."""
     rows = rows if docs is None else rows * docs.of_rows(rows)
     a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(rows.flatten(0, 2), _real(S).flatten(0, 2))
     return _scale(a, tab.E)
@@ -220,24 +235,33 @@ def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
     return torch.view_as_complex(torch.cat(sums, dim=-2).unflatten(-1, (-1, 2)))
 
 
+def _loaded(
+    parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
+) -> Iterator[tuple["_Segment", "_Tables", "_Masks | None", Tensor, Tensor]]:  # fmt: skip
+    """Segments in order, each with its tables, masks, columns of `parts`, and sum_j T_j z_j of its chunks."""
+    for segment in _segments(parts[0].shape[1]):
+        tab = _tables(log_decay, segment.length)
+        z = _load_columns(parts, segment, log_decay.dtype)
+        docs = _Masks.of(documents, segment, log_decay.dtype)
+        local = (z if docs is None else z * docs.writes).flatten(1, 3) @ _real(tab.T)
+        yield segment, tab, docs, z, torch.view_as_complex(local.view(*z.shape[:4], -1, 2))
+
+
 def _forward(
     parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
 ) -> Iterator[tuple["_Segment", "_Tables", "_Masks | None", Tensor, Tensor, Tensor]]:  # fmt: skip
     """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
-    B, T = parts[0].shape[:2]
-    X = _load_state(initial_state, B, sum(x.shape[3] for x in parts), log_decay)
-    for segment in _segments(T):
-        tab = _tables(log_decay, segment.length)
-        z = _load_columns(parts, segment, log_decay.dtype)
-        docs = _Masks.of(documents, segment, log_decay.dtype)
-        S, X = _states(z, X, tab, docs)
+    X = _load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
+    for segment, tab, docs, z, local in _loaded(parts, log_decay, documents):
+        S, X = _states(local, X, tab, docs)
         yield segment, tab, docs, z, S, X
 
 
-def _entered(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None, enter: Exchange) -> Tensor:
-    """The state before this shard, [B, H, M, P, 2]."""
+def final_state(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The state that these tokens alone leave, [B, H, M, P, 2], of (k, v) or (z,); the form in Triton also returns the states
+    of its segments."""
     *_, (*_, X) = _forward(parts, log_decay, None, documents)
-    return enter(_store_state(X))()
+    return _store_state(X), None
 
 
 def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None) -> Callable[[], Tensor]:
@@ -252,16 +276,14 @@ def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: E
     return lambda: _load_state(wait(), B, P, log_decay)
 
 
-def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
+def _states(local: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
     """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
 
-    S' = Lambda^L (S + sum_j T_j z_j), and X' = Lambda^(L-1-r) of the same sum.
+    S' = Lambda^L (S + local), local = sum_j T_j z_j, and X' = Lambda^(L-1-r) of the same sum.
     """
-    local = (z if docs is None else z * docs.writes).flatten(1, 3) @ _real(tab.T)
-    local = torch.view_as_complex(local.view(*z.shape[:4], -1, 2))
     S = torch.empty_like(local)
     current = tab.enter * X
-    for n in range(z.shape[2]):
+    for n in range(local.shape[2]):
         S[:, :, n] = current
         total = (current if docs is None else docs.keeps[:, :, n] * current) + local[:, :, n]
         current = tab.carry * total

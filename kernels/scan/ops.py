@@ -3,12 +3,14 @@
     torch.ops.interdomain.scan.default            torch.ops.interdomain.linear_scan.default
     torch.ops.interdomain.scan_backward.default   torch.ops.interdomain.linear_scan_backward.default
     torch.ops.interdomain.scan_step_.default      torch.ops.interdomain.linear_step_.default
+    torch.ops.interdomain.send_state.default
 
 `backend` says which module runs (`implementation`): what is compiled, listed or checkpointed does not change with it.
 The ops trust their inputs; `interdomain.scan` checks them.
 A tensor that does not exist (no state asked for, nothing saved) is empty: an op returns a fixed number.
-`group` names the process group whose ranks hold shards of the sequences, "" for none. The state that enters this shard is an
-output, which the backward saves: where activation checkpointing keeps the op's outputs, the exchange runs once.
+`group` names the process group whose ranks hold shards of the sequences, "" for none; `sent` is then the result of
+`send_state`, which starts the exchange and does not wait: nothing but the scan may read it. The state that enters this shard is
+an output, which the backward saves: where activation checkpointing keeps the ops' outputs, the exchange runs once.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import chunkwise, shards
+from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
@@ -52,7 +55,7 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
         function, plain = getattr(implementation(backend, device), name), runs_as(backend, device) == "plain"
-        exchanged = kw.get("enter") is not None or kw.get("leave") is not None
+        exchanged = any(callable(x) for x in args) or kw.get("leave") is not None
         if plain and device.type == "cpu" and not exchanged and args[0].shape[:2].numel() >= BY_HEAD:
             return _by_head(function, *args, **kw)
         return function(*args, **kw)
@@ -82,11 +85,53 @@ def _times(x: Tensor | None, H: int) -> Tensor | None:
     return x.new_empty(shape)
 
 
-def _exchange(group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, **backward) -> partial | None:
+@torch.library.custom_op("interdomain::send_state", mutates_args=())
+def send_state(
+    parts: list[Tensor], log_decay: Tensor, backend: str, documents: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
+    """Start the exchange of what the shard's tokens (k, v) or (z,) alone leave. Collective. Returns the message on its way, and
+    `final_state`'s second result."""
+    with torch.autocast(log_decay.device.type, enabled=False):
+        local, segments = implementation(backend, log_decay.device).final_state(tuple(parts), log_decay, documents)
+        return _no_none(shards.send(local, log_decay, parts[0].shape[1], documents, group), segments)
+
+
+@send_state.register_fake
+def _(parts, log_decay, backend, documents, group):
+    (B, _, H, _), M, P = parts[0].shape, log_decay.shape[1], sum(x.shape[3] for x in parts)
+    S = 1
+    if runs_as(backend, log_decay.device) == "triton":
+        S = implementation(backend, log_decay.device).segments(tuple(parts), log_decay)
+    segments = (B, H, S, M, P, 2) if S > 1 else (0,)
+    return log_decay.new_empty(shards.message(group, (B, H, M, P, 2))), log_decay.new_empty(segments)
+
+
+def _received(sent: Tensor | None, state: Tensor | None, shape: tuple[int, ...]) -> Start:
+    """The state before the tokens: the given one, or a function that waits for it."""
+    return state if sent is None else partial(shards.receive, sent, shape)
+
+
+def _leave(
+    group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, d_final: Tensor | None
+) -> Exchange | None:
     if not group:
         return None
-    T = tokens.shape[1]
-    return partial(shards.entering, log_decay=log_decay, T=T, documents=documents, group=group, **backward)
+
+    def leave(local: Tensor) -> Callable[[], Tensor]:
+        sent = shards.send(local, log_decay, tokens.shape[1], documents, group, reverse=True, d_final=d_final)
+
+        def wait() -> Tensor:
+            after = shards.receive(sent, local.shape)
+            return after if d_final is None else after + d_final
+
+        return wait
+
+    return leave
+
+
+def _present(local: Tensor | None) -> dict[str, Tensor]:
+    """The states of segments, which plain PyTorch has none of."""
+    return {} if local is None or local.numel() == 0 else {"local": local}
 
 
 def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -101,13 +146,15 @@ def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
 def run_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True, group: str = "",
+    sent: Tensor | None = None, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o, the final state, and for the backward a (with `save`) and the state that enters the shard (with `group`)."""
-    inputs = q, k, v, log_decay, mixing, initial_state
-    enter = _exchange(group, k, log_decay, documents)
+    B, _, H, R = k.shape
+    start = _received(sent, initial_state, (B, H, log_decay.shape[1], R + v.shape[3], 2))
     o, final, entered, *a = _call(
-        backend, "scan_forward", *inputs, documents=documents, need_final=need_final, enter=enter
-    )
+        backend, "scan_forward", q, k, v, log_decay, mixing, start, documents=documents, need_final=need_final,
+        **_present(local),
+    )  # fmt: skip
     return _no_none(o, final, a[0] if save else None, entered if group else None)
 
 
@@ -115,7 +162,7 @@ scan = torch.library.custom_op("interdomain::scan", run_scan, mutates_args=())
 
 
 @scan.register_fake
-def _(q, k, v, log_decay, mixing, initial_state, backend, save=False, documents=None, need_final=True, group=""):
+def _(q, k, v, log_decay, mixing, initial_state, backend, save=False, documents=None, need_final=True, group="", *sent):
     B, T, H, R = k.shape
     Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
     a = q.new_empty((B, Hq, T, 2 * M), dtype=operand_dtype(q, k, v)) if save else v.new_empty(0)
@@ -131,7 +178,7 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = q, k, v, log_decay, mixing, initial_state
     saved = {} if a is None else {"a": a}
-    leave = _exchange(group, k, log_decay, documents, reverse=True, d_final=d_final)
+    leave = _leave(group, k, log_decay, documents, d_final)
     return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, documents=documents, leave=leave, **saved))
 
 
@@ -150,12 +197,14 @@ def _fake_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 def run_linear_scan(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, backend: str,
     documents: Tensor | None = None, need_final: bool = True, group: str = "",
+    sent: Tensor | None = None, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = z, log_decay, readout, initial_state
-    enter = _exchange(group, z, log_decay, documents)
+    B, _, H, P = z.shape
+    start = _received(sent, initial_state, (B, H, log_decay.shape[1], P, 2))
     y, final, entered = _call(
-        backend, "linear_forward", *inputs, documents=documents, need_final=need_final, enter=enter
-    )
+        backend, "linear_forward", z, log_decay, readout, start, documents=documents, need_final=need_final,
+        **_present(local),
+    )  # fmt: skip
     return _no_none(y, final, entered if group else None)
 
 
@@ -163,7 +212,7 @@ linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_sca
 
 
 @linear_scan.register_fake
-def _(z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group=""):
+def _(z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group="", *sent):
     (B, _, H, P), M = z.shape, log_decay.shape[1]
     states = (log_decay.new_empty(B, H, M, P, 2) if x else z.new_empty(0) for x in (need_final, group))
     return z.new_empty(z.shape), *states
@@ -175,7 +224,7 @@ def linear_scan_backward(
     backend: str, documents: Tensor | None = None, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = z, log_decay, readout, initial_state
-    leave = _exchange(group, z, log_decay, documents, reverse=True, d_final=d_final)
+    leave = _leave(group, z, log_decay, documents, d_final)
     return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents, leave=leave))
 
 
@@ -220,7 +269,7 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
     then backend and flags, which get no gradient."""
 
     def setup(ctx, inputs, output):
-        ctx.backend, *save, documents, need_final, ctx.group = inputs[n + 3 :]
+        ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n + 3 :]
         out, final, *a, entered = output
         state = entered if ctx.group else inputs[n + 2]
         ctx.save_for_backward(documents, *inputs[: n + 2], state, *(x if any(save) else None for x in a))

@@ -11,31 +11,32 @@ P = R + D channels, M basis functions, L chunk length, S segments. Derivation: d
 Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
 gives the state that each segment alone would leave, an associative scan chains them, and the passes start every segment
 from its true state. Backwards the same with costates.
-A shard of longer sequences (`enter`, `leave`, as in chunkwise.py) is one more level of segments: the end of the chain is handed
-over, and the state that comes back starts it.
+A shard of longer sequences (`final_state`, `leave`, as in chunkwise.py) is one more level of segments: the end of the chain is
+handed over, and the state that comes back starts it.
 Nothing uses atomics; every sum has one order.
 """
 
 import torch
 from torch import Tensor
 
-from .chunkwise import Exchange
+from .chunkwise import Exchange, Start
 from .triton_launch import Launches, aligned, conj_sum, dense, padded_empty
-from .triton_plan import make_plan, segment_count
+from .triton_plan import Plan, make_plan, segment_count
 from .triton_support import operand_dtype
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Start, *,
+    documents: Tensor | None = None, need_final: bool = True, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise,
-    and a [B, Hq, T, 2M], which the backward takes)."""
+    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state, likewise, and a
+    [B, Hq, T, 2M], which the backward takes). local: the second result of `final_state`, where it is there."""
     with torch.cuda.device_of(q):
         q, k, v = (aligned(x) for x in (q, k, v))
         (B, _, H, R), P = k.shape, k.shape[3] + v.shape[3]
         launches = _launches((q, k, v), log_decay, documents)
-        states, initial_state = launches.states(initial_state, P, k, v, enter=enter)
+        initial_state = initial_state() if callable(initial_state) else initial_state
+        states = launches.states(initial_state, k, v, local=local)
         o = padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
         a = launches.contract(q, k, states, (0, P), final)
@@ -62,7 +63,7 @@ def scan_backward(
         P = k.shape[3] + v.shape[3]
         keys, values = (0, P), (k.shape[3], P)
         launches = _launches((q, k, v), log_decay, documents)
-        states, _ = launches.states(initial_state, P, k, v)
+        states = launches.states(initial_state, k, v)
         a = launches.contract(q, k, states, keys) if a is None else dense(a)
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
         c = launches.contract(d_o, v, states, values, conj=True)
@@ -81,15 +82,16 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Start, *,
+    documents: Tensor | None = None, need_final: bool = True, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token. Returns (y [B, T, H, P] in z's dtype, both states as above)."""
     with torch.cuda.device_of(z):
         z = aligned(z)
         B, _, H, P = z.shape
         launches = _launches((z,), log_decay, documents, readout)
-        states, initial_state = launches.states(initial_state, P, z, enter=enter)
+        initial_state = initial_state() if callable(initial_state) else initial_state
+        states = launches.states(initial_state, z, local=local)
         y = padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
         launches.expand(None, z, states, (0, P), y, final)
@@ -105,7 +107,7 @@ def linear_backward(
         z, d_y = aligned(z), aligned(d_y)
         channels = (0, z.shape[3])
         launches = _launches((z,), log_decay, documents, readout)
-        states, _ = launches.states(initial_state, z.shape[3], z)
+        states = launches.states(initial_state, z)
         dz = padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = launches.costates(d_final, (None, d_y, channels), leave=leave)()
@@ -114,13 +116,33 @@ def linear_backward(
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
 
 
-def _launches(
-    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
-    readout: Tensor | None = None,
-) -> Launches:  # fmt: skip
+def final_state(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The state that these tokens alone leave, [B, H, M, P, 2], of (k, v) or (z,), and those of each segment alone,
+    [B, H, S, M, P, 2], where there are several."""
+    with torch.cuda.device_of(log_decay):
+        launches = _launches(parts, log_decay, documents)
+        local = launches.local_states(*(aligned(x) for x in parts))
+        return launches.end(local), local if launches.segments > 1 else None
+
+
+def segments(parts: tuple[Tensor, ...], log_decay: Tensor) -> int:
+    """S, the segments of these tokens; the tensors may be fake."""
+    plan, chunks = _cut(parts, log_decay)
+    return -(-parts[0].shape[1] // (chunks * plan.chunk))
+
+
+def _cut(inputs: tuple[Tensor, ...], log_decay: Tensor) -> tuple[Plan, int]:
+    """Tile sizes, and the chunks of a segment."""
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
     total = -(-T // plan.chunk)
-    chunks = -(-total // segment_count(B * H, total, log_decay.device))
-    return Launches.build(plan, log_decay, T, chunks, documents, readout)
+    return plan, -(-total // segment_count(B * H, total, log_decay.device))
+
+
+def _launches(
+    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
+    readout: Tensor | None = None,
+) -> Launches:  # fmt: skip
+    plan, chunks = _cut(inputs, log_decay)
+    return Launches.build(plan, log_decay, inputs[-1].shape[1], chunks, documents, readout)

@@ -170,18 +170,21 @@ class Launches(NamedTuple):
         )  # fmt: skip
         return parts
 
-    def states(
-        self, initial: Tensor | None, P: int, *parts: Tensor, enter: Exchange | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """States before every segment, [B, H, S, M, P, 2], of k and v, or z, and before the first; None for one from zero."""
-        if self.segments == 1 and enter is None:
-            return dense(initial), initial
-        local, first = self._local(parts[0].shape[0], P), 0
+    def states(self, initial: Tensor | None, *parts: Tensor, local: Tensor | None = None) -> Tensor | None:
+        """States before every segment, [B, H, S, M, P, 2], of k and v, or z; None for one from zero. local: of `local_states`,
+        where it is there."""
+        if self.segments == 1:
+            return dense(initial)
+        return self.chain(self.local_states(*parts) if local is None else local, initial)
+
+    def local_states(self, *parts: Tensor) -> Tensor:
+        """States that every segment alone leaves, [B, H, S, M, P, 2]."""
+        P, first = sum(x.shape[3] for x in parts), 0
+        local = self._local(parts[0].shape[0], P)
         for x in parts:
             self.expand(None, x, None, (first, P), None, local)
             first += x.shape[3]
-        initial = initial if enter is None else enter(self._end(local))()
-        return self.chain(local, initial), initial
+        return local
 
     def costates(
         self,
@@ -197,10 +200,10 @@ class Launches(NamedTuple):
         local = self._local(rows.shape[0], P)
         for b, rows, channels in pairs:
             self.adjoint(b, rows, None, channels, None, local)
-        pending = None if leave is None else leave(self._end(local, reverse=True))
+        pending = None if leave is None else leave(self.end(local, reverse=True))
         return lambda: self.chain(local, pending() if pending else d_final, reverse=True)
 
-    def _end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
+    def end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
         """The state that all segments together leave, [B, H, M, P, 2], from the states that each alone leaves."""
         last, chained = 0 if reverse else -1, self.chain(local, None, reverse=reverse)
         if self.power is None or chained is None:  # one segment

@@ -107,7 +107,7 @@ def test_positions_masks_and_embeddings(loaded):
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [("Dynamo", "hybrid"), ("Onnx", "hybrid"), ("Onnx", "s4d"), ("Onnx", "gla"), ("Onnx", "gated-deltanet")],
+    [("Dynamo", "s4d"), ("Onnx", "hybrid"), ("Onnx", "s4d"), ("Onnx", "gla"), ("Onnx", "gated-deltanet")],
 )
 @torch.no_grad()
 def test_graphs_of_transformers_exporters(loaded, backend, case):

@@ -20,7 +20,7 @@ from interdomain.model.costs.flops import train_flops_per_token
 from interdomain.titan.plan.schedule import multiple_of_peak
 from interdomain.titan.settings.schema import LRScheduler
 
-from ..common import TIMEOUT
+from ..ranks import launch
 from . import stand_ins
 from .conftest import GOOD
 
@@ -220,29 +220,19 @@ def test_without_megatron_core_or_with_another(source, words, tmp_path):
 @pytest.mark.e2e
 @pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/")
 def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_path):
-    """Two ranks over gloo, as docs/megatron.md starts them; the second start has a pipeline and repeats the last steps."""
+    """Two ranks over gloo; the second start has a pipeline and repeats the last steps."""
 
-    def start(*layout):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        given = f"--data.corpus {corpus} --save {tmp_path} --save-interval 4 --micro-batch 2 --global-batch 8 --steps 8"
-        program = [
-            "-m",
-            "interdomain.megatron.train",
-            *given.split(),
-            "--warmup-steps",
-            "2",
-            "--log-interval",
-            "1",
-            *layout,
-        ]
-        done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=TIMEOUT)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)}
+    def start(name, *layout):
+        given = f"--data.corpus {corpus} --save {tmp_path} --save-interval 2 --micro-batch 2 --global-batch 4 --steps 4"
+        log = launch(
+            tmp_path / name, 2, train.__file__, *given.split(), "--warmup-steps", 1, "--log-interval", 1, *layout
+        )
+        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", log)}
 
-    first = start("--tensor-parallel", "2")
-    assert (tmp_path / TRACKER).read_text() == "8"
-    (tmp_path / TRACKER).write_text("4")
-    second = start("--pipeline-parallel", "2")
-    assert list(first) == list(range(1, 9))
-    assert second == pytest.approx({step: first[step] for step in range(5, 9)}, abs=1e-4)
-    assert first[8] < first[1] - 0.2
+    first = start("first", "--tensor-parallel", "2")
+    assert (tmp_path / TRACKER).read_text() == "4"
+    (tmp_path / TRACKER).write_text("2")
+    second = start("second", "--pipeline-parallel", "2")
+    assert list(first) == list(range(1, 5))
+    assert second == pytest.approx({step: first[step] for step in range(3, 5)}, abs=1e-4)
+    assert first[4] < first[1] - 0.2

@@ -1,6 +1,14 @@
-"""Context and tensor parallelism, and stages: a model whose parts are on several ranks is the model on one, gradients too."""
+"""Context and tensor parallelism, and stages: a model whose parts are on several ranks is the model on one, gradients too.
 
+Every case on every topology of 2, 4 and 8 ranks by request:
+INTERDOMAIN_MATRIX=1 ./launch.sh test tests/model/test_shard.py -n 0
+"""
+
+import collections
+import copy
 import itertools
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -49,18 +57,18 @@ CASES = {
     "gated-deltanet, hybrid, packed": ("gated-deltanet", HEADS | OPTIONS["hybrid"], PACKED),
     "hybrid, window, packed": ("interdomain", OPTIONS["hybrid, window"], PACKED),
 }
-RANKS = 4
 TOPOLOGIES = ((4, 1), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism
+if MATRIX := "INTERDOMAIN_MATRIX" in os.environ:
+    TOPOLOGIES = tuple((c, t) for c, t in itertools.product((1, 2, 4, 8), (1, 2, 4)) if 1 < c * t <= 8)
+RANKS = max(c * t for c, t in TOPOLOGIES)
 STAGES = (("tok_embeddings", "layers.0"), (), ("layers.1", "norm"), ("output",))
 COMPILED = "kv2, gate"
 
 
 def runs(case, topology):
     """All on a grid of both. Documents say nothing of heads, and without any, two shards are as good as four."""
-    if topology == (2, 2):
-        return True
     packed, heads = CASES[case][2] is not None, CASES[case][1].get("n_kv_heads", 4)
-    return packed == (topology == (4, 1)) and heads % topology[1] == 0
+    return heads % topology[1] == 0 and (MATRIX or topology == (2, 2) or packed == (topology == (4, 1)))
 
 
 def stages_of(model):
@@ -76,7 +84,7 @@ def stages_of(model):
 
 
 def part_of(mesh):
-    return mesh and Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()) if mesh and mesh.size() > 1 else None
 
 
 def distribute(model, mesh):
@@ -91,7 +99,7 @@ def distribute(model, mesh):
             module._buffers["local_weight"] = module.weight.to_local()
 
 
-def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=False):
+def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=""):
     """The loss and the gradients of all parameters, by name, of this rank's part of the tokens and of the heads."""
     condition, options, lengths = CASES[case]
     model = lively(small_config(condition, vocab_size=64, **options))
@@ -105,9 +113,9 @@ def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=Fals
     for stage in stages:
         stage.set_parts(shard=shard, heads=heads)
     if compiled:
-        model.output.compile_loss("aot_eager")
+        model.output.compile_loss(compiled)
         for layer in model.layers.values():
-            layer.compile(backend="aot_eager", fullgraph=True)
+            layer.compile(backend=compiled, fullgraph=True)
     positions = shard_of(positions_of(lengths), shard, dim=1) if lengths else None
     x = shard_of(tokens, shard, dim=1)
     for stage in stages:
@@ -122,17 +130,67 @@ def summed(found, context, tensor):
         parted = hasattr(x, "full_tensor")
         found[name] = x = x.full_tensor() if parted else x
         for mesh in (context, None if parted else tensor):
-            if mesh is not None:
+            if mesh is not None and mesh.size() > 1:
                 dist.all_reduce(x, group=mesh.get_group())
     return found
+
+
+def hidden(mesh):
+    """PyTorch's products that a layer computes between the start of each of its exchanges and the wait for it, forward and
+    backward, as the profiler sees them."""
+    model = lively(small_config("interdomain", vocab_size=64))
+    del model.layers["1"]
+    model.set_parts(shard=part_of(mesh))
+    tokens = random_tokens(model.config, 2, T)
+    with torch.profiler.profile() as profile:
+        model(tokens, labels=tokens).backward()
+    names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
+    started = [i for i, name in enumerate(names) if name == "_c10d_functional::all_to_all_single"]
+    waited = [i for i, name in enumerate(names) if name == "_c10d_functional::wait_tensor"]
+    assert all(start < wait for start, wait in zip(started, waited, strict=True))
+    return [{"aten::mm", "aten::bmm"} & {*names[i:j]} for i, j in zip(started, waited, strict=True)]
+
+
+def traced(mesh):
+    """Of a model whose heads are on several ranks: the nodes of a compiled layer's graphs after inductor's pass for
+    asynchronous tensor parallelism, and the collectives that CommDebugMode counts."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch.distributed import _symmetric_memory
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    nodes = collections.Counter()
+
+    def compiler(graph, inputs):
+        fused = copy.deepcopy(graph)
+        view_to_reshape(fused)
+        with _symmetric_memory._test_mode(), mock.patch("torch.distributed.is_nccl_available", return_value=True):
+            micro_pipeline_tp_pass(fused.graph)
+        nodes.update(str(node.target) for node in fused.graph.nodes)
+        return graph
+
+    model = lively(small_config("interdomain", vocab_size=64))
+    distribute(model, mesh)
+    model.set_parts(heads=part_of(mesh))
+    tokens = random_tokens(model.config, 2, T)
+    with CommDebugMode() as counted:
+        model(tokens, labels=tokens).backward()
+    compilers = dict(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
+    model.layers["0"].compile(backend=aot_autograd(**compilers), fullgraph=True)
+    model(tokens, labels=tokens).backward()
+    return nodes, {str(op): n for op, n in counted.get_comm_counts().items()}
 
 
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    world = init_device_mesh("cpu", (RANKS,))
-    meshes = dict(zip(TOPOLOGIES, [(world, None), (None, world), (grid["cp"], grid["tp"])], strict=True))
+    meshes = {}
+    for c, t in TOPOLOGIES:  # where there are more ranks, several times the same
+        grid = init_device_mesh("cpu", (RANKS // (c * t), c, t), mesh_dim_names=("copies", "cp", "tp"))
+        meshes[c, t] = grid["cp"], grid["tp"]
+    cp, tp = meshes[2, 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "piece_tokens", lambda vocab_size: 50)  # several pieces
         for case, topology in itertools.product(CASES, TOPOLOGIES):
@@ -141,8 +199,17 @@ def run_rank(rank, folder):
                 if rank == 0:
                     torch.save(found, folder / f"{case} on {topology}.pt")
         if rank < 2:  # the first ranks of tensor parallelism
-            found = summed(loss_and_gradients(COMPILED, (None, grid["tp"]), compiled=True), None, grid["tp"])
-            torch.save(found, folder / f"{COMPILED} on {rank}, compiled.pt")
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+                folder / "cache"
+            )  # of both: none may load what the other compiled
+            for when, backend in (("", "aot_eager"), *((("cold", "inductor"), ("hot", "inductor")) if MATRIX else ())):
+                found = summed(loss_and_gradients(COMPILED, (None, tp), compiled=backend), None, tp)
+                torch.save(found, folder / f"{COMPILED} on {rank}, compiled {when}.pt")
+                torch._dynamo.reset()
+            if MATRIX:
+                assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] > 0
+            torch.save(traced(tp), folder / f"traced {rank}.pt")
+        torch.save(hidden(cp), folder / f"hidden {rank}.pt")
     dist.destroy_process_group()
 
 
@@ -157,12 +224,32 @@ def computed(tmp_path_factory):
 def test_loss_and_gradients_are_those_of_one_process(case, computed):
     expected = loss_and_gradients(case)
     files = [path for path in computed.iterdir() if path.name.startswith(f"{case} on ")]
-    assert len(files) == sum(runs(case, topology) for topology in TOPOLOGIES) + 2 * (case == COMPILED)
+    compiled = (6 if MATRIX else 2) * (case == COMPILED)
+    assert len(files) == sum(runs(case, topology) for topology in TOPOLOGIES) + compiled
     for path in files:
         found = torch.load(path)
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             assert (found[name] - x).norm() <= 1e-10 * x.norm(), f"{name}: {path.name}"
+
+
+def test_exchanges_run_beside_products(computed):
+    """The tail beside the first projection, the state beside the queries' and the scores within chunks, and backward likewise.
+    Of the state's two messages the first waits on a CPU; on CUDA it has a stream of its own."""
+    for rank in range(RANKS):
+        tail, _, state, _, costate, tail_back = torch.load(computed / f"hidden {rank}.pt")
+        assert (tail, state) == ({"aten::mm"}, {"aten::mm", "aten::bmm"})
+        assert (costate, tail_back) == ({"aten::bmm"}, {"aten::mm"})
+
+
+def test_collectives_are_seen(computed):
+    """By inductor, which would pipeline products with them where ranks share memory, and by CommDebugMode."""
+    for rank in range(2):
+        nodes, counts = torch.load(computed / f"traced {rank}.pt", weights_only=False)
+        assert nodes["symm_mem.fused_all_gather_matmul.default"] == 4  # of mixer and feed-forward, forward and backward
+        assert nodes["symm_mem.fused_matmul_reduce_scatter.default"] == 2
+        # Each way of two layers' four, the embedding's and the head's; and the normalisers of the loss's three pieces.
+        assert counts == {"c10d_functional.all_gather_into_tensor": 13, "c10d_functional.reduce_scatter_tensor": 10}
 
 
 def test_stages_are_the_model_to_the_bit():

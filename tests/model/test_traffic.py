@@ -52,12 +52,13 @@ def test_shards_and_replicas():
 
 
 def test_context():
-    """From each of three other ranks, both ways: a state in float32, a number that says if it goes on, convolutions' inputs."""
-    state, tail = 4 * 4 * 32 * 64 * 2 + 4, 2 * 3 * 2 * DIM
+    """Both ways, of each of three other ranks: a fourth of a state in float32 twice, and a number that says if it goes on; and
+    of one of them the convolutions' inputs."""
+    state, tail = 2 * 4 * 32 * 64 * 2 + 4, 3 * 2 * DIM
     fsdp = received("interdomain", shards=4, precision="bf16")
     got = received("interdomain", context=4, precision="bf16")
     dynamics = LAYERS * 4 * (1 + 2 * 32 + 2 * 32**2)
-    assert got.pop("context") == 3 * 2 * LAYERS * B * (state + tail)
+    assert got.pop("context") == 2 * LAYERS * B * (3 * state + tail)
     assert got == fsdp == {"shards": fsdp["shards"], "dynamics": 4 * dynamics * 2 * 3 // 4}
 
 

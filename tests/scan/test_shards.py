@@ -6,9 +6,11 @@ import multiprocessing
 import pytest
 import torch
 from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from interdomain import scan
+from interdomain.scan import shards
 
 from ..traffic import counted
 from .common import Case, assert_agree, function, gradients, linear_or_query, op_inputs
@@ -81,11 +83,44 @@ def run_rank(rank, folder):
     distributed.destroy_process_group()
 
 
+def count(rank, folder):
+    """Of one exchange by the last of N ranks that are simulated: operations, and bytes received by the bytes of a state."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    results = {}
+    for size in (2, 8, 64):
+        distributed.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
+        B, H, M, P, T = 1, 4, 32, 64, 100
+        state, log_decay = torch.zeros(B, H, M, P, 2), torch.zeros(H, M, 2)
+        with counted() as traffic, Operations() as operations:
+            sent = shards.send(
+                state, log_decay, T, torch.zeros(B, T, dtype=torch.int32), distributed.group.WORLD.group_name
+            )
+            shards.receive(sent, state.shape)
+        results[size] = operations.n, sum(traffic.values()) / (state.nbytes + 4 * B)
+        distributed.destroy_process_group()
+    torch.save(results, f"{folder}/counts.pt")
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    n = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.n += 1
+        return op(*args, **(kwargs or {}))
+
+
+def start(function, folder, nprocs):
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo"])  # imported once
+    torch.multiprocessing.start_processes(function, (str(folder),), nprocs=nprocs, start_method="forkserver")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "torch._dynamo"])  # imported once
-    torch.multiprocessing.start_processes(run_rank, (str(folder),), nprocs=4, start_method="forkserver")
+    start(run_rank, folder, 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -107,19 +142,27 @@ def one_rank(name, linear, size):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_shards_are_the_whole(name, size, linear, ranks):
-    """Values, every shard's final state, every gradient; one message of one state each way, whatever the length."""
+    """Values, every shard's final state, every gradient; less than two states each way, whatever the length."""
     case = CASES[name]
-    state_bytes = case.B * (8 * case.H * case.M * (case.R + case.D) + 4) * 2  # float64
+    rows = -(-case.H * case.M // size)  # of a state, that a rank adds up
+    received = case.B * (2 * 16 * rows * (case.R + case.D) + 8)  # of each other rank; float64
     expected = one_rank(name, linear, size)
     for how, exchanges in (("eager", 2), ("compiled", 2), ("saved", 2), ("repeated", 3)):
         if (name, how, linear, size) not in ranks[0]:
             continue
         results, traffic = zip(*(r[name, how, linear, size] for r in ranks[:size]), strict=True)
-        assert [*traffic] == [{"allgather": exchanges * (size - 1) * state_bytes}] * size
+        assert [*traffic] == [{"alltoall": exchanges * (size - 1) * received}] * size
         got = {n: [x[n] for x in results] for n in results[0]}
         got = {n: torch.cat(x, dim=1) if n in TOKENS else sum(x) if n != "state" else x for n, x in got.items()}
         got["states"] = torch.stack(got.pop("state"))
         assert_agree(got, expected, "float64")
+
+
+def test_an_exchange_costs_the_same_on_any_number_of_ranks(tmp_path):
+    start(count, tmp_path, 1)
+    operations, states = zip(*torch.load(tmp_path / "counts.pt").values(), strict=True)
+    assert len({*operations}) == 1
+    assert all(states[i] < states[i + 1] < 2.02 for i in range(2))  # a document's number comes from every rank
 
 
 def test_refusals():

@@ -59,6 +59,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--debug.seed=18446744073709551616": "debug.seed must be a number of 64 bits",
         "--checkpoint.keep_latest_k=1": "checkpoint.keep_latest_k must be 2 or more ... got 1",
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
+        "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
     },
     "context": {

@@ -128,18 +128,38 @@ def test_logprobs_and_sampling(exported_model):
 
 @pytest.mark.parametrize("case", ["interdomain", "s4d", HYBRID, "mamba2"])
 def test_bfloat16(case, exported_model):
-    """Log probabilities are near those of float32."""
+    """Log probabilities are near float32's: a text differs from float32's only where two tokens are as near to each other."""
     model, folder = made(exported_model, case)
-    given = prompts((40, 64, 7))
     with engine(folder, dtype="bfloat16") as llm:
-        options = vllm.SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-        asked = [{"prompt_token_ids": prompt} for prompt in given]
-        found = [out.outputs[0].logprobs[0] for out in llm.generate(asked, options, use_tqdm=False)]
-    for prompt, answer in zip(given, found, strict=True):
+        options = vllm.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=5)
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
+        found = [out.outputs[0] for out in llm.generate(asked, options, use_tqdm=False)]
+    for prompt, text in zip(prompts(), found, strict=True):
         with torch.no_grad():
-            exact = model(torch.tensor([prompt]))[0, -1, :TOKENS].log_softmax(-1)
-        for token, x in answer.items():
-            assert x.logprob == pytest.approx(exact[token].item(), abs=0.1)
+            exact = model(torch.tensor([[*prompt, *text.token_ids]]))[0, len(prompt) - 1 : -1, :TOKENS].log_softmax(-1)
+        for step, (token, by_token) in enumerate(zip(text.token_ids, text.logprobs, strict=True)):
+            assert exact[step].max() - exact[step, token] < 0.1
+            for other, x in by_token.items():
+                assert x.logprob == pytest.approx(exact[step, other].item(), abs=0.1)
+
+
+def test_prompts_of_unequal_length_are_read_together():
+    """Those that begin, in as many batches as there are powers of two among their lengths."""
+    from interdomain.vllm.states import Metadata
+
+    lengths = torch.tensor([5, 8, 7, 3, 4, 9])
+    metadata = Metadata.__new__(Metadata)
+    vars(metadata).update(state_indices_tensor_d=None, num_decode_tokens=0, num_prefills=6)
+    vars(metadata).update(query_start_loc_p=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+    vars(metadata).update(state_indices_tensor_p=torch.arange(6), has_initial_states_p=torch.arange(6) == 5)
+    batches = {tuple(batch.pages.tolist()): batch for batch in metadata.batches}
+    assert batches.keys() == {(0, 1, 2), (3, 4), (5,)}
+    together = batches[0, 1, 2]
+    assert (~together.padding).sum(1).tolist() == [5, 8, 7]
+    assert [row[~pad].tolist() for row, pad in zip(together.tokens, together.padding, strict=True)] == [
+        [*range(5)], [*range(5, 13)], [*range(13, 20)]
+    ]  # fmt: skip
+    assert batches[5,].padding is None
 
 
 @pytest.mark.parametrize(

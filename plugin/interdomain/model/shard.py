@@ -1,19 +1,16 @@
 """A model over several ranks: each computes its part of the tokens or of the heads, and gets from the others what it needs.
 
-    torch.ops.interdomain.before.default            a part's tail, to the rank after it
-    torch.ops.interdomain.gather_shards.default     all parts, to every rank
-    torch.ops.interdomain.scatter_shards.default    the sum over the ranks, of which each gets its part
-
-All are collective, forward and backward: every rank of the group must call them, the first and the last too.
+All functions are collective, forward and backward: every rank of the group must call them, the first and the last too. They are
+PyTorch's functional collectives with a gradient, so torch.compile and CommDebugMode see them. What `send` starts runs beside
+all that is computed before `receive`; in the backward pass the other way round.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from interdomain.scan.library import tag_caches
+c10d = torch.ops._c10d_functional  # asynchronous; take the name of a group
 
 # Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
 # large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks; so is a
@@ -44,89 +41,108 @@ def shard_of(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
 
 def gather_tokens(x: Tensor, part: Part | None) -> Tensor:
     """The tokens of all ranks, [B, T / size, E] -> [B, T, E]; x itself where part is None."""
-    if part is None:
-        return x
-    return gather_shards(x, part.size, part.group).transpose(0, 1).flatten(1, 2)
+    return x if part is None else _Gather.apply(x, 1, part)
 
 
 def scatter_tokens(x: Tensor, part: Part | None) -> Tensor:
     """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]; x itself where part is None."""
-    if part is None:
-        return x
-    return scatter_shards(x.unflatten(1, (part.size, -1)).transpose(0, 1), part.size, part.group)
+    return x if part is None else _Scatter.apply(x, 1, part)
 
 
-@torch.library.custom_op("interdomain::before", mutates_args=())
-def before(x: Tensor, group: str, step: int) -> Tensor:
-    """x of the rank `step` before this one, zeros where there is none. The gradient goes the same way back."""
-    members = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
-    there = dist.get_rank(members) - step
-    everyone = _gather(x, members.size(), group)
-    return everyone[there].clone() if 0 <= there < members.size() else torch.zeros_like(x)
+def gather_shards(x: Tensor, part: Part) -> Tensor:
+    """x of all ranks, one after the other: [size, *x.shape]. A rank's gradient is the sum of what all ranks have for its x."""
+    return _Gather.apply(x[None], 0, part)
 
 
-@before.register_fake
-def _(x, group, step):
-    return x.new_empty(x.shape)
+def send_tail(x: Tensor, n: int, part: Part) -> Tensor:
+    """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result."""
+    return send(x[:, -n:], _to_neighbour(part, 1, len(x)), _to_neighbour(part, -1, len(x)), part)
 
 
-def _setup_before(ctx, inputs, output):
-    _, ctx.group, ctx.step = inputs
-
-
-before.register_autograd(lambda ctx, d: (before(d, ctx.group, -ctx.step), None, None), setup_context=_setup_before)
-
-
-def tail_before(x: Tensor, n: int, part: Part, back: Tensor | None) -> Tensor:
-    """The last n tokens of the shard before, [B, n, E] of x [B, T, E]; zeros but for the last `back` [B], where that is given:
-    those are of the first token's document."""
-    past = before(x[:, -n:], part.group, 1)
+def receive_tail(sent: Tensor, part: Part, back: Tensor | None) -> Tensor:
+    """The last n tokens of the shard before, [B, n, E]; zeros but for the last `back` [B], where that is given: those are of
+    the first token's document. At the first rank zeros."""
+    past = receive(sent, _to_neighbour(part, 1, len(sent)), _to_neighbour(part, -1, len(sent)), part)
+    if part.rank == 0:  # the last one's, as those of a ring: all ranks have the same shapes
+        back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
     if back is None:
         return past
-    distance = torch.arange(n, 0, -1, device=x.device)[:, None]
+    distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
     return past.masked_fill(distance > back[:, None, None], 0)
 
 
-@torch.library.custom_op("interdomain::gather_shards", mutates_args=())
-def gather_shards(x: Tensor, size: int, group: str) -> Tensor:
-    """x of all ranks, one after the other: [size, *x.shape]. A rank's gradient is the sum of what all ranks have for its x."""
-    return _gather(x, size, group)
+def _to_neighbour(part: Part, step: int, rows: int) -> list[int]:
+    """Rows for each rank, all of them for the one `step` after this one."""
+    there = (part.rank + step) % part.size
+    return [rows * (i == there) for i in range(part.size)]
 
 
-@gather_shards.register_fake
-def _(x, size, group):
-    return x.new_empty(size, *x.shape)
+def send(x: Tensor, to: list[int], of: list[int], part: Part) -> Tensor:
+    """Send to[i] rows of x to rank i, in order, and get of[i] rows of rank i. The result has arrived after `receive`, which
+    takes it, and nothing else does before."""
+    return _Send.apply(x, to, of, part.group)
 
 
-@torch.library.custom_op("interdomain::scatter_shards", mutates_args=())
-def scatter_shards(x: Tensor, size: int, group: str) -> Tensor:
-    """The sum over all ranks of x[rank], where rank is this one: [size, ...] -> [...]."""
-    c10d = torch.ops._c10d_functional  # gloo reduces and gathers flat tensors only
-    summed = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous().flatten(), "sum", size, group))
-    return torch.ops.aten._unsafe_view(summed, x.shape[1:])  # FSDP2 warns of a module that returns a view
+def receive(sent: Tensor, to: list[int], of: list[int], part: Part) -> Tensor:
+    """The rows that arrived; `to` and `of` as in `send`."""
+    return _Receive.apply(sent, to, of, part.group)
 
 
-@scatter_shards.register_fake
-def _(x, size, group):
-    return x.new_empty(x.shape[1:])
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
+        return c10d.all_to_all_single(x.contiguous(), of, to, group)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        return c10d.wait_tensor(d), None, None, None
 
 
-def _setup(ctx, inputs, output):
-    _, ctx.size, ctx.group = inputs
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
+        ctx.to, ctx.of, ctx.group = to, of, group
+        return c10d.wait_tensor(sent)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        return c10d.all_to_all_single(d.contiguous(), ctx.to, ctx.of, ctx.group), None, None, None
 
 
-gather_shards.register_autograd(
-    lambda ctx, d: (scatter_shards(d, ctx.size, ctx.group), None, None), setup_context=_setup
-)
-scatter_shards.register_autograd(
-    lambda ctx, d: (gather_shards(d, ctx.size, ctx.group), None, None), setup_context=_setup
-)
+class _Gather(torch.autograd.Function):
+    """Concatenation along a dimension; backward the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, part: Part) -> Tensor:
+        ctx.dim, ctx.part = dim, part
+        return _gathered(x, dim, part)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(d, ctx.dim, ctx.part), None, None
 
 
-def _gather(x: Tensor, size: int, group: str) -> Tensor:
-    c10d = torch.ops._c10d_functional
-    everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous().flatten(), size, group))
-    return everyone.view(size, *x.shape)
+class _Scatter(torch.autograd.Function):
+    """The sum over the ranks, of which each gets its piece along a dimension; backward the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, part: Part) -> Tensor:
+        ctx.dim, ctx.part = dim, part
+        return _scattered(x, dim, part)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(d, ctx.dim, ctx.part), None, None
 
 
-tag_caches(__name__)
+# In the forms that inductor's async tensor parallelism looks for.
+
+
+def _gathered(x: Tensor, dim: int, part: Part) -> Tensor:
+    everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))
+    return everyone if dim == 0 else torch.cat(everyone.chunk(part.size), dim)
+
+
+def _scattered(x: Tensor, dim: int, part: Part) -> Tensor:
+    x = x if dim == 0 else torch.cat(x.chunk(part.size, dim))
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group))

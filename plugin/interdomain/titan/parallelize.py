@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor import config as inductor
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Placement, Replicate, distribute_tensor
@@ -22,15 +24,15 @@ from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_divi
 from .plan.device import device_here
 from .step.meshes import Meshes, part_of
 
-# What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
-# A shard's exchange before it likewise, and the heads' sum. Not gather_shards, which makes all of the parts: recomputed, it is
-# one block's at a time.
+# What selective checkpointing saves beside torchtitan's own list, which has the heads' sum: recomputing the scan would cost
+# more than all it saves, and what shards exchange is small. Not a gather, which makes all of the parts: recomputed, it is one
+# block's at a time.
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
     torch.ops.interdomain.fla_recurrence.default,
-    torch.ops.interdomain.before.default,
-    torch.ops.interdomain.scatter_shards.default,
+    torch.ops.interdomain.send_state.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 
@@ -48,6 +50,8 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_b
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if (checkpointing := job_config.activation_checkpoint).mode != "none":
         apply_ac(model, checkpointing, model_compile_enabled=compiled, op_sac_save_list=SAVED_OPS | SCAN_OPS)
+    if job_config.parallelism.enable_async_tensor_parallel:
+        enable_async_tensor_parallel(meshes.tensor)
     if compiled:
         apply_compile(model, job_config.compile)
     if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
@@ -57,6 +61,13 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_b
         for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
             if unit is not None:
                 read_local_slices(unit, sum_in_backward)
+
+
+def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
+    """Let inductor pipeline the exchange of tokens with the products beside it. TorchTitan's own function leaves out the second
+    line, without which PyTorch's pass does nothing."""
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def dynamics_of(model: Transformer) -> list[nn.Module]:

@@ -61,7 +61,6 @@ NOT_HONOURED = {
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
-    "parallelism.enable_async_tensor_parallel": "Leave it out: the layers exchange tokens by operations of their own.",
     "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
     "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
     "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",

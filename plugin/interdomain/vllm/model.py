@@ -57,13 +57,20 @@ class Recurrent(MambaBase):
         if metadata is None:  # a run that measures memory: there are no pages yet
             return out
         conv, ssm = self.kv_cache
-        for tokens, pages, fresh in metadata[self.name].batches:
+        for tokens, pages, fresh, padding in metadata[self.name].batches:
             past = conv[pages] if self.has_conv else conv.new_empty(len(pages), 0, 0)
             state = MixerState(past, ssm[pages], self.prepared)
             if fresh is not None:
                 state.conv[fresh], state.ssm[fresh] = 0, 0
             of_tokens = None if rope is None else (rope[0][tokens], rope[1][tokens])
-            out[tokens] = self.mixer(x[tokens], of_tokens, self.dynamics, state)
+            inputs, documents = x[tokens], None
+            if padding is not None:  # a document of its own, of zeros: no state and no convolution goes on from it
+                inputs, documents = inputs.masked_fill(padding[..., None], 0), (~padding).int()
+            y = self.mixer(inputs, of_tokens, self.dynamics, state, documents)
+            if padding is None:
+                out[tokens] = y
+            else:
+                out[tokens[~padding]] = y[~padding]
             ssm[pages] = state.ssm
             if self.has_conv:
                 conv[pages] = state.conv

@@ -13,22 +13,25 @@ NULL_PAGE = 0  # of vLLM: no request has it
 
 
 class Batch(NamedTuple):
-    """Requests of which each has T tokens in this step.
+    """Requests that are computed together, of T tokens each.
 
     tokens: where they stand in the step, [B, T]; pages: of the requests' states, [B]; fresh: [B], true where a request begins
-    and its page holds the state of another, None where none does.
+    and its page holds the state of another, None where none does. padding: [B, T], true before the tokens of a shorter
+    request, None where all have T.
     """
 
     tokens: Tensor
     pages: Tensor
     fresh: Tensor | None
+    padding: Tensor | None = None
 
 
 @dataclass
 class Metadata(BaseMambaAttentionMetadata):
     @cached_property
     def batches(self) -> list[Batch]:
-        """All requests that generate, in one batch; then pieces of prompts, those of equal length in one."""
+        """All requests that generate, in one batch. Then pieces of prompts: of those that begin, lengths up to a power of two
+        and more than its half in one; of those that go on from a state, equal lengths."""
         batches, n = [], self.num_decode_tokens
         if self.state_indices_tensor_d is not None and n:
             pages = self.state_indices_tensor_d[:n, 0].long()
@@ -38,11 +41,16 @@ class Metadata(BaseMambaAttentionMetadata):
             assert start is not None
             assert of_prefills is not None
             assert seen is not None
-            lengths = start.diff()
-            for length in lengths.unique().tolist():
-                rows = (lengths == length).nonzero()[:, 0]
-                tokens = n + start[rows].long()[:, None] + torch.arange(length, device=rows.device)
-                batches.append(Batch(tokens, of_prefills[rows].long(), ~seen[rows].bool()))
+            lengths, fresh = start.diff(), ~seen.bool()
+            rounded = lengths.log2().ceil().exp2().long()
+            groups = torch.where(fresh, -rounded, lengths)
+            for group in groups.unique().tolist():
+                rows = (groups == group).nonzero()[:, 0]
+                own = lengths[rows, None]
+                order = torch.arange(int(own.max()), device=rows.device) - (own.max() - own)
+                tokens = n + start[rows].long()[:, None] + order.clamp_min(0)
+                padding = order < 0 if (own != own.max()).any() else None
+                batches.append(Batch(tokens, of_prefills[rows].long(), fresh[rows], padding))
         return batches
 
 

@@ -98,11 +98,10 @@ def memory_estimate(
     if checkpointing == "none":
         activations += rounded * blocks * block
     if context > 1:
-        handed = [Counter(mixer_class(layer.mixer).handed_on(layer)) for layer in held]
-        activations += 4 * local_batch * sum(layer["state"] for layer in handed) // tensor
+        received = [Counter(mixer_class(layer.mixer).received(layer, context, tensor)) for layer in held]
+        activations += 4 * local_batch * sum(layer["state"] for layer in received)
         at_once = sum if checkpointing == "none" else max
-        activations += at_once(layer["token"] for layer in handed) * (context - 1) * tokens * width // tensor
-        activations += at_once(layer["gathered"] for layer in handed) * context * local_batch * 4 // tensor
+        activations += at_once(layer["token"] for layer in received) * tokens * width
     passed_on = sum(in_flight) - local.head * in_flight[-1]  # outputs of stages that are not the last
     activations += passed_on * tokens * dim * stored // tensor
     sharded = 4 * ((n_params - local.dynamics) // shards + local.dynamics)

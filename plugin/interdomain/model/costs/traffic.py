@@ -80,7 +80,7 @@ def traffic(
     """Bytes that a rank receives in one step, by axis; an axis of one rank receives none.
 
     shards: parameters gathered in the precision of the pass, gradients scattered, over shards x context.
-    replicas: the scattered gradients' sum. context: by mixer (`Mixer.handed_on`). tensor: the hidden states, gathered and
+    replicas: the scattered gradients' sum. context: by mixer (`Mixer.received`). tensor: the hidden states, gathered and
     scattered at embedding, mixers, feed-forwards and head; the loss's normalisers; what mixers add up (`Mixer.summed`); the sum
     of the gradients of whole parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over
     all ranks of the stage.
@@ -106,15 +106,10 @@ def traffic(
 
     by_context = 0
     for layer in (config.layers[i] for i in layers if context > 1):
-        handed = Counter(mixer_class(layer.mixer).handed_on(layer))
-        per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
-        if handed["state"]:
-            per_sequence += 4  # whether a document begins in the shard
-        per_token = width * handed["token"] // tensor
-        # Recomputed by block: all. By operation: not the scan and the tail, which are saved.
-        by_context += local_batch * per_sequence * (2 + (checkpointing == "full"))
-        gathered_again = tokens * per_token + 4 * local_batch * handed["gathered"] // tensor
-        by_context += gathered_again * (2 + (checkpointing != "none"))
+        received = Counter(mixer_class(layer.mixer).received(layer, context, tensor))
+        # Recomputed by block: all. By operation: what is gathered alone, for the rest is saved.
+        by_context += local_batch * (4 * received["state"] + width * received["tail"]) * (2 + (checkpointing == "full"))
+        by_context += tokens * width * received["token"] * (2 + (checkpointing != "none"))
 
     # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
     # gathers.
@@ -126,7 +121,7 @@ def traffic(
     return {
         "shards": (parts - 1) * (gathered + reductions * reduced * sum(per_group)),
         "replicas": reductions * sum(summed(n, replicas) for n in per_group) * reduced // 4,
-        "context": (context - 1) * micro_batches * by_context,
+        "context": micro_batches * by_context,
         "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
         "pipeline": micro_batches * hidden * stored * (2 * (len(local.layers) - turn) - local.embedding - local.head),
         "dynamics": summed(local.dynamics, replicas * parts * tensor),

@@ -81,11 +81,11 @@ class Mixer(nn.Module):
         """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"."""
         raise NotImplementedError("this mixer does not say what its backward pass keeps")
 
-    @staticmethod
-    def handed_on(config: ModelConfig) -> dict[str, int]:
-        """Numbers that a rank with a shard of the sequences hands on, by layer, forward and as many backward, as far as there
-        are any: float32 "state" per sequence, or "gathered", which a recomputation gathers again; of the activations' dtype,
-        "tail" per sequence and "token" per token of the shard."""
+    @classmethod
+    def received(cls, config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+        """Numbers that a rank with one of `context` shards of a sequence and of `tensor` parts of the heads receives for a
+        layer, forward, and as many backward: per sequence float32 "state", and of the activations' dtype "tail"; of that dtype
+        per token of the shard "token". Those that a mixer has none of are left out."""
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
 
 

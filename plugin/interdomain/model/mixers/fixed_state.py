@@ -5,6 +5,7 @@ default heads all have as many numbers of state as interdomain attention (`confi
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..config import Execution, MixerConfig, ModelConfig, state_shape
 from ..feature_maps import KeptInFloat32, widened
 from ..initialize import initialize
 from ..layers import Linear, LocalParameters, RMSNorm, ShortConv
-from ..shard import Part, gather_shards, shard_of, tail_before
+from ..shard import Part, gather_shards, receive_tail, send_tail, shard_of
 from ..state import MixerState
 from . import fla_kernels
 from .base import Mixer, numbered
@@ -104,30 +105,45 @@ class FixedStateMixer(Mixer):
         packing: of `numbered`.
         """
         documents, back = packing if isinstance(packing, tuple) else (packing, None)
-        projected, conv = [w(x) for w in (self.wq, self.wk, self.wv)], None
-        y, widths = torch.cat(projected, dim=-1), [part.shape[-1] for part in projected]
+        sent = None
+        if self.shard is not None and self.conv is not None:
+            sent = send_tail(x, self.config.conv_past, self.shard)
+        y, conv = self._projected(x), None
+        widths = [w.local().shape[0] for w in (self.wq, self.wk, self.wv)]
         if self.conv is not None:
-            y, conv = self._convolved(y, state, documents, back)
+            past = None if state is None else state.conv.to(y.dtype)
+            if sent is not None:
+                assert self.shard is not None
+                past = self._projected(receive_tail(sent, self.shard, back))
+            y, conv = self._convolved(y, past, documents)
         y = F.silu(y) if self.always_silu or self.conv is not None else y
         parts = zip(y.split(widths, dim=-1), self.shape[1:2] + self.shape[1:], strict=True)
         q, k, v = (part.unflatten(-1, (-1, n)) for part, n in parts)
         dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
-        options = dict(documents=documents, backend=self.execution.backend, shard=self.shard)
+        gate = None
+
+        def make_gate() -> None:
+            nonlocal gate
+            gate = None if self.wg is None else self.wg(x)
+
+        options = dict(documents=documents, backend=self.execution.backend, shard=self.shard, beside=make_gate)
         o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
+        if self.shard is None:
+            make_gate()
         if state is not None:
             state.advance(state.conv if conv is None else conv, S)
-        return self.wo(self._gate(o, None if self.wg is None else self.wg(x)))
+        return self.wo(self._gate(o, gate))
 
-    def _convolved(
-        self, y: Tensor, state: MixerState | None, documents: Tensor | None, back: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The convolution of y [B, T, E], and its last W - 1 inputs, [B, W - 1, E]. Those before y are the state's, or of the
-        shard before, of which the last `back` [B] are of the first token's document."""
+    def _projected(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side, [B, T, E]."""
+        return torch.cat([w(x) for w in (self.wq, self.wk, self.wv)], dim=-1)
+
+    def _convolved(self, y: Tensor, past: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The convolution of y [B, T, E] after `past` [B, W - 1, E], and its last W - 1 inputs, likewise."""
         assert self.conv is not None
         weight, bias = self._this_ranks(self.conv.local()), self.conv.local("bias")
         bias = weight.new_zeros(len(weight)) if bias is None else self._this_ranks(bias)
-        n, past = self.config.conv_past, None if state is None else state.conv.to(y.dtype)
-        past = past if self.shard is None else tail_before(y, n, self.shard, back)
+        n = self.config.conv_past
         convolved = input_features(
             y,
             math.gcd(y.shape[2], 64),  # heads are nothing to a convolution
@@ -205,10 +221,12 @@ class FixedStateMixer(Mixer):
         return {"token": token, "scores": 0, "tables": 0}
 
     @classmethod
-    def handed_on(cls, config: ModelConfig) -> dict[str, int]:
+    def received(cls, config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+        """Two all-to-alls: of A and B, and of the states, of the N-th part of the rows (`fixed_state_shards`)."""
         H, K, V = state_shape(config.mixer, config.dim)
-        keys, values = cls._widths(config)
-        return {"gathered": H * K * (V + (K if cls.delta else 1)), "tail": config.mixer.conv_past * (2 * keys + values)}
+        rows, width, D = (H // tensor, K, K) if cls.delta else (H // tensor * K, 1, 1)
+        state = (context - 1) * -(-rows // context) * width * (2 * V + D)
+        return {"state": state, "tail": config.mixer.conv_past * config.dim}
 
 
 def recurrence(
@@ -222,14 +240,18 @@ def recurrence(
     documents: Tensor | None = None,
     backend: str = "auto",
     shard: Part | None = None,
+    beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
 
     backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`fla_kernels.chosen`).
-    shard: of the sequences, where the ranks of a group have the others; then there is no initial_state.
+    shard: of the sequences, where the ranks of a group have the others; then there is no initial_state, and `beside` is called
+        while they exchange their states.
     """
     if shard is not None:
-        return sharded_recurrence(partial(recurrence, backend=backend), q, k, v, log_decay, beta, documents, shard)
+        assert beside is not None
+        run = partial(recurrence, backend=backend)
+        return sharded_recurrence(run, q, k, v, log_decay, beta, documents, shard, beside)
     B, T, H, V = v.shape
     if T == 1 or not fla_kernels.chosen(v.device, v.dtype, backend)[0]:
         return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
@@ -311,9 +333,9 @@ class Mamba2Mixer(FixedStateMixer):
         if self.heads is None:
             return self.norm(y)
         squares = widened(y).square().sum(-1, keepdim=True)
-        mean = gather_shards(squares, self.heads.size, self.heads.group).sum(0) / self.norm_width
+        mean = gather_shards(squares, self.heads).sum(0) / self.norm_width
         weight = shard_of(self.norm.local(), self.heads)
-        return (widened(y) * (mean + self.norm.eps).rsqrt() * weight).to(y.dtype)
+        return (widened(y) * (mean + self.layer.norm_eps).rsqrt() * weight).to(y.dtype)
 
 
 MIXERS: dict[str, type[FixedStateMixer]] = {

@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from interdomain.features import input_features, input_features_step
-from interdomain.scan import CHUNK, decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
+from interdomain.scan import (
+    CHUNK,
+    SentState,
+    decay_factor,
+    interdomain_scan,
+    interdomain_step,
+    linear_scan,
+    linear_step,
+    send_state,
+)
 
 from ..config import Execution, MixerConfig, ModelConfig
 from ..feature_maps import GATES, divided, feature_map, widened
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
-from ..shard import Part, shard_of, tail_before
+from ..shard import Part, receive_tail, send_tail, shard_of
 from ..state import MixerState
 from .base import Mixer, numbered
 from .ssm import Dynamics, SSMDynamics, fold
@@ -77,23 +86,41 @@ class InterdomainMixer(Mixer):
         shard also [B], how many tokens of its document come before the first.
         """
         names = "kvq" if self.config.query_readout else "kv"
-        projected = {name: getattr(self, f"w{name}")(x) for name in names}  # each [B, T, heads * R]
+        project = {name: getattr(self, f"w{name}") for name in names}  # [B, T, dim] -> [B, T, heads * R]
         if state is not None and x.shape[1] == 1 and state.prepared is not None and not torch.is_grad_enabled():
-            o = self._step(projected, rope, state, state.prepared)
+            o = self._step({name: w(x) for name, w in project.items()}, rope, state, state.prepared)
+            gate = self._gate(x)
         else:
             documents, back = packing if isinstance(packing, tuple) else (packing, None)
-            past, conv = self._convolved(projected, state, back)
-            # No projection lives longer than it is needed.
-            features = {n: self._features(n, projected.pop(n), rope, past.get(n), documents) for n in names}
-            o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, documents)
+            dynamics, convs, n = dynamics or self.dynamics([self])[0], self._convolutions(), self.config.conv_past
+            past, ends, features, group = self._past(state), {}, {}, ""
+            sent = None if self.shard is None or not convs else send_tail(x, n, self.shard)
+            for name in names:  # no projection lives longer than it is needed
+                y = project[name](x)
+                if state is not None:
+                    ends[name] = y[:, -n:]
+                if sent is not None and not past:  # beside the first projection
+                    assert self.shard is not None
+                    hidden = receive_tail(sent, self.shard, back)
+                    past = {name: project[name](hidden) for name in convs}
+                features[name] = self._features(name, y, rope, past.get(name), documents)
+                if name == "v" and self.shard is not None:  # on its way beside the queries and the gate
+                    group = self._send(features, dynamics[0], documents, self.shard)
+            gate = self._gate(x)
+            o, final = self._scan(features, dynamics, state, documents, group)
             if state is not None:
+                conv = state.conv
+                if convs:
+                    new = torch.cat([ends[name] for name in convs], dim=2)
+                    conv = torch.cat([conv.to(new.dtype), new], dim=1)[:, -n:]
                 state.advance(conv, final)
         if self.o_norm is not None:
             o = self.o_norm(o)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
-        if self.wg is not None:
-            o = GATES[self.config.gate_function](self.wg(x)) * o
-        return self.wo(o)
+        return self.wo(o if gate is None else gate * o)
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        return None if self.wg is None else GATES[self.config.gate_function](self.wg(x))
 
     def _features(
         self, name: str, x: Tensor, rope: tuple[Tensor, Tensor], past: Tensor | None, documents: Tensor | None
@@ -120,12 +147,20 @@ class InterdomainMixer(Mixer):
             y = self.feature_map(y, self.heads, query=name == "q")
         return _with_ones(y) if name == "v" and self.config.normalize else y
 
+    def _send(self, features: dict[str, Tensor], log_decay: Tensor, documents: Tensor | None, shard: Part) -> SentState:
+        """Start the exchange of the shards' states, as soon as keys and values are there."""
+        parts = [features["k"], features["v"]]
+        parts = parts if self.config.query_readout else [torch.cat(parts, dim=-1)]
+        options: dict[str, Any] = dict(documents=documents, check_documents=False, backend=self.execution.backend)
+        return send_state(*parts, log_decay=log_decay, group=shard.group, **options)
+
     def _scan(
         self,
         features: dict[str, Tensor],
         dynamics: tuple[Tensor, Tensor],
         state: MixerState | None,
         documents: Tensor | None,
+        group: str | SentState,
     ) -> tuple[Tensor, Any]:
         """(o [B, T, H, D], the state after it where there was one before)."""
         options: dict[str, Any] = dict(
@@ -134,7 +169,7 @@ class InterdomainMixer(Mixer):
             documents=documents,
             check_documents=False,
             backend=self.execution.backend,
-            group="" if self.shard is None else self.shard.group,
+            group=group,
         )
         if not self.config.query_readout:
             return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
@@ -224,23 +259,13 @@ class InterdomainMixer(Mixer):
         convs = {name: getattr(self, f"{name}_conv", None) for name in "qkv"}
         return {name: conv for name, conv in convs.items() if conv is not None}
 
-    def _convolved(
-        self, projected: dict[str, Tensor], state: MixerState | None, back: Tensor | None
-    ) -> tuple[dict[str, Tensor], Any]:
-        """The convolutions' W - 1 inputs before x, by projection; and for a state the last ones after it, [B, W - 1, E].
-
-        They come from the state, or from the shard before: of those the last `back` [B] are of the first token's document.
-        """
-        convs, n, conv = self._convolutions(), self.config.conv_past, None
-        if not convs or (state is None and self.shard is None):
-            return {}, None if state is None else state.conv
-        new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
-        if state is None:
-            assert self.shard is not None
-            past = tail_before(new, n, self.shard, back)
-        else:
-            past, conv = state.conv, torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
-        return dict(zip(convs, past.split([projected[name].shape[2] for name in convs], dim=2), strict=True)), conv
+    def _past(self, state: MixerState | None) -> dict[str, Tensor]:
+        """The last W - 1 inputs of the convolutions that a state holds, [B, W - 1, E], by projection."""
+        convs = self._convolutions()
+        if state is None or not convs:
+            return {}
+        widths = [getattr(self, f"w{name}").local().shape[0] for name in convs]
+        return dict(zip(convs, state.conv.split(widths, dim=2), strict=True))
 
     # Costs
 
@@ -274,9 +299,11 @@ class InterdomainMixer(Mixer):
         return {"token": token, "scores": scores, "tables": tables}
 
     @staticmethod
-    def handed_on(config: ModelConfig) -> dict[str, int]:
-        tail = config.mixer.conv_past * InterdomainMixer._channels(config)
-        return {"state": InterdomainMixer.state_size(config), "tail": tail, "token": 0}
+    def received(config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+        """Of the state two all-to-alls, of the N-th part of its rows, and a number that says whether a document begins."""
+        m, heads = config.mixer, config.n_kv_heads // tensor
+        rows, P = -(-heads * m.n_basis // context), 2 * config.head_dim + m.normalize
+        return {"state": (context - 1) * (2 * 2 * rows * P + 1), "tail": m.conv_past * config.dim}
 
 
 def _with_ones(v: Tensor) -> Tensor:

@@ -166,8 +166,8 @@ class SoftmaxMixer(Mixer):
         return {"token": 3 * config.dim + (shared + 4 * config.dim if blocks else 3 * shared), "scores": 0, "tables": 0}
 
     @staticmethod
-    def handed_on(config: ModelConfig) -> dict[str, int]:
-        return {"state": 0, "tail": 0, "token": 2 * config.n_kv_heads * config.head_dim}
+    def received(config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+        return {"token": (context - 1) * 2 * config.n_kv_heads * config.head_dim // tensor}
 
 
 def _mask(
@@ -236,6 +236,6 @@ def _continuing_within(
 def _up_to_here(k: Tensor, v: Tensor, shard: Part, window: int | None) -> tuple[Tensor, ...]:
     """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]; with a window of those before
     this one the last W."""
-    everyone, T = gather_shards(torch.cat([k, v], dim=-1), shard.size, shard.group), k.shape[2]
+    everyone, T = gather_shards(torch.cat([k, v], dim=-1), shard), k.shape[2]
     here = torch.cat(everyone.unbind()[: shard.rank + 1], dim=2)
     return (here if window is None else here[:, :, -(window + T) :]).chunk(2, dim=-1)

@@ -116,6 +116,14 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
         _refuse_for_context(job_config, config, lengths, device)
     if tensor > 1:
         _refuse_for_tensor(tensor, context, config, lengths)
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if parallel.enable_async_tensor_parallel and not (
+        tensor > 1 and compiled and job_config.compile.backend == "inductor"
+    ):
+        raise ValueError(
+            "parallelism.enable_async_tensor_parallel has no effect without tensor_parallel_degree above 1 and the model "
+            "compiled by inductor. Set --compile.enable, or leave it out."
+        )
     if training.enable_cpu_offload and (tensor > 1 or parallel.pipeline_parallel_degree > 1):
         raise ValueError(
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "

@@ -224,6 +224,9 @@ class Parallelism:
     context_parallel_degree: Count = 1
     #: Ranks that share heads, feed-forward layers and vocabulary, and the tokens between the mixers. Best on one machine.
     tensor_parallel_degree: Count = 1
+    #: Exchange tokens over the tensor axis while a product computes, piece by piece (torch.compile's micro-pipeline). It needs
+    #: GPUs that read each other's memory.
+    enable_async_tensor_parallel: bool = False
     #: Ranks that share the layers. The micro-batches of a step pass through them one after the other.
     pipeline_parallel_degree: Count = 1
     #: 1F1B, GPipe; with several stages per rank Interleaved1F1B; and with less waiting, but no compile.enable and no

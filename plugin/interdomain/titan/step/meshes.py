@@ -52,7 +52,7 @@ class Meshes(NamedTuple):
     def gather_sequences(self, x: Tensor) -> Tensor:
         """Numbers of this rank's tokens, [..., T / context], as those of all tokens, [..., T], and summed. Collective."""
         if self.context is not None:
-            x = gather_shards(x, self.context.size, self.context.group).movedim(0, -2).flatten(-2)
+            x = gather_shards(x, self.context).movedim(0, -2).flatten(-2)
         return self.sum_over_model_ranks(x)
 
 
