@@ -66,7 +66,7 @@ def parse(monkeypatch):
     arguments, training = (ModuleType(f"megatron.training.{name}") for name in ("arguments", "training"))
     arguments.add_megatron_arguments = add_megatron_arguments
     training.OptimizerParamScheduler = OptimizerParamScheduler
-    training.train = training.training_log = None
+    training.train = training.training_log = training.finalize_model_grads = None
     training.get_megatron_optimizer_config = lambda args: (
         "config",
         {"vectors": {"wd_mult": 0.0}, "head": {"max_lr": 1}},

@@ -6,6 +6,7 @@ import warnings
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from interdomain.data import PackedDataset, TokenCorpus
 from interdomain.files.megatron_checkpoint import part_of, write_checkpoint
 from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config, meta_model
 from interdomain.model.config import FIXED_STATE
+from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
 
@@ -157,7 +159,7 @@ def run_rank(rank: int, folder: Path) -> None:
     cpu.install()
     stand_ins.install()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "refused": {}}
+    seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "folds": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
@@ -227,7 +229,9 @@ def train(folder, name, seen, source, until, *, case="interdomain", **options) -
     if source == "start":
         seen["signs"][name] = case, mixer_statistics([run.ddp])
     while run.step < max(until, 1):
-        loss = run.gradients(batches_of(tokens_of(run.step, corpus)))
+        with mock.patch.object(InterdomainMixer, "dynamics", side_effect=InterdomainMixer.dynamics) as folds:
+            loss = run.gradients(batches_of(tokens_of(run.step, corpus)))
+        seen["folds"].setdefault(name, []).append(folds.call_count)
         if run.step == 0 and name != "bf16":
             seen["gradients"][name] = own_gradients(run)
         if not until:

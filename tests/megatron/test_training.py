@@ -52,6 +52,14 @@ def test_every_gradient(name, computed):
         assert difference(found[parameter].double(), gradient) < limit, parameter
 
 
+def test_the_dynamics_are_computed_once_a_step(computed):
+    """Whatever the micro-batches; of all layers together from the second step on."""
+    layers = ranks.config_of("interdomain").n_layers
+    for seen in computed[1]:
+        assert seen["folds"]["tensor"] == [layers, 1]
+        assert seen["folds"]["context"] == [layers] + [1] * (ranks.STEPS - 1)
+
+
 @functools.cache
 def plain_steps():
     return ranks.plain_steps()

@@ -7,6 +7,7 @@ it; only the start of Python and of the process group is shared. What was seen i
     samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
+    backward, folds  (probe "scan") runs of its backward implementation, and of a stage's dynamics, by step
     traffic          (a probe) bytes received in the first step
     timeouts         (name, seconds) of all process groups at the end
 
@@ -37,6 +38,7 @@ NEW = torchtitan.__version__ == "0.3.0"
 if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
     torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
 
+from interdomain.model import Transformer
 from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
@@ -103,16 +105,25 @@ def watch(trainer, probes, spoil, seen):
 
 
 def watch_scan(trainer, stack, seen):
-    seen |= {"calls": {}, "dtypes": {}}
+    seen |= {"calls": {}, "backward": {}, "folds": {}, "dtypes": {}}
 
-    call = ops._call
+    call, fold = ops._call, Transformer.dynamics
+
+    def note(what):
+        step = trainer.step if trainer.model_parts[0].training else "validation"
+        seen[what][step] = seen[what].get(step, 0) + 1
+
+    def folded(model):
+        note("folds")
+        return fold(model)
 
     def counted(backend, name, *args, **kwargs):
         if name.endswith("forward"):
-            step = trainer.step if trainer.model_parts[0].training else "validation"
-            seen["calls"][step] = seen["calls"].get(step, 0) + 1
+            note("calls")
             tensors = tuple(str(a.dtype) for a in args if isinstance(a, torch.Tensor))
             seen["dtypes"].setdefault(name, set()).add(tensors)
+        elif name.endswith("backward"):
+            note("backward")
         return call(backend, name, *args, **kwargs)
 
     def dynamics(module, args, output):
@@ -121,6 +132,7 @@ def watch_scan(trainer, stack, seen):
         seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
 
     stack.enter_context(mock.patch.object(ops, "_call", counted))
+    stack.enter_context(mock.patch.object(Transformer, "dynamics", folded))
     for layer in (layer for part in trainer.model_parts for layer in part.layers.values()):
         if hasattr(layer.attention, "ssm"):
             layer.attention.ssm.register_forward_hook(dynamics)

@@ -70,6 +70,8 @@ COMPILED = SELECTIVE | {"compile__enable": True, "compile__backend": "aot_eager"
 CONTEXT = {"parallelism__context_parallel_degree": 2}
 TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pipeline_parallel_degree": 2}
 INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
+LOOPED_ZERO_BUBBLE = {"parallelism__pipeline_parallel_schedule": "InterleavedZeroBubble"}
+ZBV = {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
 SCAN, GRADIENTS, TRAFFIC = {"probes": ["scan"]}, {"probes": ["gradients", "traffic"]}, {"probes": ["traffic"]}
 BOTH = {"probes": ["scan", "gradients"]}
 DOCUMENTS = {"data__reset_state_at_documents": True, "data": "short"}
@@ -79,6 +81,7 @@ BASELINES = ["gla", "mamba2", "deltanet", "gated-deltanet"]
 FIXED = DOCUMENTS | {"mixer__layers": BASELINES, "mixer__state_heads": 4}
 LAYERS = HYBRID | SAVED | VALIDATED | GRADIENTS
 ANSWERS = {"data": "pairs", "model__vocab_size": 8} | VALIDATED | steps(3)
+EACH = {"training__reduce_gradients": "micro-batch", "training__local_batch_size": 1}
 BFLOAT16 = {"training__precision": "bf16"} | steps(2)
 ASYNC = {"checkpoint__async_mode": "async", "checkpoint__interval": 1}
 ONCE, LONG = steps(1) | TRAFFIC, {"training__seq_len": 128}
@@ -101,19 +104,28 @@ RUNS = {
     "2 tensor layers": parallel(tensor=2) | LAYERS | COMPILED | steps(3),
     "2 tensor softmax": parallel(tensor=2) | condition("softmax") | COMPILED | FULL | steps(2),
     "2 pipeline layers": parallel(pipeline=2) | INTERLEAVED | LAYERS | steps(3),
+    "2 zbv layers": parallel(pipeline=2) | ZBV | LAYERS | steps(3),
+    "4 zero bubble layers": parallel(pipeline=2, shards=2) | LOOPED_ZERO_BUBBLE | LAYERS | steps(2),
     "4 replicas shards layers": parallel(replicas=2, shards=2) | LAYERS | steps(3),
     "4 context shards layers": parallel(context=2, shards=2) | LAYERS | steps(2),
     "4 context tensor layers": parallel(context=2, tensor=2) | LAYERS | steps(2),
     "4 tensor pipeline layers": parallel(tensor=2, pipeline=2) | LAYERS | steps(2),
     "4 after pipeline": parallel(context=2, tensor=2) | LAYERS | steps(5) | {"of": ("2 pipeline layers", 3)},
-    "4 after context": parallel(tensor=2, pipeline=2) | LAYERS | steps(5) | {"of": ("2 context layers", 3)},
+    "4 after context": parallel(tensor=2, pipeline=2) | ZBV | LAYERS | steps(5) | {"of": ("2 context layers", 3)},
     # Answers, whose loss is of some labels; compiled, with the scan's output saved for the backward pass.
     "1 answers": ANSWERS,
-    "1 answers accumulated": ANSWERS | {"training__local_batch_size": 2},
+    "1 answers accumulated": ANSWERS | {"training__local_batch_size": 2} | SCAN,
     "2 shards answers": parallel(shards=2) | ANSWERS | COMPILED | DRAWN | SCAN,
     "2 context answers": parallel(context=2) | ANSWERS | COMPILED | SCAN,
     "2 tensor answers": parallel(tensor=2) | ANSWERS | COMPILED | SCAN,
     "2 pipeline answers": parallel(pipeline=2) | INTERLEAVED | ANSWERS | COMPILED | SCAN,
+    # Gradients that are summed over the ranks after each micro-batch, and once a step.
+    "4 each": parallel(replicas=2, shards=2) | EACH | steps(2) | GRADIENTS,
+    "2 each bfloat16": parallel(shards=2) | EACH | steps(2) | GRADIENTS | {"training__mixed_precision_reduce": "bf16"},
+    "2 once": parallel(shards=2) | EACH | {"training__reduce_gradients": "step"} | steps(2) | GRADIENTS,
+    # The second half of a backward pass adds up as the whole does.
+    "2 pipeline bfloat16": parallel(pipeline=2) | BFLOAT16 | steps(1) | BOTH,
+    "2 zbv bfloat16": parallel(pipeline=2) | ZBV | BFLOAT16 | steps(1) | BOTH,
     # Other layers.
     "1 softmax": condition("softmax") | steps(2),
     "1 s4d": condition("s4d") | steps(2) | BOTH,

@@ -2,14 +2,12 @@
 
 import dataclasses
 import re
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from interdomain.model import CONDITIONS, Execution, build_config
+from interdomain.titan.plan.pipeline_order import idle, in_flight
 from interdomain.titan.plan.run_plan import make_plan, model_config
-from interdomain.titan.plan.topology import in_flight
 from interdomain.titan.settings.job_config import read_job_config
 
 from ..common import REPOSITORY
@@ -115,6 +113,21 @@ def test_a_file_fits_on_the_ranks_that_it_names(file):
         assert (sum(make_plan(job, ranks, on_gpus=True).memory.values()) <= 80e9) == fits
 
 
+def test_gradients_are_summed_once_a_step_where_that_fits():
+    job = read_job_config(["--job.config_file", str(CONFIGS / "7B.toml"), "--parallelism.pipeline_parallel_degree=1"])
+    chosen = {}
+    for job.training.local_batch_size in (2, 4):
+        plan = make_plan(job, 64, on_gpus=True)
+        chosen[plan.reduces_each] = plan
+        job.training.reduce_gradients = "step" if plan.reduces_each else "micro-batch"
+        other = make_plan(job, 64, on_gpus=True)
+        job.training.reduce_gradients = "auto"
+        once, each = (other, plan) if plan.reduces_each else (plan, other)
+        assert sum(once.memory.values()) - sum(each.memory.values()) == 4 * plan.n_params
+        assert once.traffic["shards"] < each.traffic["shards"]
+    assert sum(chosen[False].memory.values()) < 80e9 < sum(chosen[True].memory.values()) + 4 * plan.n_params
+
+
 def test_stages_of_a_pipeline():
     """TorchTitan's division of layers: embedding and head count as one layer each, unless settings say other numbers."""
     plan = make_plan(parse(**PIPELINE), 2)
@@ -129,27 +142,31 @@ def test_stages_of_a_pipeline():
     words = "Interleaved1F1B, idle 20.0% of a step; layers by stage 0 | 1-2 | 3 | none"  # 1 / (2 x 2 + 1)
     assert words in plan.describe()
     assert make_plan(parse(**PIPELINE), 2).n_params == make_plan(parse(), 1).n_params
+    v = {**PIPELINE, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
+    plan = make_plan(parse(**v), 2)
+    assert [plan.stages_of(rank) for rank in range(2)] == [(0, 3), (1, 2)]
     gpipe = {"parallelism__pipeline_parallel_schedule": "GPipe", "training__local_batch_size": 8}  # fewer than ranks
     assert make_plan(parse(**PIPELINE | gpipe), 2).accumulation == 1
 
 
-def stage(rank, ranks, i, stages):
-    """Stand-in with the attributes that PyTorch's schedules ask of a stage when they are made."""
-    index, number = rank + i * ranks, ranks * stages
-    ends = {"is_first": index == 0, "is_last": index == number - 1, "has_backward": True, "group": None, "submod": None}
-    return SimpleNamespace(group_rank=rank, group_size=ranks, num_stages=number, stage_index=index, **ends)
+IN_FLIGHT = {
+    ("1F1B", 1): [(4,), (3,), (2,), (1,)],
+    ("Interleaved1F1B", 2): [(7, 4), (5, 4), (4, 3), (4, 1)],
+    ("InterleavedZeroBubble", 2): [(4, 4), (4, 4), (4, 4), (4, 4)],
+    ("ZBVZeroBubble", 2): [(7, 1), (6, 2), (5, 3), (4, 4)],  # on every rank as many as rank 0 of 1F1B
+}
 
 
-@pytest.mark.parametrize(("ranks", "stages", "micro_batches"), [(4, 2, 8), (4, 2, 3), (4, 3, 12), (2, 2, 2)])
-def test_micro_batches_in_flight(ranks, stages, micro_batches):
-    """The largest numbers are those of PyTorch's schedule."""
-    for rank in range(ranks):
-        own = [stage(rank, ranks, i, stages) for i in range(stages)]
-        alive, most = [0] * stages, [0] * stages
-        for action in filter(None, ScheduleInterleaved1F1B(own, micro_batches).pipeline_order[rank]):
-            alive[action.stage_index // ranks] += 1 if action.computation_type.name == "FORWARD" else -1
-            most = list(alive) if sum(alive) > sum(most) else most
-        assert in_flight("Interleaved1F1B", rank, ranks, stages, micro_batches) == tuple(most)
+@pytest.mark.parametrize(("schedule", "stages"), IN_FLIGHT)
+def test_micro_batches_in_flight(schedule, stages):
+    assert [in_flight(schedule, rank, 4, stages, 8) for rank in range(4)] == IN_FLIGHT[schedule, stages]
+
+
+def test_idle_share_of_a_pipeline():
+    """The textbook's, where there is one: (p - 1) / (m v + p - 1). Backward by weights fills most of what is left."""
+    for stages in (2, 3):
+        assert idle("Interleaved1F1B", 4, stages, 24) == pytest.approx(3 / (24 * stages + 3))
+    assert idle("ZBVZeroBubble", 4, 2, 24) < idle("Interleaved1F1B", 4, 2, 24) / 2 < idle("1F1B", 4, 1, 24) / 2
 
 
 def test_an_offloaded_run_has_no_other_axes():

@@ -77,11 +77,15 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
     "pipeline": {
         "--pipeline.first_stage_less_layers=6": "n_layers = 4, with 6 for the embedding ... at most 1 are possible",
         "--pipeline.layers_per_stage=2": "layers_per_stage = 2 makes 3 stages of n_layers = 4 ... needs 2. Leave it out for 2",
-        "--pipeline.layers_per_stage=3 --pipeline.schedule=Interleaved1F1B": "makes 2 stages ... needs a multiple of 2",
+        "--pipeline.layers_per_stage=3 --pipeline.schedule=Interleaved1F1B": "makes 2 stages ... needs 4 or 6",
         "--training.local_batch_size=8": "1 micro-batches. 1F1B on ... can run --training.local_batch_size 4.",
         "--pipeline.schedule=Interleaved1F1B --training.local_batch_size=1 --training.global_batch_size=7": ROUNDS,
         "--validation.enable": "validation.local_batch_size = 3 must be training.local_batch_size = 4",
-        "--pipeline.schedule=ZBVZeroBubble": "must be one of 1F1B, GPipe, Interleaved1F1B ... got ZBVZeroBubble",
+        "--training.reduce_gradients=micro-batch": "PyTorch's pipeline sums gradients once a step",
+        "--training.mixed_precision_reduce=bf16": "would add up the micro-batches in bf16",
+        "--pipeline.schedule=DualPipeV": "must be one of 1F1B, GPipe, Interleaved1F1B ... got DualPipeV",
+        "--pipeline.schedule=ZBVZeroBubble --compile.enable": "not possible with compile.enable",
+        "--pipeline.schedule=ZBVZeroBubble --activation_checkpoint.mode=full": "computed again for each of its weights",
     },
 }
 

@@ -1,6 +1,7 @@
 """The same run on every topology: same start, same batches, same losses and gradients, same validation."""
 
 import pytest
+import torch
 
 from .runs import assert_same_run
 
@@ -8,8 +9,9 @@ pytestmark = pytest.mark.e2e
 
 AXES = ("context", "tensor", "pipeline")
 REFERENCES = {
-    **dict.fromkeys(("2 text", "2 replicas"), "1 text"),
+    **dict.fromkeys(("2 text", "2 replicas", "4 each"), "1 text"),
     **dict.fromkeys((f"2 {axis} layers" for axis in AXES), "1 layers"),
+    **dict.fromkeys(("2 zbv layers", "4 zero bubble layers"), "1 layers"),
     "4 replicas shards layers": "1 layers",
     "4 context shards layers": "1 layers",
     "4 context tensor layers": "1 layers",
@@ -51,6 +53,31 @@ def test_compilation_and_selective_checkpointing(runs, axis, calls):
     layers = 2 if axis == "pipeline" else 4
     assert [(call["fullgraph"], call["backend"]) for call in ours["compiled"]] == [(True, "aot_eager")] * layers
     assert {step: n for step, n in ours["calls"].items() if step != "validation"} == dict.fromkeys(ours["log"], calls)
+
+
+def test_gradients_summed_in_bf16(runs):
+    """Over the ranks alone: eight bits of each number are left, after any number of micro-batches."""
+    ours, exact = (runs.whole(f"2 {name}", "gradients") for name in ("each bfloat16", "once"))
+    matrices = [name for name in exact if name.endswith("w1.weight")]
+    assert all(1e-4 < (ours[name] - exact[name]).norm() / exact[name].norm() < 4e-3 for name in matrices)
+
+
+def test_a_backward_pass_in_two_halves(runs):
+    """The same bits as one pass in bf16, whose sums over micro-batches are float32; and the scan goes backward once."""
+    ours, whole = ("2 zbv bfloat16", "2 pipeline bfloat16")
+    gradients, expected = runs.whole(ours, "gradients"), runs.whole(whole, "gradients")
+    assert not [name for name, g in expected.items() if not torch.equal(gradients[name], g)]
+    calls = [[seen["backward"][1] for seen in runs.every(name)] for name in (ours, whole)]
+    assert calls == [[4, 12], [8, 8]]  # four micro-batches of each rank's layers
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline answers", 2)])
+def test_the_dynamics_are_computed_once_a_step(runs, name, stages):
+    """Of each of a rank's stages, for all four micro-batches."""
+    for seen in runs.every(name):
+        assert {step: n for step, n in seen["folds"].items() if step != "validation"} == dict.fromkeys(
+            seen["log"], stages
+        )
 
 
 @pytest.mark.parametrize(("axis", "alike"), [("context", False), ("tensor", True), ("pipeline", True)])

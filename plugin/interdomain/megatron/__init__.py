@@ -4,6 +4,7 @@ layer_spec, block_spec     for GPTModel's transformer_layer_spec; `--spec interd
 transformer_config         Megatron's settings for a ModelConfig
 overrides                  the parameter group of the dynamics, for get_megatron_optimizer
 Schedule                   the paper's learning rates, in the place of OptimizerParamScheduler
+DynamicsOnce               for finalize_model_grads_func: dynamics computed once a step
 contiguous                 a context-parallel rank's piece of a batch
 """
 
@@ -21,7 +22,8 @@ if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUP
     )
 
 from .context import contiguous  # noqa: E402 (after the check, which explains what an import would not)
+from .dynamics import DynamicsOnce  # noqa: E402
 from .optimizer import Schedule, overrides  # noqa: E402
 from .spec import block_spec, layer_spec, transformer_config  # noqa: E402
 
-__all__ = ["Schedule", "block_spec", "contiguous", "layer_spec", "overrides", "transformer_config"]
+__all__ = ["DynamicsOnce", "Schedule", "block_spec", "contiguous", "layer_spec", "overrides", "transformer_config"]

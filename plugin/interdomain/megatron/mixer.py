@@ -29,6 +29,7 @@ from interdomain.model.layers import InputNorm, Linear, rope_of
 from interdomain.model.shard import Part
 from interdomain.model.transformer import mixer_class
 
+from .dynamics import DynamicsOnce
 from .settings import refuse
 
 # By all heads, so by all ranks; every other parameter of interdomain attention is per head.
@@ -251,9 +252,11 @@ class InterdomainAttention(MegatronModule):
                 for name, p in self.core.named_parameters()
                 if name in self.shared
             }
-        sizes = self.parts | self.of_all_heads
+        sizes, once, dynamics = self.parts | self.of_all_heads, self.config.finalize_model_grads_func, None
+        if self.training and isinstance(once, DynamicsOnce):
+            x, dynamics = once.enter(self, x)
         parts = x.transpose(0, 1).split(list(sizes.values()), dim=-1)  # at once: one copy in the backward pass
-        args = dict(zip(sizes, parts, strict=True)), rope, None, None, packing
+        args = dict(zip(sizes, parts, strict=True)), rope, dynamics, None, packing
         o = torch.func.functional_call(self.core, shared, args)
         return o.to(x.dtype).transpose(0, 1).contiguous()
 

@@ -21,6 +21,7 @@ from interdomain.model.costs.flops import train_flops_per_token
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
 from .context import contiguous
+from .dynamics import DynamicsOnce
 from .mixer import InterdomainAttention, plain_config
 from .optimizer import Schedule, overrides
 from .settings import refuse
@@ -118,8 +119,8 @@ def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any =
 
 
 def install() -> None:
-    """Gives Megatron's training this project's arguments, parameter groups, schedule, count of FLOPs and life signs; contiguous
-    pieces of batches; and a last norm that knows sequence parallelism without Transformer Engine."""
+    """Gives Megatron's training this project's arguments, parameter groups, schedule, count of FLOPs and life signs; dynamics
+    once a step; contiguous pieces of batches; and a last norm that knows sequence parallelism without Transformer Engine."""
     core: Any = [import_module(f"megatron.core.{name}") for name in ("utils", "transformer.transformer_block")]
     core_utils, block = core
     core_utils.get_batch_on_this_cp_rank = contiguous  # before the modules that import it
@@ -145,6 +146,7 @@ def install() -> None:
         return config, groups | overrides(args.lr, args.min_lr, args.ssm_lr)
 
     training.num_floating_point_operations = flops
+    training.finalize_model_grads = DynamicsOnce(training.finalize_model_grads)
     watch(training)
     arguments.add_megatron_arguments, training.get_megatron_optimizer_config = with_arguments, with_recipe
 

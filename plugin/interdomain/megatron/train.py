@@ -23,7 +23,16 @@ from torch import Tensor
 
 from interdomain.data import PackedDataset, TokenCorpus, read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
-from interdomain.megatron import Schedule, block_spec, contiguous, cpu, layer_spec, overrides, transformer_config
+from interdomain.megatron import (
+    DynamicsOnce,
+    Schedule,
+    block_spec,
+    contiguous,
+    cpu,
+    layer_spec,
+    overrides,
+    transformer_config,
+)
 from interdomain.megatron.arguments import add_mixer_arguments, execution, mixer_settings
 from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_config
 
@@ -100,7 +109,8 @@ class Run:
         length: Any = dict(lr_warmup_steps=args.warmup_steps, lr_decay_steps=max(args.steps, args.warmup_steps + 1))
         decay: Any = dict(start_wd=0.1, end_wd=0.1, wd_incr_steps=1, wd_incr_style="constant")
         self.schedule = Schedule(self.optimizer, **rates, **length, **decay)
-        megatron.finalize_model_grads_func, megatron.grad_scale_func = finalize_model_grads, self.optimizer.scale_loss
+        megatron.finalize_model_grads_func = DynamicsOnce(finalize_model_grads)
+        megatron.grad_scale_func = self.optimizer.scale_loss
 
     def gradients(self, batches: list[Tensor]) -> Tensor | None:
         """Gradients of this rank's micro-batches [B, S + 1]; the mean loss of all ranks, on a pipeline's last stage."""

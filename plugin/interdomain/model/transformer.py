@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import Execution, MixerConfig, ModelConfig
+from .dynamics import SharedDynamics
 from .initialize import initialize
 from .layers import Embedding, Linear, RMSNorm, rope_of
 from .loss import Head
@@ -77,10 +78,12 @@ class Transformer(nn.Module):
     Attributes:
         shard: which part of the sequences the model computes (`set_parts`); None: all.
         heads: which part of the heads; None: all.
+        shared: the dynamics that a trainer has computed for all micro-batches of a step; None: each pass computes them.
     """
 
     shard: Part | None = None
     heads: Part | None = None
+    shared: SharedDynamics | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -162,7 +165,12 @@ class Transformer(nn.Module):
             packing = {kind: mixer_class(kind).packing(kind, order, positions, h.dtype, self.shard) for kind in kinds}
             positions = order if positions is None else positions
         rope = rope_of(self.config, positions, h.dtype) if any(kind.rope for kind in kinds) else None
-        dynamics = self.dynamics() if state is None else state.dynamics
+        if state is not None:
+            dynamics = state.dynamics
+        elif self.shared is not None:
+            h, dynamics = self.shared.enter(h)
+        else:
+            dynamics = self.dynamics()
         products = contextlib.nullcontext()
         if self.bf16_products:  # autocast's cache would keep a bf16 copy of every weight to the end, to use it once
             products = torch.autocast(h.device.type, torch.bfloat16, cache_enabled=False)

@@ -136,7 +136,7 @@ def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.bfloat16 if training.mixed_precision_reduce == "bf16" else torch.float32,
         cast_forward_inputs=False,
     )
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}

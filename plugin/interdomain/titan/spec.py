@@ -42,6 +42,7 @@ from .host import (
     register_train_spec,
 )
 from .plan.device import use_cpu_if_alone
+from .plan.pipeline_order import ZERO_BUBBLE
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
 from .settings.job_config import TORCHTITAN_DEFAULTS, let_steps_win, pairs, refuse_wrong_values, value_of
@@ -56,6 +57,7 @@ NOT_HONOURED = {
     "training.dtype": "Parameters are float32; set training.precision for the arithmetic.",
     "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
     "training.max_skipped_steps": "TorchTitan's trainer takes steps that are not finite: start with ./launch.sh.",
+    "training.reduce_gradients": "TorchTitan's trainer sums gradients after every micro-batch: start with ./launch.sh.",
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
@@ -120,6 +122,12 @@ def _refuse_for_trainer(job_config: Any) -> None:
             f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
             f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
             f"multiple of {max(size, 1) * degree}, or another micro-batch."
+        )
+    if pipeline and schedule in ZERO_BUBBLE:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule}: the dynamics are computed in every forward pass under "
+            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with "
+            "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
         )
     refuse_for_pipelined_validation(job_config)
 

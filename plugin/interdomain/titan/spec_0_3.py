@@ -165,6 +165,11 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
             "training.max_skipped_steps has no effect in TorchTitan's own trainer, which ends at a loss that is not finite. "
             "Leave it out, or start with -m interdomain.titan.entry FILE.toml."
         )
+    if job.training.reduce_gradients != JobConfig().training.reduce_gradients:
+        raise ValueError(
+            "training.reduce_gradients has no effect in TorchTitan's own trainer, which sums gradients after every "
+            "micro-batch. Leave it out, or start with -m interdomain.titan.entry FILE.toml."
+        )
     plan = spec.model.plan = config.model_spec.model.plan = make_plan(job, int(os.environ["WORLD_SIZE"]))
     config.training.steps = job.training.steps = plan.steps
     job.lr_scheduler.warmup_steps = plan.warmup_steps

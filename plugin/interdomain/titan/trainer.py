@@ -47,7 +47,7 @@ from .settings.schema import JobConfig
 from .step.gradients import clip, reduce_shares
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .step.passes import Passes, Pipeline, prune_to_stage, stages_of
+from .step.passes import Passes, Pipeline, prune_to_stage
 from .watch.metrics import InterdomainMetrics
 from .watch.validate import FixedValidator
 
@@ -167,7 +167,7 @@ class InterdomainTrainer(Trainer):
         config, plan = self.job_config, self.plan
         logger.info("Building %s", plan.config)
         parts, loaded = [], loads_a_model(config)
-        for stage in stages_of(plan, self.meshes.pipeline.get_local_rank()):
+        for stage in plan.stages_of(self.meshes.pipeline.get_local_rank()):
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
             prune_to_stage(model, plan.stages[stage])

@@ -82,10 +82,13 @@ def traffic(
     checkpointing: str,
     gathers: int,
     head_gathers: int,
+    turn: bool = False,
+    reductions: int = 1,
+    reduced: int = 4,
 ) -> dict[str, int]:
     """Bytes that a rank receives in one step, by axis; an axis of one rank receives none.
 
-    shards: parameters gathered in the precision of the pass, gradients scattered once a step in float32, over shards x context.
+    shards: parameters gathered in the precision of the pass, gradients scattered, over shards x context.
     replicas: the scattered gradients' sum. context: by mixer (`Mixer.received`). tensor: the hidden states, gathered and
     scattered at embedding, mixers, feed-forwards and head; the loss's normalisers; what mixers add up (`Mixer.summed`); the sum
     of the gradients of whole parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over
@@ -94,6 +97,8 @@ def traffic(
     Args:
         shards: of the data, and so without context.
         gathers: how often parameters are gathered in a step; head_gathers: those of the head.
+        turn: whether one of the rank's stages follows another, so that they exchange no messages.
+        reductions: how often gradients are summed in a step, in numbers of `reduced` bytes.
     """
     parts, stored, width = shards * context, (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
     tokens, layers = local_batch * seq_len // context, [i for stage in local.layers for i in stage]
@@ -113,12 +118,12 @@ def traffic(
     summed_by_mixers = sum(mixer_class(config.layers[i].mixer).summed for i in layers)
     by_tensor += micro_batches * tokens * 4 * summed_by_mixers * (2 + (checkpointing != "none"))
     return {
-        "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
-        "replicas": sum(summed(n, replicas) for n in per_group),
+        "shards": (parts - 1) * (gathered + reductions * reduced * sum(per_group)),
+        "replicas": reductions * sum(summed(n, replicas) for n in per_group) * reduced // 4,
         "context": micro_batches
         * context_bytes(config, layers, context, tensor, local_batch, tokens, width, checkpointing),
         "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
-        "pipeline": micro_batches * hidden * stored * (2 * len(local.layers) - local.embedding - local.head),
+        "pipeline": micro_batches * hidden * stored * (2 * (len(local.layers) - turn) - local.embedding - local.head),
         "dynamics": summed(local.dynamics, replicas * parts * tensor),
     }
 

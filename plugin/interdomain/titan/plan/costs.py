@@ -11,7 +11,8 @@ from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
-from .topology import Topology, in_flight
+from .pipeline_order import idle, in_flight, stages_of
+from .topology import Topology
 
 CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be
 
@@ -40,8 +41,10 @@ class Costs:
         self.job, self.config, self.mesh, self.micro_batches = job, config, mesh, micro_batches
         self.stages = stages
         self.model, ranks = _model(config), mesh.pipeline
-        self.held = [_held(config, stages[r::ranks], mesh.tensor) for r in range(ranks)]
         schedule = job.parallelism.pipeline_parallel_schedule if ranks > 1 else "1F1B"
+        own = [stages_of(schedule, r, ranks, len(stages)) for r in range(ranks)]
+        self.held = [_held(config, tuple(stages[i] for i in numbers), mesh.tensor) for numbers in own]
+        self.turns = [any(i + 1 in numbers for i in numbers) for numbers in own]
         self.in_flight = [in_flight(schedule, r, ranks, len(stages) // ranks, micro_batches) for r in range(ranks)]
         reshard = job.parallelism.fsdp_reshard_after_forward
         self.stay_gathered = reshard == "never" or (reshard == "default" and ranks > 1)
@@ -49,6 +52,11 @@ class Costs:
         once = 1 if ranks > 1 else micro_batches
         self.gathers = once if self.stay_gathered else 2 * micro_batches
         self.head_gathers = 2 * micro_batches if reshard == "always" else once
+
+    def idle(self) -> float:
+        """Share of a step that the ranks of a pipeline wait."""
+        ranks, schedule = self.mesh.pipeline, self.job.parallelism.pipeline_parallel_schedule
+        return idle(schedule, ranks, len(self.stages) // ranks, self.micro_batches) if ranks > 1 else 0.0
 
     def flops(self) -> tuple[int, int]:
         """FLOPs per token, of the pipeline's rank that has the most, by all ranks that share its layers: forward and backward;
@@ -59,11 +67,21 @@ class Costs:
         ]
         return max(each, key=sum)
 
-    def memory(self, local_batch: int, seq_len: int) -> dict[str, int]:
-        """Bytes by part, of the rank that needs the most."""
+    def reduces_each(self, local_batch: int, seq_len: int) -> bool:
+        """Whether gradients are summed over the ranks after each micro-batch, and not once a step."""
+        training = self.job.training
+        if self.micro_batches == 1 or self.mesh.pipeline > 1 or training.reduce_gradients == "step":
+            return False
+        if training.reduce_gradients == "micro-batch" or training.mixed_precision_reduce == "bf16":
+            return True
+        return sum(self.memory(local_batch, seq_len, each=False).values()) > CARD
+
+    def memory(self, local_batch: int, seq_len: int, each: bool | None = None) -> dict[str, int]:
+        """Bytes by part, of the rank that needs the most. each: as `reduces_each`; None: what that chooses."""
         job, mesh = self.job, self.mesh
         config = replace(self.config, max_seq_len=seq_len) if seq_len != self.config.max_seq_len else self.config
-        each = [
+        each = self.reduces_each(local_batch, seq_len) if each is None else each
+        needed = [
             memory_estimate(
                 config,
                 part,
@@ -75,7 +93,7 @@ class Costs:
                 in_flight=micro_batches,
                 checkpointing=job.activation_checkpoint.mode,
                 precision=job.training.precision,
-                accumulated=self.micro_batches > 1,
+                accumulated=self.micro_batches > 1 and not each,
                 stay_gathered=self.stay_gathered,
                 compiled=job.compile.enable and "model" in job.compile.components,
                 recompute=value_of(job, "mixer.recompute"),
@@ -83,12 +101,27 @@ class Costs:
             )
             for part, micro_batches in zip(self.held, self.in_flight, strict=True)
         ]
-        return max(each, key=lambda parts: sum(parts.values()))
+        return max(needed, key=lambda parts: sum(parts.values()))
 
-    def traffic(self) -> dict[str, int]:
-        """Bytes by axis, of the rank that receives the most."""
+    def reductions(self) -> str:
+        """When gradients are summed, in words, and what that and the other way cost in bytes."""
+        training = self.job.training
+        size = training.local_batch_size, training.seq_len
+        chosen = self.reduces_each(*size)
+        costs = []
+        for each in (chosen, not chosen):
+            needs, receives = sum(self.memory(*size, each).values()) / 2**30, sum(self.traffic(each).values()) / 2**30
+            when = "after each micro-batch" if each else "once a step"
+            costs.append(f"{when} ({needs:.2f} GiB of memory, {receives:.3g} GiB received)")
+        possible = self.micro_batches > 1 and self.mesh.pipeline == 1 and training.mixed_precision_reduce == "float32"
+        return f"summed in {training.mixed_precision_reduce} {'; '.join(costs if possible else costs[:1])}"
+
+    def traffic(self, each: bool | None = None) -> dict[str, int]:
+        """Bytes by axis, of the rank that receives the most. each: as for `memory`."""
         job, mesh, n = self.job, self.mesh, self.micro_batches
-        each = [
+        if each is None:
+            each = self.reduces_each(job.training.local_batch_size, job.training.seq_len)
+        received = [
             traffic(
                 self.config,
                 part,
@@ -103,10 +136,13 @@ class Costs:
                 checkpointing=job.activation_checkpoint.mode,
                 gathers=self.gathers,
                 head_gathers=self.head_gathers,
+                turn=turn,
+                reductions=n if each else 1,
+                reduced=2 if job.training.mixed_precision_reduce == "bf16" else 4,
             )
-            for part in self.held
+            for part, turn in zip(self.held, self.turns, strict=True)
         ]
-        return max(each, key=lambda axes: sum(axes.values()))
+        return max(received, key=lambda axes: sum(axes.values()))
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that CARD bytes are enough to train on, one at a time; 0 where none is."""

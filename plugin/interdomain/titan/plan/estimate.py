@@ -113,9 +113,11 @@ def messages(costs: Costs) -> dict[str, int]:
         max(counts)
         for counts in zip(*((len(part.groups), sum(map(len, part.layers))) for part in costs.held), strict=True)
     )
+    training = costs.job.training
+    reductions = n if costs.reduces_each(training.local_batch_size, training.seq_len) else 1
     return {
-        "shards": blocks * (costs.gathers + 1),
-        "replicas": blocks,
+        "shards": blocks * (costs.gathers + reductions),
+        "replicas": blocks * reductions,
         "context": 3 * layers * n * (2 + (mode == "full")),  # two of states; the convolutions' inputs
         "tensor": n * (layers * (8 + {"none": 0, "full": 4}.get(mode, 2)) + 4),
         "pipeline": 2 * n * len(costs.held[0].layers),
@@ -149,8 +151,8 @@ def seconds(costs: Costs, machines: Machines, axes: dict[str, float]) -> tuple[d
     terms = {"computation": once, "recomputation": again, "launches": max(0.0, host - once - again)}
     states = min(HIDEABLE * axes["context"], QUERIES * (once + again))
     terms |= {"tensor": axes["tensor"], "context": axes["context"] - states, "pipeline": axes["pipeline"]}
-    working, ranks = sum(terms.values()), costs.mesh.pipeline
-    terms["waiting for stages"] = working * (ranks - 1) / (costs.micro_batches * len(costs.stages) // ranks)
+    working, waits = sum(terms.values()), costs.idle()
+    terms["waiting for stages"] = working * waits / (1 - waits)
     backward = 2 / 3 * working / costs.micro_batches  # of a micro-batch
     hidden = {axis: min(HIDEABLE * axes[axis], long) for axis, long in (("shards", working), ("replicas", backward))}
     terms |= {axis: axes[axis] - n for axis, n in hidden.items()}

@@ -22,8 +22,9 @@ from ..settings.job_config import refuse_unsupported, value_of
 from ..settings.schema import JobConfig
 from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
+from .pipeline_order import stages_of
 from .schedule import run_length
-from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
+from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RunPlan:
     n_params: int
     flops_per_token: int
     topology: Topology
-    stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of p in a pipeline has stages r, r + p, ...
+    stages: tuple[tuple[str, ...], ...]  # their modules' names; `stages_of` says whose they are
     costs: Costs = field(compare=False, repr=False)
     schedule: str  # of the pipeline
     local_batch: int
@@ -48,6 +49,8 @@ class RunPlan:
     precision: str
     memory: dict[str, int]  # bytes by part, of the rank that needs the most
     traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
+    reduces_each: bool  # whether gradients are summed over the ranks after each micro-batch, and not once a step
+    reductions: str  # that in words, and its costs
     longest: int  # tokens of a sequence that fits on a device of costs.CARD bytes
     computed: dict[str, str]  # how the scan and the features are computed, in words
 
@@ -55,6 +58,10 @@ class RunPlan:
     def accumulation(self) -> int:
         """Micro-batches of a step, on each rank that reads samples."""
         return self.global_batch // (self.local_batch * self.topology.data_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank of the pipeline."""
+        return stages_of(self.schedule, rank, self.topology.pipeline, len(self.stages))
 
     @property
     def tokens_per_step(self) -> int:
@@ -107,6 +114,7 @@ class RunPlan:
             "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
             "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
+            **({"gradients": self.reductions} if self.accumulation > 1 else {}),
             "longest sequence": longest,
             **self.computed,
         }
@@ -116,9 +124,7 @@ class RunPlan:
         """A pipeline in words, and the share of a step that its ranks wait."""
         numbers = [[name.partition(".")[2] for name in stage if name.startswith("layers.")] for stage in self.stages]
         layers = " | ".join("-".join(dict.fromkeys([n[0], n[-1]])) if n else "none" for n in numbers)
-        ranks, waits = self.topology.pipeline, self.topology.pipeline - 1
-        idle = waits / (len(self.stages) // ranks * self.accumulation + waits)
-        return f"{self.schedule}, idle {idle:.1%} of a step; layers by stage {layers}"
+        return f"{self.schedule}, idle {self.costs.idle():.1%} of a step; layers by stage {layers}"
 
 
 def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:
@@ -136,6 +142,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     mesh, local, seq_len = costs.mesh, training.local_batch_size, training.seq_len
     global_batch = local * mesh.data_ranks * costs.micro_batches
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
+    refuse_for_reduction(job_config, costs.micro_batches)
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
@@ -158,6 +165,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         precision=training.precision,
         memory=costs.memory(local, seq_len),
         traffic=costs.traffic(),
+        reduces_each=costs.reduces_each(local, seq_len),
+        reductions=costs.reductions(),
         longest=costs.longest_sequence(),
         computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
     )

@@ -14,8 +14,7 @@ from interdomain.scan.ops import runs_as
 from ..host import generate_llm_fqn_per_model_part, logger
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig, Parallelism
-
-MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
+from .pipeline_order import MULTI_STAGE, ZBV, ZERO_BUBBLE
 
 
 class Topology(NamedTuple):
@@ -73,8 +72,7 @@ def topology(parallel: Parallelism, world_size: int) -> Topology:
 
 
 def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ...], ...]:
-    """TorchTitan's module names of each virtual stage, as its `pipeline_llm` makes them; without a pipeline one has all. Rank r
-    of p has the stages r, r + p, ...
+    """TorchTitan's module names of each virtual stage, as its `pipeline_llm` makes them; without a pipeline one has all.
 
     Raises: ValueError for layers that do not divide over the stages.
     """
@@ -82,7 +80,8 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
     if ranks == 1:
         return tuple(map(tuple, generate_llm_fqn_per_model_part(1, n_layers)))
-    several = parallel.pipeline_parallel_schedule == MULTI_STAGE
+    schedule = parallel.pipeline_parallel_schedule
+    several = schedule in MULTI_STAGE
     weight, stages = n_layers + first + last, 2 * ranks if several else ranks
     words = (
         f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
@@ -90,34 +89,20 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     )
     if per_stage is not None:
         stages = math.ceil(weight / per_stage)
-        if stages % ranks or (stages >= 2 * ranks) != several:
-            allowed = f"a multiple of {ranks} that is {2 * ranks} or more" if several else str(ranks)
+        # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
+        allowed = [2 * ranks] if schedule == ZBV else [2 * ranks, 3 * ranks] if several else [ranks]
+        if stages not in allowed:
             raise ValueError(
                 f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {words}: "
-                f"{parallel.pipeline_parallel_schedule} on pipeline_parallel_degree = {ranks} ranks needs {allowed}. Leave it "
+                f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {' or '.join(map(str, allowed))}. Leave it "
                 f"out for {2 * ranks if several else ranks}."
             )
     if max(first, last, 1) > weight // stages:
         raise ValueError(
-            f"{words}, cannot be divided over {stages} stages ({parallel.pipeline_parallel_schedule} on "
+            f"{words}, cannot be divided over {stages} stages ({schedule} on "
             f"parallelism.pipeline_parallel_degree = {ranks} ranks): at most {weight // max(first, last, 1)} are possible."
         )
     return tuple(map(tuple, generate_llm_fqn_per_model_part(stages, n_layers, first, last)))
-
-
-def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """The most micro-batches that are forward and not yet backward at a time, for each stage of a pipeline's rank.
-
-    stages: of a rank. As PyTorch's schedules order them (`Schedule1F1B`, `ScheduleGPipe`, `ScheduleInterleaved1F1B`).
-    """
-    if schedule == "GPipe":
-        return (micro_batches,)
-    if schedule == "1F1B":
-        return (min(micro_batches, ranks - rank),)
-    a_round = micro_batches // max(1, micro_batches // ranks)
-    first_backward = min((stages - 1) * a_round + 2 * (ranks - 1 - rank) + 1, stages * micro_batches)
-    order = [i // a_round % stages for i in range(first_backward)]
-    return tuple(map(order.count, range(stages)))
 
 
 def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torch.device) -> None:
@@ -144,6 +129,8 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
             "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
         )
+    if parallel.pipeline_parallel_schedule in ZERO_BUBBLE and parallel.pipeline_parallel_degree > 1:
+        _refuse_for_zero_bubble(job_config)
     refuse_for_pipelined_validation(job_config)
 
 
@@ -177,7 +164,7 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
         why = (
             f"{batch}, {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on"
             f" parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
-            + (f"a multiple of {rounds}, its rounds." if schedule == MULTI_STAGE else f"{mesh.pipeline} or more.")
+            + (f"a multiple of {rounds}, its rounds." if schedule in MULTI_STAGE else f"{mesh.pipeline} or more.")
         )
     if wrong or not runs_with(schedule, mesh.pipeline, micro_batches):
         sequences, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
@@ -188,11 +175,31 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
         raise ValueError(f"{why} These ranks can run {advice}.")
 
 
+def refuse_for_reduction(job_config: JobConfig, micro_batches: int) -> None:
+    """Raises: ValueError for gradients that would be summed over ranks or micro-batches otherwise than the settings say."""
+    training, pipelined = job_config.training, job_config.parallelism.pipeline_parallel_degree > 1
+    if pipelined and training.reduce_gradients == "micro-batch":
+        raise ValueError(
+            "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: "
+            "PyTorch's pipeline sums gradients once a step. Set auto or step."
+        )
+    if (
+        micro_batches > 1
+        and training.mixed_precision_reduce == "bf16"
+        and (pipelined or training.reduce_gradients == "step")
+    ):
+        raise ValueError(
+            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step (a pipeline, "
+            "or training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
+            "reduce_gradients = auto without a pipeline."
+        )
+
+
 def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
-    if ranks == 1 or schedule == "GPipe":
+    if ranks == 1 or schedule in ("GPipe", ZBV):
         return True
-    if schedule == MULTI_STAGE:
+    if schedule in MULTI_STAGE:
         return micro_batches % max(1, micro_batches // ranks) == 0
     return micro_batches >= ranks
 
@@ -248,6 +255,25 @@ def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: 
         raise ValueError(
             f"parallelism.tensor_parallel_degree = {tensor} does not divide {', '.join(wrong)}. Set one of "
             f"{_divisors(math.gcd(*sizes.values()))}, or change those."
+        )
+
+
+def _refuse_for_zero_bubble(job_config: JobConfig) -> None:
+    """A schedule that goes backward in two halves: first by activations, later by weights, parameter by parameter."""
+    parallel, mode = job_config.parallelism, job_config.activation_checkpoint.mode
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    again = "a block would be computed again for each of its weights"
+    wrong = {
+        "compile.enable: a compiled block goes backward as one. Leave model out of compile.components": compiled,
+        f"activation_checkpoint.mode = {mode}: {again}. Set none": mode != "none",
+        "fsdp_reshard_after_forward = always: the weights are needed in both halves. Set default": (
+            parallel.fsdp_reshard_after_forward == "always"
+        ),
+    }
+    for words in (words for words, is_wrong in wrong.items() if is_wrong):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {parallel.pipeline_parallel_schedule} is not possible with {words}; or "
+            "choose 1F1B, GPipe or Interleaved1F1B."
         )
 
 

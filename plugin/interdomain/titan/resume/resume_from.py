@@ -36,6 +36,7 @@ FREE = (
     *("job.", "metrics.", "profiling.", "checkpoint.", "comm.", "parallelism.", "activation_checkpoint."),
     *("data.corpus", "data.validation_corpus", "data.prefetch", "mixer.recompute", "lr_scheduler.allow_jump"),
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq", "validation.local_batch_size"),
+    "training.reduce_gradients",
 )
 
 

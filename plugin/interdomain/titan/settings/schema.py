@@ -49,8 +49,7 @@ CompileBackend = Annotated[
         lambda x: x == "inductor" or x in torch.compiler.list_backends(()),  # the list takes a second to import
     ),
 ]
-# Not those that split the backward pass (zero-bubble, DualPipe): the dynamics of a stage's layers share one graph.
-Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
+Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"))]
 
 
 def _with_settings_of_the_mixer(section: Section) -> Section:
@@ -205,6 +204,13 @@ class Training:
     #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
     #: paper. float32: everything in float32. The optimizer's parameters, the dynamics and the loss are always float32.
     precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
+    #: When the gradients of a step with several micro-batches are summed over the shards and replicas. step: once, and every
+    #: rank holds whole gradients until then. micro-batch: after each one, which needs less memory and more network. auto: once
+    #: a step where that fits on 80 GB. A pipeline sums once a step.
+    reduce_gradients: Literal["auto", "step", "micro-batch"] = "auto"
+    #: Precision in which they are summed over the ranks. bf16 halves the bytes; micro-batches are added up in float32, so with
+    #: several of them they are summed after each, which a pipeline cannot.
+    mixed_precision_reduce: Literal["float32", "bf16"] = "float32"
     gc_freq: Count = 50  # Steps between two garbage collections of Python.
 
 
@@ -223,9 +229,11 @@ class Parallelism:
     enable_async_tensor_parallel: bool = False
     #: Ranks that share the layers. The micro-batches of a step pass through them one after the other.
     pipeline_parallel_degree: Count = 1
-    pipeline_parallel_schedule: Schedule = "1F1B"  # 1F1B, GPipe, or Interleaved1F1B (several stages per rank).
-    #: Layers of a stage. The embedding and the head count as the next two settings say. Unset: one stage per rank, or two
-    #: with Interleaved1F1B.
+    #: 1F1B, GPipe; with several stages per rank Interleaved1F1B; and with less waiting, but no compile.enable and no
+    #: activation checkpointing, InterleavedZeroBubble and ZBVZeroBubble (two stages per rank).
+    pipeline_parallel_schedule: Schedule = "1F1B"
+    #: Layers of a stage. The embedding and the head count as the next two settings say. Unset: one stage per rank with 1F1B
+    #: and GPipe, else two.
     pipeline_parallel_layers_per_stage: Annotated[int | None, Bound("at least 1", lambda x: x is None or x >= 1)] = None
     pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # The first stage has so many layers less (embedding).
     pipeline_parallel_last_stage_less_layers: CountOr0 = 1  # The last stage has so many layers less (head).

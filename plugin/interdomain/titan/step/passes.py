@@ -1,15 +1,18 @@
 """Forward and backward passes of the micro-batches of a step: one after the other, or through the stages of a pipeline."""
 
-from collections.abc import Collection, Iterable
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from interdomain.model import Transformer
+from interdomain.model.dynamics import SharedDynamics
 from interdomain.model.shard import shard_of
 
 from ..data.dataloader import Batch
@@ -20,8 +23,8 @@ from .meshes import Meshes
 class Passes:
     """Passes through the whole model, one micro-batch after the other.
 
-    Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then every
-    rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
+    Under accumulation the gradients are summed over the ranks after each micro-batch (`RunPlan.reduces_each`), or once, after
+    the last. Until then every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
     """
 
     together = 1  # micro-batches that `run` takes for validation
@@ -37,15 +40,27 @@ class Passes:
         backward: also add up the gradients of the mean loss per label of the step that counts.
         """
         (model,), losses = self.parts, []
-        for i, batch in enumerate(batches):
-            inputs, labels = self._this_ranks_share(batch)
-            if backward and self.plan.accumulation > 1:
-                model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
-            loss = model(inputs.pop("input"), **inputs, labels=labels)
-            if backward:
-                (loss / self.targets).backward()
-            losses.append(loss.detach())
+        with self._dynamics_once(backward):
+            for i, batch in enumerate(batches):
+                inputs, labels = self._this_ranks_share(batch)
+                if backward and self.plan.accumulation > 1:
+                    model.set_requires_gradient_sync(self.plan.reduces_each or i == self.plan.accumulation - 1)
+                loss = model(inputs.pop("input"), **inputs, labels=labels)
+                if backward:
+                    (loss / self.targets).backward()
+                losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    @contextlib.contextmanager
+    def _dynamics_once(self, backward: bool) -> Iterator[None]:
+        """Compute the dynamics of this rank's stages once for all passes within; at the end, one backward pass through that."""
+        for part in self.parts:
+            part.shared = SharedDynamics(part.dynamics())
+        yield
+        for part in self.parts:
+            if backward:
+                part.shared.backward()
+            part.shared = None
 
     def _this_ranks_share(self, batch: Batch) -> Batch:
         """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
@@ -56,6 +71,26 @@ class Passes:
             return shard_of(x.to(self.device, non_blocking=True), self.meshes.context, dim=1).contiguous()
 
         return {name: share(x) for name, x in inputs.items()}, share(labels)
+
+
+class Stage(PipelineStage):
+    """PyTorch's stage, under FSDP2, with two corrections for the schedules that go backward in two halves."""
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """The second half. FSDP2 adds up gradients in the dtype of their reduction, by hooks of which this half runs none:
+        those of several micro-batches would be added up in bf16."""
+        super().backward_weight_one_chunk(*args, **kwargs)
+        if self.has_backward:
+            state: Any = fully_shard.state(self.submod)
+            state._root_post_backward_final_callback()  # as PyTorch does in `perform_reduce_grad`
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Gradients for the rank's own stage before; PyTorch asks for them in validation, too."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class Pipeline(Passes):
@@ -71,7 +106,7 @@ class Pipeline(Passes):
         """parts: this rank's stages, in order. schedule: parallelism.pipeline_parallel_schedule."""
         super().__init__(parts, plan, meshes, device, targets)
         self.together, self.losses = plan.accumulation, []
-        numbers, last = stages_of(plan, meshes.pipeline.get_local_rank()), len(plan.stages) - 1
+        numbers, last = plan.stages_of(meshes.pipeline.get_local_rank()), len(plan.stages) - 1
         self.first, self.last = 0 in numbers, last in numbers
         # Shapes given here: PyTorch would otherwise infer them with a forward pass through every stage.
         B, T, tensor = plan.local_batch, plan.seq_len // plan.topology.context, plan.topology.tensor
@@ -80,7 +115,7 @@ class Pipeline(Passes):
         hidden = torch.empty(B, T // tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            Stage(
                 part,
                 n,
                 last + 1,
@@ -110,13 +145,9 @@ class Pipeline(Passes):
         last: dict[str, Any] = {"target": labels, "labels": labels} if self.last else {}
         self.losses = []
         act = self.schedule.step if backward else self.schedule.eval
-        act(*first, **inputs, **last, return_outputs=False)
+        with self._dynamics_once(backward):
+            act(*first, **inputs, **last, return_outputs=False)
         return torch.stack(self.losses).sum() if self.last else torch.zeros((), device=self.device)
-
-
-def stages_of(plan: RunPlan, rank: int) -> range:
-    """The stages of a rank of the pipeline."""
-    return range(rank, len(plan.stages), plan.topology.pipeline)
 
 
 def prune_to_stage(model: Transformer, names: Collection[str]) -> None:

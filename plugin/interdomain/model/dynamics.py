@@ -1,0 +1,53 @@
+"""The dynamics of a model's layers, computed once for the forward passes of several micro-batches."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SharedDynamics:
+    """Dynamics that many forward passes read, whose gradients are added up here until `backward`.
+
+    The passes have graphs of their own, which end here. So a pass may go backward in two halves, first by its activations and
+    then by its weights, as the zero-bubble schedules of a pipeline do: what all passes have in common is gone through once.
+
+    layers: the result of `Transformer.dynamics`.
+    """
+
+    def __init__(self, layers: list[tuple[Tensor, ...]]) -> None:
+        self.layers = layers
+        self.gradients: list[list[Tensor | None]] = [[None] * len(layer) for layer in layers]
+
+    def enter(self, h: Tensor, which: slice = slice(None)) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """(h, the dynamics by layer) for a forward pass of all layers, or some, that goes on from these hidden states.
+
+        The gradients come back together with that of h: the half of a backward pass that is by activations has them all.
+        """
+        layers = self.layers[which]
+        h, *copies = _Enter.apply(self.gradients[which], h, *(x.detach() for layer in layers for x in layer))
+        rest = iter(copies)
+        return h, [tuple(next(rest) for _ in layer) for layer in layers]
+
+    def backward(self) -> None:
+        """Go backward from the dynamics to their parameters, once for all passes."""
+        gradients = [g for layer in self.gradients for g in layer]
+        pairs = [(x, g) for x, g in zip(itertools.chain(*self.layers), gradients, strict=True) if g is not None]
+        if pairs:
+            tensors, found = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, found)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: list[list[Tensor | None]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.held = held
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, by_h: Tensor, *gradients: Tensor) -> tuple[Any, ...]:
+        rest = iter(gradients)
+        for layer in ctx.held:
+            layer[:] = [g if old is None else old + g for old, g in zip(layer, rest, strict=False)]
+        return None, by_h, *(None for _ in gradients)
