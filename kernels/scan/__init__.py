@@ -5,7 +5,7 @@ functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states
 pairs in the last axis. Derivation, notation, backends and tolerances: docs/kernels.md.
 """
 
-# reference.py judges all other modules. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they
+# reference.py judges all other modules. chunkwise*.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they
 # run); ops.py makes `torch.library` ops of the two. fft.py is plain PyTorch that autograd records. step.py is one token.
 # tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for sequences whose
 # shards are on several ranks. This package imports torch and triton, nothing else.
@@ -18,11 +18,19 @@ import torch
 from torch import Tensor
 
 from . import fft, ops, reference, step, triton_support
-from .chunkwise import CHUNK
 from .library import first_derivatives_only, log_once, only_values
 from .packing import checked_documents
 from .step import decay_factor
-from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, mixing_matrix, powers, readout_vector
+from .tables import (
+    CHUNK,
+    MAX_DECAY_PER_TOKEN,
+    READOUTS,
+    decay_exponent,
+    input_gain,
+    mixing_matrix,
+    powers,
+    readout_vector,
+)
 
 __all__ = [
     "BACKENDS",

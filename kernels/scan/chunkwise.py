@@ -13,7 +13,7 @@ before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once t
 Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
 keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
 and, viewed as M complex ones, take E in a single multiplication.
-Where documents are packed (`_Masks`), a state stops at the end of its document: four masks of zeros and ones say which
+Where documents are packed (`Masks`), a state stops at the end of its document: four masks of zeros and ones say which
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 The backward recomputes everything: only the inputs survive the forward.
 Where the tokens are a shard of longer sequences, `final_state` is what they alone leave, and initial_state may be a function
@@ -23,12 +23,24 @@ Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, conj_physical
 
-from .tables import CHUNK, powers
+from .chunkwise_layout import (
+    Masks,
+    Segment,
+    Tables,
+    load_columns,
+    load_rows,
+    load_state,
+    make_tables,
+    real_pairs,
+    segments,
+    store_columns,
+    store_rows,
+    store_state,
+)
 
 Start = Tensor | Callable[[], Tensor] | None  # [B, H, M, P, 2]
 Exchange = Callable[[Tensor], Callable[[], Tensor]]  # likewise, both ways
@@ -45,16 +57,16 @@ def scan_forward(
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
     loaded = []
     for segment, tab, docs, z, local in _loaded((k, v), log_decay, documents):
-        rows = _load_rows(q, H, segment, log_decay.dtype)
+        rows = load_rows(q, H, segment, log_decay.dtype)
         loaded.append((segment, tab, docs, z, local, rows, _within(_scores(rows, z[..., :R, :], docs), tab)))
     initial_state = initial_state() if callable(initial_state) else initial_state
-    X = _load_state(initial_state, B, R + v.shape[3], log_decay)
+    X = load_state(initial_state, B, R + v.shape[3], log_decay)
     for segment, tab, docs, z, local, rows, a in loaded:
         S, X = _states(local, X, tab, docs)
         b = _scale(_contract(a, rows, S[..., :R, :], tab, docs) @ weights.mT, conj_physical(tab.E))
         out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
-        _store_rows(o, out, segment)
-    return o, _store_state(X) if need_final else None, initial_state
+        store_rows(o, out, segment)
+    return o, store_state(X) if need_final else None, initial_state
 
 
 def scan_backward(
@@ -74,7 +86,7 @@ def scan_backward(
     read = []
     for segment, tab, docs, z, S, _ in reversed([*_forward((k, v), log_decay, initial_state, documents)]):
         kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
-        rows, d_rows = (_load_rows(x, H, segment, dtype) for x in (q, d_o))
+        rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
         a = _contract(_within(scores_k, tab), rows, Sk, tab, docs)
         c = _contract(_within(scores_v, tab), d_rows, Sv, tab, docs)
@@ -90,16 +102,16 @@ def scan_backward(
 
     G = _left(d_final, log_decay, read, leave)
     for *_, segment, z, S, _, _, _, e, _, kernel_e, _ in read:  # while other ranks' gradients are on their way
-        _store_rows(dq, _expand(kernel_e, e, z[..., :R, :], S[..., :R, :]), segment)
+        store_rows(dq, _expand(kernel_e, e, z[..., :R, :], S[..., :R, :]), segment)
     G = G()
     for sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside in read:
         Z, G = _costates(sums, G, tab, docs)
-        _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
-        _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
+        store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
+        store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
         position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
         weighted = _outer(position * rows, e, position * d_rows, b)
         d_theta += inside + _decay_gradient_states(z, S, Z, weighted, tab, docs)
-    d_initial = None if initial_state is None else _store_state(G)
+    d_initial = None if initial_state is None else store_state(G)
     return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
 
 
@@ -115,15 +127,15 @@ def linear_forward(
         out = zT.flatten(1, 3) @ kernel.mT if docs is None else zT @ (kernel[:, None, None] * docs.same).mT
         loaded.append((segment, tab, docs, local, w, out))
     initial_state = initial_state() if callable(initial_state) else initial_state
-    X = _load_state(initial_state, z.shape[0], z.shape[3], log_decay)
+    X = load_state(initial_state, z.shape[0], z.shape[3], log_decay)
     for segment, tab, docs, local, w, out in loaded:
         S, X = _states(local, X, tab, docs)
         if docs is None:
-            out.baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
+            out.baddbmm_(real_pairs(S).flatten(1, 3), real_pairs(w).mT)
         else:
-            out += docs.reads * (_real(S).flatten(1, 3) @ _real(w).mT).view(out.shape)
-        _store_columns(y, out.view(*S.shape[:4], -1), segment)
-    return y, _store_state(X) if need_final else None, initial_state
+            out += docs.reads * (real_pairs(S).flatten(1, 3) @ real_pairs(w).mT).view(out.shape)
+        store_columns(y, out.view(*S.shape[:4], -1), segment)
+    return y, store_state(X) if need_final else None, initial_state
 
 
 def linear_backward(
@@ -141,9 +153,9 @@ def linear_backward(
 
     read = []
     for segment, tab, docs, zT, S, _ in reversed([*_forward((z,), log_decay, initial_state, documents)]):
-        dyT = _load_columns((d_y,), segment, dtype)
+        dyT = load_columns((d_y,), segment, dtype)
         read_dy = (dyT if docs is None else docs.reads * dyT).flatten(1, 3)
-        E_conj = _real(conj_physical(tab.E))  # [H, L, 2M]
+        E_conj = real_pairs(conj_physical(tab.E))  # [H, L, 2M]
         sums = per_chunk(read_dy @ E_conj, S)
         read.append((w_conj * sums, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
 
@@ -154,20 +166,20 @@ def linear_backward(
         Z, G = _costates(added, G, tab, docs)
         # Scores meet only per-head weights here, so they are summed over batch and chunks before anything else.
         if docs is None:
-            out = (flat_dy @ kernel).baddbmm_(_real(Z).flatten(1, 3), _real(tab.T).mT)
+            out = (flat_dy @ kernel).baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tab.T).mT)
             scores = (flat_dy.mT @ flat_z).tril_()  # [H, L, L]
         else:
             out = dyT @ (kernel[:, None, None] * docs.same)
-            out += docs.writes * (_real(Z).flatten(1, 3) @ _real(tab.T).mT).view(zT.shape)
+            out += docs.writes * (real_pairs(Z).flatten(1, 3) @ real_pairs(tab.T).mT).view(zT.shape)
             scores = (docs.same * (dyT.mT @ zT)).sum((1, 2)).tril_()
-        _store_columns(dz, out.view(zT.shape), segment)
-        c = torch.view_as_complex((scores @ _real(tab.T)).unflatten(-1, (-1, 2)))
+        store_columns(dz, out.view(zT.shape), segment)
+        c = torch.view_as_complex((scores @ real_pairs(tab.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
         weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj), S)
         d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
-        c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
+        c = torch.view_as_complex((scores * tab.lag @ real_pairs(tab.T)).unflatten(-1, (-1, 2)))
         d_theta += (w * conj_physical(c)).sum(1)
-    d_initial = None if initial_state is None else _store_state(G)
+    d_initial = None if initial_state is None else store_state(G)
     return dz, torch.view_as_real(d_theta), torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
 
 
@@ -175,17 +187,17 @@ def linear_backward(
 # b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner product of interleaved pairs.
 
 
-def _scores(rows: Tensor, columns: Tensor, docs: "_Masks | None") -> Tensor:
+def _scores(rows: Tensor, columns: Tensor, docs: Masks | None) -> Tensor:
     """tril(q k^T) per chunk, [H, B, N, G L, L]."""
     return _causal(rows @ columns, docs)
 
 
-def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size, docs: "_Masks | None") -> Tensor:
+def _kernel(b: Tensor, tab: Tables, rows: torch.Size, docs: Masks | None) -> Tensor:
     """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
-    return _causal((b @ _real(tab.T).mT).view(*rows[:4], -1), docs)
+    return _causal((b @ real_pairs(tab.T).mT).view(*rows[:4], -1), docs)
 
 
-def _causal(scores: Tensor, docs: "_Masks | None") -> Tensor:
+def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
     """Zeros above the diagonal and between documents, in place."""
     # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 / Lambda.
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
@@ -194,35 +206,35 @@ def _causal(scores: Tensor, docs: "_Masks | None") -> Tensor:
     return scores
 
 
-def _reading(b: Tensor, rows: Tensor, docs: "_Masks | None") -> Tensor:
+def _reading(b: Tensor, rows: Tensor, docs: Masks | None) -> Tensor:
     """Rows of b [H, B N G L, 2M], zeros where they do not read the state before their chunk."""
     if docs is None:
         return b
     return (b.view(*rows.shape[:4], -1) * docs.of_rows(rows)).view(b.shape)
 
 
-def _within(scores: Tensor, tab: "_Tables") -> Tensor:
+def _within(scores: Tensor, tab: Tables) -> Tensor:
     """sum_j tril(q k^T)_ij T_j, what the tokens of a chunk add to a."""
-    return scores.flatten(1, 3) @ _real(tab.T)
+    return scores.flatten(1, 3) @ real_pairs(tab.T)
 
 
-def _contract(a: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
+def _contract(a: Tensor, rows: Tensor, S: Tensor, tab: Tables, docs: Masks | None) -> Tensor:
     """Pass 1: a_i = X^k_i q_i = E_i (`_within` + S q_i), in place."""
     rows = rows if docs is None else rows * docs.of_rows(rows)
-    a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(rows.flatten(0, 2), _real(S).flatten(0, 2))
+    a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
     return _scale(a, tab.E)
 
 
 def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     """Pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S)."""
     out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
-    out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), _real(S).flatten(0, 2).mT)
+    out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), real_pairs(S).flatten(0, 2).mT)
     return out.view(*kernel.shape[:-1], -1)
 
 
-def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
+def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: Tables, docs: Masks | None) -> Tensor:
     """Pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z), as columns [H, B, N, D, L]."""
-    out = _real(Z).flatten(1, 3) @ _real(tab.T).mT
+    out = real_pairs(Z).flatten(1, 3) @ real_pairs(tab.T).mT
     if docs is not None:
         out = out.view(*Z.shape[:4], -1) * docs.writes
     out = out.view(-1, rows.shape[-1], kernel.shape[-1])
@@ -237,21 +249,21 @@ def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
 
 def _loaded(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
-) -> Iterator[tuple["_Segment", "_Tables", "_Masks | None", Tensor, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[Segment, Tables, Masks | None, Tensor, Tensor]]:  # fmt: skip
     """Segments in order, each with its tables, masks, columns of `parts`, and sum_j T_j z_j of its chunks."""
-    for segment in _segments(parts[0].shape[1]):
-        tab = _tables(log_decay, segment.length)
-        z = _load_columns(parts, segment, log_decay.dtype)
-        docs = _Masks.of(documents, segment, log_decay.dtype)
-        local = (z if docs is None else z * docs.writes).flatten(1, 3) @ _real(tab.T)
+    for segment in segments(parts[0].shape[1]):
+        tab = make_tables(log_decay, segment.length)
+        z = load_columns(parts, segment, log_decay.dtype)
+        docs = Masks.of(documents, segment, log_decay.dtype)
+        local = (z if docs is None else z * docs.writes).flatten(1, 3) @ real_pairs(tab.T)
         yield segment, tab, docs, z, torch.view_as_complex(local.view(*z.shape[:4], -1, 2))
 
 
 def _forward(
     parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
-) -> Iterator[tuple["_Segment", "_Tables", "_Masks | None", Tensor, Tensor, Tensor]]:  # fmt: skip
+) -> Iterator[tuple[Segment, Tables, Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
-    X = _load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
+    X = load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
     for segment, tab, docs, z, local in _loaded(parts, log_decay, documents):
         S, X = _states(local, X, tab, docs)
         yield segment, tab, docs, z, S, X
@@ -261,7 +273,7 @@ def final_state(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor 
     """The state that these tokens alone leave, [B, H, M, P, 2], of (k, v) or (z,); the form in Triton also returns the states
     of its segments."""
     *_, (*_, X) = _forward(parts, log_decay, None, documents)
-    return _store_state(X), None
+    return store_state(X), None
 
 
 def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None) -> Callable[[], Tensor]:
@@ -269,14 +281,14 @@ def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: E
     Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
     (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
     if leave is not None:
-        costate = _load_state(None, B, P, log_decay)  # of this shard alone
+        costate = load_state(None, B, P, log_decay)  # of this shard alone
         for sums, tab, docs, *_ in read:
             _, costate = _costates(sums, costate, tab, docs)
-        wait = leave(_store_state(costate))
-    return lambda: _load_state(wait(), B, P, log_decay)
+        wait = leave(store_state(costate))
+    return lambda: load_state(wait(), B, P, log_decay)
 
 
-def _states(local: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
+def _states(local: Tensor, X: Tensor, tab: Tables, docs: Masks | None) -> tuple[Tensor, Tensor]:
     """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
 
     S' = Lambda^L (S + local), local = sum_j T_j z_j, and X' = Lambda^(L-1-r) of the same sum.
@@ -290,7 +302,7 @@ def _states(local: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> 
     return S, tab.leave * total
 
 
-def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
+def _costates(sums: Tensor, G: Tensor, tab: Tables, docs: Masks | None) -> tuple[Tensor, Tensor]:
     """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
     Z = torch.empty_like(sums)
     enter, carry, leave = (conj_physical(x) for x in (tab.leave, tab.carry, tab.enter))
@@ -302,21 +314,21 @@ def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") ->
     return Z, leave * total
 
 
-def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
+def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: Tables) -> Tensor:
     """Within chunks: sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, conjugated. Overwrites scores."""
     scores.unflatten(-2, (-1, tab.lag.shape[-1])).mul_(tab.lag)
     return _sum_over_tokens(tab.T, scores.flatten(1, 3).mT @ b)
 
 
 def _decay_gradient_states(
-    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables", docs: "_Masks | None"
+    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: Tables, docs: Masks | None
 ) -> Tensor:
     """Across chunks, conjugated: reading the state, sum_i (i + 1) (E b)_i (S do_i), and carrying it over the chunk,
     Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
     """
     L = z.shape[-1]
     z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
-    written = _sum_over_tokens((L - tab.position)[:, None] * tab.T, z.flatten(1, 3).mT @ _real(Z).flatten(1, 3))
+    written = _sum_over_tokens((L - tab.position)[:, None] * tab.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3))
     return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + written
 
 
@@ -325,80 +337,10 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
 
-def _linear_kernel(readout: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
+def _linear_kernel(readout: Tensor, tab: Tables) -> tuple[Tensor, Tensor]:
     """conj(E w) [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))) [H, L, L]."""
     w = conj_physical(tab.E * _complex(readout)[:, None])
-    return w, (_real(w) @ _real(tab.T).mT).tril_()
-
-
-# Tables and layouts.
-
-
-class _Tables(NamedTuple):
-    E: Tensor  # Lambda^(i-r), [H, L, M] complex
-    T: Tensor  # Lambda^(r-j), [H, L, M] complex
-    enter: Tensor  # Lambda^(r+1), [H, 1, 1, M]: X -> S
-    carry: Tensor  # Lambda^L
-    leave: Tensor  # Lambda^(L-1-r): S + local sum -> X
-    lag: Tensor  # i - j, [L, L]
-    position: Tensor  # i + 1, [L]
-
-
-class _Segment(NamedTuple):
-    start: int
-    chunks: int
-    length: int
-
-    def of(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [B, N, L, ...]"""
-        stop = self.start + self.chunks * self.length
-        return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
-
-
-class _Masks(NamedTuple):
-    """Masks of zeros and ones: the parts of a chunk that belong to one document. d is a token's document, p the document of the
-    token before the chunk (0 before the first: the initial state's), l the document of the chunk's last token."""
-
-    same: Tensor  # d_i == d_j, [1, B, N, L, L]
-    reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk
-    writes: Tensor  # d_j == l, [1, B, N, 1, L]: token j is in the state after it
-    keeps: Tensor  # p == l, [1, B, N, 1, 1]: the state before is in the state after
-
-    @classmethod
-    def of(cls, documents: Tensor | None, segment: _Segment, dtype: torch.dtype) -> "_Masks | None":
-        if documents is None:
-            return None
-        d = segment.of(documents)
-        before = documents[:, segment.start - 1 : segment.start] if segment.start else torch.zeros_like(d[:, :1, 0])
-        last = d[:, :, -1]
-        p = torch.cat((before, last[:, :-1]), dim=1)
-        masks = d[..., None] == d[:, :, None], (d == p[..., None])[:, :, None], (d == last[..., None])[:, :, None]
-        return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
-
-    def of_rows(self, rows: Tensor) -> Tensor:
-        """`reads` for rows [H, B, N, G L, d], G heads one after the other."""
-        return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
-
-
-def _segments(T: int) -> list[_Segment]:
-    """All full chunks at once, then the ragged tail as one shorter chunk."""
-    full, tail = T // CHUNK, T % CHUNK
-    return [s for s in (_Segment(0, full, CHUNK), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
-
-
-def _tables(log_decay: Tensor, L: int) -> _Tables:
-    r = L // 2
-    table = torch.view_as_complex(powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device)))
-    position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
-    return _Tables(
-        E=table[:, :L].contiguous(),
-        T=table[:, 2 * r - L + 1 : 2 * r + 1].flip(1),
-        enter=table[:, None, None, 2 * r + 1],
-        carry=table[:, None, None, L + r],
-        leave=table[:, None, None, L - 1],
-        lag=position[:, None] - position,
-        position=position,
-    )
+    return w, (real_pairs(w) @ real_pairs(tab.T).mT).tril_()
 
 
 def _bilinear(mixing: Tensor) -> Tensor:
@@ -419,52 +361,8 @@ def _complex(readout: Tensor) -> Tensor:
     return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
 
 
-def _real(x: Tensor) -> Tensor:
-    """[..., M] complex -> [..., 2M] interleaved, no copy."""
-    return torch.view_as_real(x).flatten(-2)
-
-
 def _scale(a: Tensor, E: Tensor) -> Tensor:
     """Multiplies every row of [H, B N G L, 2M] by its E, in place."""
     H, L, M = E.shape
     torch.view_as_complex(a.view(H, -1, L, M, 2)).mul_(E[:, None])
     return a
-
-
-def _load_rows(x: Tensor, H: int, segment: _Segment, dtype: torch.dtype) -> Tensor:
-    """[B, T, H G, d] -> [H, B, N, G L, d]"""
-    x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)
-    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
-
-
-def _store_rows(out: Tensor, rows: Tensor, segment: _Segment) -> None:
-    rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
-    segment.of(out).unflatten(3, rows.shape[3:5]).copy_(rows)
-
-
-def _load_columns(parts: tuple[Tensor, ...], segment: _Segment, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, d] each -> [H, B, N, sum of d, L]"""
-    columns = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
-    widths = [x.shape[3] for x in columns]
-    out = torch.empty(*columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device)
-    for target, x in zip(out.split(widths, dim=3), columns, strict=True):
-        target.copy_(x)
-    return out
-
-
-def _store_columns(out: Tensor, columns: Tensor, segment: _Segment) -> None:
-    segment.of(out).copy_(columns.permute(1, 2, 4, 0, 3))
-
-
-def _load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
-    """[B, H, M, P, 2] or None -> [H, B, P, M] complex."""
-    H, M, _ = log_decay.shape
-    if state is None:
-        return log_decay.new_zeros(H, B, P, M, dtype=log_decay.dtype.to_complex())
-    return torch.view_as_complex(state.contiguous()).permute(1, 0, 3, 2)
-
-
-def _store_state(X: Tensor) -> Tensor:
-    H, B, P, M = X.shape
-    out = torch.empty(B, H, M, P, 2, dtype=X.dtype.to_real(), device=X.device)
-    return out.copy_(torch.view_as_real(X).permute(1, 0, 3, 2, 4))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interdomain import scan
-from interdomain.scan import chunkwise
+from interdomain.scan import chunkwise_layout
 
 from .common import (
     BACKENDS,
@@ -64,7 +64,7 @@ FLOAT32 = [
 @linear_or_query
 @pytest.mark.parametrize(("backend", "case", "decay", "chunk"), FLOAT32, ids=str)
 def test_float32(backend, case, decay, chunk, linear, monkeypatch):
-    monkeypatch.setattr(chunkwise, "CHUNK", chunk)
+    monkeypatch.setattr(chunkwise_layout, "CHUNK", chunk)
     inputs, cotangents = op_inputs(case, torch.float32, linear=linear)
     if decay is not None:
         with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
-from interdomain.scan import chunkwise
+from interdomain.scan import chunkwise_layout
 from interdomain.scan.packing import checked_documents
 
 from .common import BACKENDS, Case, assert_agree, function, gradients, linear_or_query, op_inputs, run_op
@@ -48,7 +48,7 @@ def one_by_one(inputs, cotangents, documents, linear=False):
 @linear_or_query
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_documents_one_by_one(backend, linear, monkeypatch):
-    monkeypatch.setattr(chunkwise, "CHUNK", 16)
+    monkeypatch.setattr(chunkwise_layout, "CHUNK", 16)
     inputs, cotangents = op_inputs(CASE, torch.float64, linear=linear)
     documents = packed(CASE.T)
     got = run_op(inputs, cotangents, linear, backend=backend, documents=documents)

@@ -1,0 +1,119 @@
+"""Tables, masks and layouts of the chunkwise form in plain PyTorch (shapes as in chunkwise.py)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .tables import CHUNK, powers
+
+
+class Tables(NamedTuple):
+    E: Tensor  # Lambda^(i-r), [H, L, M] complex
+    T: Tensor  # Lambda^(r-j), [H, L, M] complex
+    enter: Tensor  # Lambda^(r+1), [H, 1, 1, M]: X -> S
+    carry: Tensor  # Lambda^L
+    leave: Tensor  # Lambda^(L-1-r): S + local sum -> X
+    lag: Tensor  # i - j, [L, L]
+    position: Tensor  # i + 1, [L]
+
+
+class Segment(NamedTuple):
+    start: int
+    chunks: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [B, N, L, ...]"""
+        stop = self.start + self.chunks * self.length
+        return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
+
+
+class Masks(NamedTuple):
+    """Masks of zeros and ones: the parts of a chunk that belong to one document. d is a token's document, p the document of the
+    token before the chunk (0 before the first: the initial state's), l the document of the chunk's last token."""
+
+    same: Tensor  # d_i == d_j, [1, B, N, L, L]
+    reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk
+    writes: Tensor  # d_j == l, [1, B, N, 1, L]: token j is in the state after it
+    keeps: Tensor  # p == l, [1, B, N, 1, 1]: the state before is in the state after
+
+    @classmethod
+    def of(cls, documents: Tensor | None, segment: Segment, dtype: torch.dtype) -> "Masks | None":
+        if documents is None:
+            return None
+        d = segment.of(documents)
+        before = documents[:, segment.start - 1 : segment.start] if segment.start else torch.zeros_like(d[:, :1, 0])
+        last = d[:, :, -1]
+        p = torch.cat((before, last[:, :-1]), dim=1)
+        masks = d[..., None] == d[:, :, None], (d == p[..., None])[:, :, None], (d == last[..., None])[:, :, None]
+        return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """`reads` for rows [H, B, N, G L, d], G heads one after the other."""
+        return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
+
+
+def segments(T: int) -> list[Segment]:
+    """All full chunks at once, then the ragged tail as one shorter chunk."""
+    full, tail = T // CHUNK, T % CHUNK
+    return [s for s in (Segment(0, full, CHUNK), Segment(T - tail, 1, tail)) if s.chunks * s.length]
+
+
+def make_tables(log_decay: Tensor, L: int) -> Tables:
+    r = L // 2
+    table = torch.view_as_complex(powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device)))
+    position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
+    return Tables(
+        E=table[:, :L].contiguous(),
+        T=table[:, 2 * r - L + 1 : 2 * r + 1].flip(1),
+        enter=table[:, None, None, 2 * r + 1],
+        carry=table[:, None, None, L + r],
+        leave=table[:, None, None, L - 1],
+        lag=position[:, None] - position,
+        position=position,
+    )
+
+
+def real_pairs(x: Tensor) -> Tensor:
+    """[..., M] complex -> [..., 2M] interleaved, no copy."""
+    return torch.view_as_real(x).flatten(-2)
+
+
+def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor:
+    """[B, T, H G, d] -> [H, B, N, G L, d]"""
+    x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
+
+
+def store_rows(out: Tensor, rows: Tensor, segment: Segment) -> None:
+    rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
+    segment.of(out).unflatten(3, rows.shape[3:5]).copy_(rows)
+
+
+def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype) -> Tensor:
+    """[B, T, H, d] each -> [H, B, N, sum of d, L]"""
+    columns = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
+    widths = [x.shape[3] for x in columns]
+    out = torch.empty(*columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device)
+    for target, x in zip(out.split(widths, dim=3), columns, strict=True):
+        target.copy_(x)
+    return out
+
+
+def store_columns(out: Tensor, columns: Tensor, segment: Segment) -> None:
+    segment.of(out).copy_(columns.permute(1, 2, 4, 0, 3))
+
+
+def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
+    """[B, H, M, P, 2] or None -> [H, B, P, M] complex."""
+    H, M, _ = log_decay.shape
+    if state is None:
+        return log_decay.new_zeros(H, B, P, M, dtype=log_decay.dtype.to_complex())
+    return torch.view_as_complex(state.contiguous()).permute(1, 0, 3, 2)
+
+
+def store_state(X: Tensor) -> Tensor:
+    H, B, P, M = X.shape
+    out = torch.empty(B, H, M, P, 2, dtype=X.dtype.to_real(), device=X.device)
+    return out.copy_(torch.view_as_real(X).permute(1, 0, 3, 2, 4))
