@@ -1,7 +1,8 @@
 """python docs/pictures.py
 
-Draw the result of the small study (docs/study.md) and the scan's time on a CPU (docs/benchmarks.md) into docs/pictures, each in
-a light and a dark version, such as study-light.svg and study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
+Draw the result of the small study (docs/study.md), the scan's time on a CPU (docs/benchmarks.md) and long sequences over two
+processes (docs/parallelism.md) into docs/pictures, each in a light and a dark version, such as study-light.svg and
+study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
 """
 
 import itertools
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "pictures"
 STUDY = ROOT / "train_configs" / "studies" / "small.toml"
 CPU = ROOT / "benchmarks" / "results" / "2026-11-24-cpu" / "float32-1-thread" / "kernels.json"
+CONTEXT = ROOT / "benchmarks" / "results" / "2026-11-26-cpu-context" / "training.json"
 BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#8a919c"
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
@@ -119,9 +121,32 @@ def cpu(path: Path) -> None:
     figure.savefig(path)
 
 
+def context(path: Path) -> None:
+    """Seconds of a training step and memory of a process by length, the sequence over two processes."""
+    tables = json.loads(CONTEXT.read_text())["tables"]
+    rows = [(int(re.findall(r"x ([\d,]+) ", n)[0].replace(",", "")), r) for n, t in tables.items() for r in t["rows"]]
+    figure = Figure(figsize=(9.2, 3.4), layout="constrained")
+    panels = zip(
+        figure.subplots(1, 2),
+        (("ms a step", 1e-3, "seconds a step"), ("GiB reserved", 1, "GiB a process")),
+        strict=True,
+    )
+    for axis, (column, unit, label) in panels:
+        for mixer in ("softmax", "interdomain"):
+            points = [(n, row[column] * unit) for n, row in rows if row["case"].startswith(mixer) and row.get(column)]
+            axis.plot(*zip(*points, strict=True), "o-", color=FAMILIES[mixer][0], markersize=4, label=mixer)
+        lengths = sorted({n for n, _ in rows})
+        axis.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel=label)
+        axis.set_xticks(lengths, [f"{n // 1024}K" if n < 2**20 else "1M" for n in lengths])
+        axis.minorticks_off()
+        axis.grid()
+    axis.legend(frameon=False)
+    figure.savefig(path)
+
+
 def main() -> int:
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # the date in an SVG: the same bytes each time
-    for draw, (theme, ink) in itertools.product((study, cpu), THEMES.items()):
+    for draw, (theme, ink) in itertools.product((study, cpu, context), THEMES.items()):
         path = OUTPUT / f"{draw.__name__}-{theme}.svg"
         with rc_context(LOOK | dict.fromkeys(INK, ink) | dict.fromkeys(GROUNDS, "none")):
             draw(path)

@@ -9,6 +9,8 @@ the results say so.
 
     interdomain bench-training --sizes 350M --seq-len 4096 65536 --tokens 65536 --output benchmarks/results/long
     interdomain bench-training --cases softmax:eager:none s4d:eager:none --output benchmarks/results/eager
+    interdomain bench-training --ranks 2 --seq-len 16384 262144 --cases interdomain:eager:full \
+        --output benchmarks/results/context --train-flags --parallelism.context_parallel_degree 2
 
 Documentation: docs/benchmarks.md
 """
@@ -90,8 +92,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
 
 def run_case(run: argparse.Namespace, data: Path, output: Path) -> dict:
     """One run from start to end: a row of the table."""
-    command = torchrun.torchrun_command(str(run.config), flags(run, data, output), 1)
-    env, log, problem = torchrun.environment(1) | {"TQDM_DISABLE": "1"}, data / "log.txt", None
+    command = torchrun.torchrun_command(str(run.config), flags(run, data, output), run.ranks)
+    env, log, problem = torchrun.environment(run.ranks) | {"TQDM_DISABLE": "1"}, data / "log.txt", None
     with open(log, "w") as f:
         try:
             done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.case_limit)
@@ -131,7 +133,7 @@ def figures(curves: Curves, run: argparse.Namespace) -> dict:
     row = {"GiB reserved": memory, "loss": loss[max(loss)] if loss else None}
     if steady := [step for step in speed if step > run.log_freq]:
         row["tokens/s"] = statistics.median(speed[step] for step in steady)
-        row["ms a step"] = 1e3 * run.batch_size * run.seq_len / row["tokens/s"]
+        row["ms a step"] = 1e3 * run.batch_size * run.seq_len / (row["tokens/s"] * run.ranks)
         if torch.cuda.is_available() and MFU in curves:  # there is none of a CPU
             row["MFU %"] = statistics.median(curves[MFU][step] for step in steady)
     return row
@@ -163,6 +165,7 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--steps", type=int, metavar="N", help="steps of a case, at least 1 (default: 20; on a CPU 3)")
     text = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
     p.add_argument("--cases", nargs="+", metavar="CASE", help=text)
+    p.add_argument("--ranks", type=int, default=1, metavar="N", help="processes; tokens/s and memory are of each (1)")
     p.add_argument("--case-limit", type=float, default=600.0, metavar="S", help="seconds that a case may take")
     text = f"on a GPU, for the first size and length: record {TRACED} steps and list the {TOP_KERNELS} slowest kernels"
     p.add_argument("--trace", action="store_true", help=text)
@@ -185,7 +188,7 @@ def main(argv=None) -> int:
             raise ValueError(f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}.")
     configs = {p.stem: p for p in sorted(CONFIGS.glob("*.toml"))}
     configs = {size: configs[size] for size in results.choose("--sizes", args.sizes, configs)}
-    shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")
+    shown = ("sizes", "seq_len", "tokens", "steps", "ranks", "train_flags")
     report = results.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
     try:
         for name in ("tensorboard", "torchdata"):
