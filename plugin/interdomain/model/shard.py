@@ -54,21 +54,32 @@ def gather_shards(x: Tensor, part: Part) -> Tensor:
     return _Gather.apply(x[None], 0, part)
 
 
-def send_tail(x: Tensor, n: int, part: Part) -> Tensor:
-    """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result."""
-    return send(x[:, -n:], _to_neighbour(part, 1, len(x)), _to_neighbour(part, -1, len(x)), part)
+def send_tail(x: Tensor | dict[str, Tensor], n: int, part: Part) -> Tensor:
+    """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result.
+
+    x: hidden states; or what was made of them, by the projection's name (Megatron), of which those of convolutions are sent.
+    """
+    tail = torch.cat([y[:, -n:] for y in _convolved(x).values()], dim=-1) if isinstance(x, dict) else x[:, -n:]
+    return send(tail, _to_neighbour(part, 1, len(tail)), _to_neighbour(part, -1, len(tail)), part)
 
 
-def receive_tail(sent: Tensor, part: Part, back: Tensor | None) -> Tensor:
-    """The last n tokens of the shard before, [B, n, E]; zeros but for the last `back` [B], where that is given: those are of
-    the first token's document. At the first rank zeros."""
+def receive_tail(sent: Tensor, x: Tensor | dict[str, Tensor], part: Part, back: Tensor | None) -> Any:
+    """The last n tokens of the shard before, as x; zeros but for the last `back` [B], where that is given: those are of the
+    first token's document. At the first rank zeros."""
     past = receive(sent, _to_neighbour(part, 1, len(sent)), _to_neighbour(part, -1, len(sent)), part)
     if part.rank == 0:  # the last one's, as those of a ring: all ranks have the same shapes
         back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
-    if back is None:
+    if back is not None:
+        distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
+        past = past.masked_fill(distance > back[:, None, None], 0)
+    if not isinstance(x, dict):
         return past
-    distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
-    return past.masked_fill(distance > back[:, None, None], 0)
+    parts = _convolved(x)
+    return dict(zip(parts, past.split([y.shape[-1] for y in parts.values()], dim=-1), strict=True))
+
+
+def _convolved(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: y for name, y in x.items() if name in ("wq", "wk", "wv")}
 
 
 def _to_neighbour(part: Part, step: int, rows: int) -> list[int]:

@@ -108,13 +108,13 @@ class FixedStateMixer(Mixer):
         sent = None
         if self.shard is not None and self.conv is not None:
             sent = send_tail(x, self.config.conv_past, self.shard)
-        y, conv = self._projected(x), None
-        widths = [w.local().shape[0] for w in (self.wq, self.wk, self.wv)]
+        y, widths = self._projected(x)
+        conv = None
         if self.conv is not None:
             past = None if state is None else state.conv.to(y.dtype)
             if sent is not None:
                 assert self.shard is not None
-                past = self._projected(receive_tail(sent, self.shard, back))
+                past, _ = self._projected(receive_tail(sent, x, self.shard, back))
             y, conv = self._convolved(y, past, documents)
         y = F.silu(y) if self.always_silu or self.conv is not None else y
         parts = zip(y.split(widths, dim=-1), self.shape[1:2] + self.shape[1:], strict=True)
@@ -134,9 +134,10 @@ class FixedStateMixer(Mixer):
             state.advance(state.conv if conv is None else conv, S)
         return self.wo(self._gate(o, gate))
 
-    def _projected(self, x: Tensor) -> Tensor:
-        """Queries, keys and values side by side, [B, T, E]."""
-        return torch.cat([w(x) for w in (self.wq, self.wk, self.wv)], dim=-1)
+    def _projected(self, x: Tensor) -> tuple[Tensor, list[int]]:
+        """Queries, keys and values side by side, [B, T, E], and their widths."""
+        parts = [w(x) for w in (self.wq, self.wk, self.wv)]
+        return torch.cat(parts, dim=-1), [part.shape[-1] for part in parts]
 
     def _convolved(self, y: Tensor, past: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """The convolution of y [B, T, E] after `past` [B, W - 1, E], and its last W - 1 inputs, likewise."""

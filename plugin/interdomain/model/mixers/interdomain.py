@@ -101,7 +101,7 @@ class InterdomainMixer(Mixer):
                     ends[name] = y[:, -n:]
                 if sent is not None and not past:  # beside the first projection
                     assert self.shard is not None
-                    hidden = receive_tail(sent, self.shard, back)
+                    hidden = receive_tail(sent, x, self.shard, back)
                     past = {name: project[name](hidden) for name in convs}
                 features[name] = self._features(name, y, rope, past.get(name), documents)
                 if name == "v" and self.shard is not None:  # on its way beside the queries and the gate
