@@ -29,7 +29,7 @@ def model():
 
 
 class Recorder:
-    ntokens_since_last_log, parallel_dims = 0, SimpleNamespace(get_optional_mesh=lambda name: None)
+    ntokens_since_last_log = 0
 
     def __init__(self):
         self.losses, self.scalars = [], []
@@ -41,7 +41,9 @@ class Recorder:
 
 def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
-    alone = SimpleNamespace(context=None, sum_over_model_ranks=lambda x: x, gather_sequences=lambda x: x)
+    alone = SimpleNamespace(
+        context=None, first_of_sequences=True, sum_over_model_ranks=lambda x: x, gather_sequences=lambda x: x
+    )
     return FixedValidator(
         job_config=job,
         rank=rank,
