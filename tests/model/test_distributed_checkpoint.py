@@ -217,5 +217,5 @@ def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
     assert [chunk.sizes for chunk in part.state_dict_metadata["a"].chunks] == [(1, 2), (2, 2)]
 
     edit_index(checkpoint, lambda metadata: metadata.storage_data.pop(MetadataIndex("a", torch.Size((1, 0)))) and None)
-    with pytest.raises(ValueError, match="damaged.*7 pieces and 6 places"):
+    with pytest.raises(ValueError, match=r"damaged.*7 pieces and 6 places"):
         checkpoint_index.read_index(checkpoint)
