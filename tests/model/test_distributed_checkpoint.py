@@ -3,13 +3,15 @@
 import io
 import pickle
 import random
+from dataclasses import replace
 from enum import Enum
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
+from interdomain.files import checkpoint_index
 from interdomain.files import distributed_checkpoint as checkpoints
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)}
@@ -174,3 +176,46 @@ def test_newest_whole_step(tmp_path):
         checkpoints.latest_checkpoint(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
         checkpoints.tensor_index(checkpoints.latest_checkpoint(run / "checkpoint" / "step-110"))
+
+
+class Piece:
+    """A rank's part of a tensor, as a DTensor tells it."""
+
+    def __init__(self, offsets, sizes):
+        self.chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    def __create_chunk_list__(self):
+        return [self.chunk]
+
+
+def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
+    """Of four pieces of a matrix two; of a scalar and an object all; of a tensor that is on other ranks nothing."""
+
+    def cut(metadata):
+        entry, place = (
+            metadata.state_dict_metadata["a"],
+            metadata.storage_data.pop(MetadataIndex("a", torch.Size((0, 0)))),
+        )
+        entry.chunks = [
+            ChunkStorageMetadata(torch.Size((r, c)), torch.Size((3 - r if r else 1, 2))) for r in (0, 1) for c in (2, 0)
+        ]
+        for n, chunk in enumerate(entry.chunks):
+            metadata.storage_data[MetadataIndex("a", chunk.offsets)] = replace(
+                place, relative_path=f"{n}.distcp", offset=n
+            )
+        metadata.state_dict_metadata["object"] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex("object")] = replace(place, relative_path="object.distcp")
+
+    edit_index(checkpoint, cut)
+    index = checkpoint_index.read_index(checkpoint)
+    wanted = {"a": Piece((0, 2), (3, 2)), "c": TENSORS["c"], "object": None}
+    part = checkpoint_index.overlapping(index, wanted)
+    assert part.state_dict_metadata.keys() == {"a", "b", "c", "object"}
+    places = {(key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()}
+    assert places.pop(("c", ())).endswith(".distcp")
+    assert places == {("a", (0, 2)): "0.distcp", ("a", (1, 2)): "2.distcp", ("object", None): "object.distcp"}
+    assert [chunk.sizes for chunk in part.state_dict_metadata["a"].chunks] == [(1, 2), (2, 2)]
+
+    edit_index(checkpoint, lambda metadata: metadata.storage_data.pop(MetadataIndex("a", torch.Size((1, 0)))) and None)
+    with pytest.raises(ValueError, match=r"damaged.*7 pieces and 6 places"):
+        checkpoint_index.read_index(checkpoint)

@@ -4,6 +4,7 @@ A job is {"output", "args": the entry's flags, "probes": [...]}. Each is parsed,
 it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT.rankN.pt:
 
     log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
+    drawn            names of the tensors whose initial values this rank drew
     samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
@@ -38,7 +39,7 @@ NEW = torchtitan.__version__ == "0.3.0"
 if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
     torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
 
-from interdomain.model import Transformer
+from interdomain.model import Transformer, initialize
 from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
@@ -150,7 +151,9 @@ def run(job):
     seen = {}
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
-        trainer = build(job)
+        with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
+            trainer = build(job)
+        seen["drawn"] = [call.args[0] for call in draw.call_args_list]
         watch(trainer, job["probes"], job["spoil"] or {}, seen)
         if "scan" in job["probes"]:
             watch_scan(trainer, stack, seen)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from interdomain.files.distributed_checkpoint import altered_entry, finished_steps, parse_index
+from interdomain.files.checkpoint_index import altered_entry, read_index
+from interdomain.files.distributed_checkpoint import finished_steps
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import FolderLock
 
@@ -61,7 +62,7 @@ def test_several_in_a_row_until_none_is_left(new, folder, capsys):
 
 
 def test_ranks_share_the_reading_and_miss_nothing(folder):
-    index = parse_index((folder / "step-3" / ".metadata").read_bytes(), folder / "step-3")
+    index = read_index(folder / "step-3")
     for damage, found in ((lambda path, at: None, 0), (alter, 1)):
         damage(folder / "step-3" / "__0_0.distcp", 0.5)
         assert sum(altered_entry(folder / "step-3", index, rank, 5) is not None for rank in range(5)) == found

@@ -3,6 +3,7 @@
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
+from interdomain.files.checkpoint_index import as_arrays
 from interdomain.model import build_config
 from interdomain.titan import entry, trainer
 from interdomain.titan.plan.run_plan import make_plan
@@ -164,7 +165,9 @@ def test_a_resume_compares_no_n_basis_that_is_not_read(tmp_path, capsys):
     def resume(condition):
         before, now = ({"model": build_config("debug", condition, n_basis=n).to_dict()} for n in (16, 32))
         record = {**before, "size": "debug", "condition": condition}
-        require_same_run(ResumePoint(tmp_path, Metadata({}), record, "latest"), now, {}, batch=False)
+        require_same_run(
+            ResumePoint(tmp_path, as_arrays(Metadata({}, storage_data={})), record, "latest"), now, {}, batch=False
+        )
 
     resume("softmax")
     assert "mixer.n_basis is 16 there and 32 here" in refusal(capsys, resume, "gla")

@@ -89,6 +89,21 @@ def test_the_worst_loss_is_a_mean_over_the_tokens_of_a_rank(runs, axis, alike):
 
 
 def test_the_time_limits_of_comm_reach_all_process_groups(runs):
-    """After the first step."""
-    groups = "default_pg", "mesh_loss_mesh", "mesh_shards", "mesh_tensor"
-    assert runs.seen("4 context tensor layers")["timeouts"] >= {(name, 100.0) for name in groups}
+    """After the first step. There is one set of groups: TorchTitan builds none beside it."""
+    groups = {
+        "default_pg",
+        *(f"mesh_{axis}" for axis in ("replicas", "shards", "context", "tensor", "pipeline", "stage")),
+    }
+    timeouts = runs.seen("4 context tensor layers")["timeouts"]
+    assert {name for name, _ in timeouts} <= groups
+    assert timeouts >= {(name, 100.0) for name in ("default_pg", "mesh_shards", "mesh_context", "mesh_tensor")}
+
+
+@pytest.mark.parametrize("name", ["2 text", "2 pipeline layers", "4 context shards layers", "4 tensor pipeline layers"])
+def test_each_initial_value_is_drawn_by_one_rank(runs, name):
+    """And all ranks have its bits (`assert_same_run`)."""
+    every = runs.every(name)
+    drawn = [tensor for seen in every for tensor in seen["drawn"]]
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == runs.whole(name, "initial").keys()
+    assert min(len(seen["drawn"]) for seen in every) > 0.5 * len(drawn) / len(every)

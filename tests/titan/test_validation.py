@@ -18,6 +18,8 @@ from interdomain.titan.watch.validate import FixedValidator
 from .conftest import synthetic
 from .runs import flags
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 WINDOWS = 16  # of 64 tokens: validation.tokens = 1,000, rounded up
 
 
@@ -29,7 +31,7 @@ def model():
 
 
 class Recorder:
-    ntokens_since_last_log, parallel_dims = 0, SimpleNamespace(get_optional_mesh=lambda name: None)
+    ntokens_since_last_log = 0
 
     def __init__(self):
         self.losses, self.scalars = [], []
@@ -41,12 +43,12 @@ class Recorder:
 
 def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
-    alone = SimpleNamespace(context=None, sum_over_model_ranks=lambda x: x, gather_sequences=lambda x: x)
+    meshes = SimpleNamespace(context=None, first_of_sequences=True, gather_sequences=lambda x: x)
     return FixedValidator(
         job_config=job,
         rank=rank,
         ranks=ranks,
-        passes=Passes([model], None, alone, torch.device("cpu"), 1),
+        passes=Passes([model], None, meshes, torch.device("cpu"), 1),
         metrics=Recorder(),
         checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )

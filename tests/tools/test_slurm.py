@@ -33,6 +33,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert "4 per rank x 16 rank(s)" in rows["batch"]
     assert "NCCL_NET='AWS Libfabric'" in rows["site"]
     assert "INTERDOMAIN_" not in rows["site"]
+    assert "NCCL_SOCKET_IFNAME=hsn GLOO_SOCKET_IFNAME=hsn0" in rows["site"]
     command = shlex.split(rows["command"])
     node = command.index("interdomain.tools._start.torchrun")
     own, (ranks, *torchrun) = command[: node - 2], command[node + 1 :]
@@ -43,6 +44,13 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.numa_binding) == ("4", "4", 3, "node")
     assert (args.rdzv_id, args.rdzv_endpoint, args.standalone) == ("4242", "nid001:24242", False)
     assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]
+
+
+def test_a_site_that_names_nccl_s_interface_names_gloo_s():
+    sites = [_slurm.read_site(path.stem) for path in _slurm.SITES.glob("*.env")]
+    named = [(site["NCCL_SOCKET_IFNAME"], site["GLOO_SOCKET_IFNAME"]) for site in sites if "NCCL_SOCKET_IFNAME" in site]
+    assert len(named) == 2
+    assert all(re.fullmatch(rf"{nccl}\d", gloo) for nccl, gloo in named)  # NCCL takes a prefix, gloo a whole name
 
 
 def test_ranks_per_node(slurm, capsys):

@@ -8,6 +8,7 @@ from interdomain.data import Tokenizer, check_vocab, load_tokenizer
 from interdomain.model import meta_model
 
 from . import distributed_checkpoint as checkpoints
+from .checkpoint_index import check_bytes
 from .megatron_checkpoint import TOKENIZER_DIGITS, MegatronCheckpoint, find_checkpoint
 from .pretrained import load_checked_tokenizer
 
@@ -30,7 +31,7 @@ class Checkpoint:
         return checkpoints.read_tensors(self.folder, names, self.index)
 
     def check_bytes(self, names: list[str]) -> None:
-        checkpoints.check_bytes(self.folder, names)
+        check_bytes(self.folder, names)
 
 
 def open_checkpoint(source: Path, tokenizer: Path | None) -> tuple[Checkpoint | MegatronCheckpoint, Tokenizer]:

@@ -5,14 +5,12 @@ checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model
 """
 
 import io
-import itertools
 import json
 import math
 import pickle
 import re
 import warnings
-import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import EnumType
 from pathlib import Path
@@ -80,13 +78,18 @@ def parse_index(data: bytes, checkpoint: Path) -> Metadata:
         metadata = _IndexUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
             raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
-        for place in metadata.storage_data.values():
-            if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
-                raise ValueError("it names a place that is in no shard beside it")
+        places = metadata.storage_data.values()
+        beside = all(Path(name).name == name for name in {place.relative_path for place in places})
+        if not beside or any(place.offset < 0 or place.length < 0 for place in places):
+            raise ValueError("it names a place that is in no shard beside it")
     except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
-        why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
-        raise ValueError(f"{why} Take another step.") from e
+        raise damaged(checkpoint, e) from e
     return metadata
+
+
+def damaged(checkpoint: Path, e: Exception) -> ValueError:
+    why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
+    return ValueError(f"{why} Take another step.")
 
 
 class SafeReader(FileSystemReader):
@@ -216,54 +219,6 @@ def _without_process_group() -> Iterator[None]:
             while error is not None and not isinstance(error, OSError):  # PyTorch's own stand around the system's
                 error = error.__cause__ or error.__context__
             raise OSError(str(error or repr(e.failures[0][0]))) from e
-
-
-def check_lengths(folder: Path, index: Metadata) -> None:
-    """Raises ValueError unless every shard that the index names is there, as long as the index says."""
-    ends: dict[str, int] = {}
-    for place in index.storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, end in sorted(ends.items()):
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size is None or size < end:
-            fault = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
-            raise ValueError(f"{folder} is damaged: its shard {name} {fault}.")
-
-
-def altered_entry(
-    folder: Path, index: Metadata, part: int = 0, parts: int = 1, names: Collection[str] | None = None
-) -> str | None:
-    """The fault of the first entry whose bytes are not those that were saved; None if there is none.
-
-    torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
-    runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.
-    """
-    places = [(entry, place) for entry, place in index.storage_data.items() if names is None or entry.fqn in names]
-    places.sort(key=lambda item: (item[1].relative_path, item[1].offset))
-    mine = places[len(places) * part // parts : len(places) * (part + 1) // parts]
-    for name, entries in itertools.groupby(mine, key=lambda item: item[1].relative_path):
-        with open(folder / name, "rb") as f:
-            for entry, place in entries:
-                f.seek(place.offset)
-                data = f.read(place.length)
-                try:
-                    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                        record = archive.testzip()
-                except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:  # headers are bytes too
-                    record = str(e)
-                if record is not None:
-                    return (
-                        f"{folder / name} is damaged: the bytes of {entry.fqn} do not match their checksum ({record})"
-                    )
-    return None
-
-
-def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
-    """Raises ValueError unless the tensors of these names are stored as they were saved: torch.load does not look."""
-    index = SafeReader(checkpoint).read_metadata()
-    check_lengths(checkpoint, index)
-    if altered := altered_entry(checkpoint, index, names=names):
-        raise ValueError(f"{altered}. Take another step.")
 
 
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:

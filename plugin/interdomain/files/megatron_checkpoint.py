@@ -22,6 +22,7 @@ from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
 from . import distributed_checkpoint as checkpoints
+from .checkpoint_index import check_bytes
 
 FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -189,7 +190,7 @@ class MegatronCheckpoint:
 
     def check_bytes(self, names: Iterable[str]) -> None:
         """Raises ValueError unless these tensors are stored as they were saved."""
-        checkpoints.check_bytes(self.folder, {place_of(name, self.form)[0] for name in names})
+        check_bytes(self.folder, {place_of(name, self.form)[0] for name in names})
 
 
 def _layer(key: str) -> int:

@@ -1,13 +1,16 @@
 """Initial values as a pure function of (seed, parameter name): one start for every device and every topology.
 
-Each tensor is drawn whole, on the CPU, from a generator seeded by its name; a sharded parameter keeps its slice. No rank
-needs another, and neither world size nor device nor order of construction changes a single bit. Another kind of processor does:
-PyTorch draws normal numbers with vectorised functions, and between x86-64 and aarch64 the last bits of a third of them differ.
+Each tensor is drawn whole, on the CPU, from a generator seeded by its name; a sharded parameter keeps its slice. Neither world
+size nor device nor order of construction changes a single bit. Another kind of processor does: PyTorch draws normal numbers
+with vectorised functions, and between x86-64 and aarch64 the last bits of a third of them differ.
 """
 
 import hashlib
 import math
 import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import starmap
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +30,13 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize(
-    module: nn.Module, config: ModelConfig, seed: int | None = None, prefix: str = "", *, parameters: bool = True
+    module: nn.Module,
+    config: ModelConfig,
+    seed: int | None = None,
+    prefix: str = "",
+    *,
+    parameters: bool = True,
+    draw_all: Callable[..., Iterable[Tensor]] = starmap,
 ) -> None:
     """Set every parameter and buffer of a model or a part of one; tensors on the meta device are left alone.
 
@@ -35,16 +44,21 @@ def initialize(
         seed: None takes one from PyTorch's global generator: a constructor follows torch.manual_seed, as PyTorch's own do.
         prefix: put before the names of the module's tensors.
         parameters: False where a checkpoint replaces all of them: until then they are NaN. Buffers have their values anyway.
+        draw_all: (draw, [(name, shape), ...]) -> the tensors draw(name, shape), in order; the largest come first. Ranks can
+            share the work.
     """
     tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu")) if tensors else 0
-    for wrapped_name, tensor in tensors:
-        if isinstance(tensor, nn.Parameter) and not parameters:
-            tensor.fill_(math.nan)
-            continue
-        name = prefix + clean_name(wrapped_name)
-        full = initial_value(name, tensor.shape, config, seed)
+    if not parameters:
+        for _, tensor in tensors:
+            if isinstance(tensor, nn.Parameter):
+                tensor.fill_(math.nan)
+        tensors = [(n, t) for n, t in tensors if not isinstance(t, nn.Parameter)]
+    tensors.sort(key=lambda named: -named[1].numel())
+    wanted = [(prefix + clean_name(name), tensor.shape) for name, tensor in tensors]
+    values = draw_all(partial(initial_value, config=config, seed=seed), wanted)
+    for (_, tensor), full in zip(tensors, values, strict=True):
         if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
             from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -27,12 +27,11 @@ from .host import (
     TRAIN_STATE,
     GarbageCollection,
     Trainer,
-    dist_max,
-    dist_sum,
     init_logger,
     logger,
     set_determinism,
     set_pg_timeouts,
+    take_meshes,
     translate,
 )
 from .parallelize import parallelize, set_initial_values
@@ -56,7 +55,7 @@ from .watch.validate import FixedValidator
 def run(job: JobConfig) -> None:
     """Build, train and close the run of a configuration, on every rank that torchrun started."""
     init_logger()
-    # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
+    # TorchTitan sets the time limits of simulated groups, too, which have none.
     warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
@@ -124,12 +123,12 @@ class InterdomainTrainer(Trainer):
         if config.comm.mode == "default":  # else there are no other ranks
             require_shared(config, self.lock)
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
+        self.meshes = meshes_of(self.parallel_dims)
+        take_meshes(self.parallel_dims, self.meshes.axes)
+        self.meshes.set_timeouts(config.comm.init_timeout_seconds)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
-        self.meshes = meshes_of(self.parallel_dims)
-        self.meshes.set_timeouts(config.comm.init_timeout_seconds)
-        batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
-        rank = batch.get_local_rank() if batch else 0
+        rank = self.meshes.data_rank  # the ranks that share a sequence read the same samples
         tokenizer, self.dataloader = open_data(config, plan, rank, plan.topology.data_ranks)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
@@ -193,10 +192,11 @@ class InterdomainTrainer(Trainer):
             self._log(loss, norm)
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
-        loss, mesh = self.meshes.sum_over_model_ranks(loss), self.parallel_dims.get_optional_mesh("loss")
         ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
-        mean, worst = dist_sum(loss, mesh), dist_max(loss * ranks, mesh)
-        self.metrics_processor.log_step(self.step, mean, worst, norm.item())
+        mean, worst = loss.clone(), self.meshes.sum_over_model_ranks(loss) * ranks
+        dist.all_reduce(mean)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
 
     def should_continue_training(self) -> bool:
         """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
@@ -208,9 +208,7 @@ class InterdomainTrainer(Trainer):
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         elif self.step == self.first_step:  # of this start: what is slow once has been done
-            seconds = self.job_config.comm.train_timeout_seconds
-            set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
-            self.meshes.set_timeouts(seconds)
+            set_pg_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims)
         if not super().should_continue_training():
             self.optimizers.guard.warn_at_the_end(self.step)
             return False  # asked or not, the run is at its end

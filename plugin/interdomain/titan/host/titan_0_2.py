@@ -21,7 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_llm
-from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism, set_pg_timeouts
+from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPS
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
@@ -35,6 +35,11 @@ from torchtitan.train import Trainer
 
 TORCHTITAN_SETTINGS = JobConfig().to_dict()  # by section
 DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiling)  # modules that hold the device by name
+
+
+def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
+    """Give TorchTitan meshes in place of those that it would build at the first question. axes: of one dimension, by name."""
+    vars(dims).update(_meshes=axes, _world_mesh=axes["shards"])  # of the world's mesh only the device is read
 
 
 def refuse_for_host(job: Any) -> None:

@@ -23,7 +23,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
-from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism, set_pg_timeouts
+from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
 from torchtitan.models.common import token_dispatcher
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
@@ -87,6 +87,13 @@ def apply_compile(model: nn.Module, settings: Any) -> None:
     compiled = CompileConfig(enable=True, components=list(settings.components), backend=settings.backend)
     no_tensor_axis: Any = SimpleNamespace(tp_enabled=False)  # it would be for fused matrix products
     titan_compile.apply_compile(model, compile_config=compiled, parallel_dims=no_tensor_axis)
+
+
+def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
+    """Give TorchTitan meshes in place of those that it would build at the first question. axes: of one dimension, by name."""
+    vars(dims).update(
+        _single_axis_meshes=axes, _world_mesh=axes["shards"]
+    )  # of the world's mesh only the device is read
 
 
 def refuse_for_host(job: Any) -> None:

@@ -23,18 +23,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.tensor import DTensor
 
 import interdomain
 from interdomain.data import Tokenizer
+from interdomain.files.checkpoint_index import altered_entry, load_part
 from interdomain.files.distributed_checkpoint import (
     DOCUMENTS,
     METADATA,
     SIDECAR_VERSION,
     VALIDATION,
-    SafeReader,
-    altered_entry,
     finished_steps,
     step_of,
     write_record,
@@ -256,7 +254,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         dist.all_gather_object(damaged, altered_entry(point.folder, point.index, dist.get_rank(), len(damaged)))
         if any(damaged):
             return next(filter(None, damaged))
-        load_checkpoint(states, storage_reader=SafeReader(point.folder, point.index))
+        load_part(point.folder, point.index, states)
         self.states[MODEL].load_state_dict(states)
         if continues:
             if dist.get_rank() == 0:

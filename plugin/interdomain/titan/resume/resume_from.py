@@ -10,15 +10,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 
-from interdomain.files.distributed_checkpoint import (
-    SafeReader,
-    check_lengths,
-    finished_steps,
-    latest_checkpoint,
-    read_sidecar,
-)
+from interdomain.files.checkpoint_index import Index, check_lengths, read_index
+from interdomain.files.distributed_checkpoint import finished_steps, latest_checkpoint, read_sidecar
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
 
@@ -44,7 +38,7 @@ class ResumePoint(NamedTuple):
     """The checkpoint that a start loads."""
 
     folder: Path
-    index: Metadata
+    index: Index
     record: dict  # the file interdomain.json
     source: Literal["latest", "load_step", "initial"]  # "latest": where it is damaged, an older one replaces it
     branched_from: int | None = None  # for the records of the checkpoints that follow
@@ -136,9 +130,9 @@ def _refuse_newer(folder: Path) -> None:
         )
 
 
-def _read_checked(folder: Path) -> tuple[Metadata, dict]:
+def _read_checked(folder: Path) -> tuple[Index, dict]:
     """A checkpoint's index and record, after a check of its files and their lengths. Raises: ValueError; OSError."""
-    index = SafeReader(folder).read_metadata()
+    index = read_index(folder)
     check_lengths(folder, index)
     return index, read_sidecar(folder)[1]
 
@@ -193,7 +187,7 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
         compared += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
     if batch:
         compared += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
-    entries = point.index.state_dict_metadata.items()
+    entries = point.index.entries.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     compared += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]

@@ -1,6 +1,7 @@
 """The process groups of a run: one mesh with an axis for each kind of parallelism, of size 1 where a run does not use it.
 
-TorchTitan's own meshes have no groups for axes of size 1. Here they have, so that one rank takes the same path as many.
+TorchTitan's own meshes have no groups for axes of size 1. Here they have, so that one rank takes the same path as many. Under
+our trainer TorchTitan builds none (`host.take_meshes`): a group's buffers exist once.
 """
 
 from datetime import timedelta
@@ -25,6 +26,7 @@ class Meshes(NamedTuple):
         part of the gradients. tensor, pipeline: the other axes. parameters: that of every parameter: data, and tensor where
         it has several ranks. stage: all ranks that have the same layers.
     context: this rank's part of its sequences; None: all of them.
+    axes: all meshes of one dimension, by name.
     """
 
     data: DeviceMesh
@@ -33,6 +35,21 @@ class Meshes(NamedTuple):
     parameters: DeviceMesh
     stage: dist.ProcessGroup | None
     context: Part | None
+    axes: dict[str, DeviceMesh]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that have sequences of their own; ranks that share sequences have one number."""
+        rank = 0
+        for size, place in zip(self.data.shape, self.data.get_coordinate() or (), strict=True):
+            rank = rank * size + place
+        return rank // (self.context.size if self.context else 1)
+
+    @property
+    def first_of_sequences(self) -> bool:
+        """True on one of the ranks that share sequences."""
+        first = self.context is None or self.context.rank == 0
+        return first and self.tensor.get_local_rank() == self.pipeline.get_local_rank() == 0
 
     def sum_over_model_ranks(self, loss: Tensor) -> Tensor:
         """A loss, summed over the ranks that have shares of it for the same tokens. Collective."""
@@ -43,11 +60,9 @@ class Meshes(NamedTuple):
         return loss
 
     def set_timeouts(self, seconds: int) -> None:
-        """The time limit of a collective in these groups; TorchTitan sets those of its own."""
-        groups = [group for mesh in (self.data, self.tensor, self.pipeline) for group in mesh.get_all_groups()]
-        for group in (*groups, self.stage):
-            if group is not None:
-                _set_pg_timeout(timedelta(seconds=seconds), group)
+        """The time limit of a collective in these groups until the first step; TorchTitan sets that of the others."""
+        for mesh in self.axes.values():
+            _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
 
     def gather_sequences(self, x: Tensor) -> Tensor:
         """Numbers of this rank's tokens, [..., T / context], as those of all tokens, [..., T], and summed. Collective."""
@@ -63,15 +78,24 @@ def meshes_of(dims: ParallelDims) -> Meshes:
     names = ("pipeline", "replicas", "shards", "tensor")
     shape = dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp
     mesh = init_device_mesh(device_here().type, shape, mesh_dim_names=names)
-    context = dims.get_optional_mesh("cp")
+    axes = {name: mesh[name] for name in names}
+    if dims.cp > 1:
+        parts = dims.dp_shard, dims.cp
+        sequences = mesh["shards"]._unflatten(
+            0, parts, ("sequences", "context"), backend_override={"sequences": "fake"}
+        )
+        axes["context"] = sequences["context"]
+    if dims.pp > 1:
+        axes["stage"] = mesh[names[1:]]._flatten("stage")
     data = ("replicas", "shards") if dims.dp_replicate > 1 else ("shards",)
     meshes = vars(dims)["interdomain"] = Meshes(
         data=mesh[data],
         tensor=mesh["tensor"],
         pipeline=mesh["pipeline"],
         parameters=mesh[(*data, "tensor") if dims.tp > 1 else data],
-        stage=mesh[names[1:]]._flatten("stage").get_group() if dims.pp > 1 else None,  # None: all ranks
-        context=part_of(context) if context else None,
+        stage=axes["stage"].get_group() if dims.pp > 1 else None,  # None: all ranks
+        context=part_of(axes["context"]) if dims.cp > 1 else None,
+        axes=axes,
     )
     return meshes
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
@@ -18,7 +17,7 @@ from interdomain.data import MixtureDataset, PackedDataset
 from ..data.dataloader import Batch, read_batch
 from ..data.folders import open_dataset
 from ..errors import user_errors
-from ..host import IGNORE_INDEX, dist_sum, logger
+from ..host import IGNORE_INDEX, logger
 from ..plan.device import device_here
 from ..resume.checkpoint import SelfDescribingCheckpoints
 from ..step.meshes import Meshes
@@ -82,14 +81,13 @@ class Totals:
             mistakes = torch.zeros(B * T + 1, device=labels.device).index_add_(0, answer, wrong.flatten())
             self.sums[:, T] += torch.stack([begins.sum() - (mistakes[1:] > 0).sum(), begins.sum()])
 
-    def close(self, batch: DeviceMesh | None) -> dict[str, float]:
-        """Scalars by tag. batch: of the ranks that have windows of their own. Collective among these."""
+    def close(self) -> dict[str, float]:
+        """Scalars by tag. Collective."""
         for head in self.heads:
             head.scores = None
-        if batch is not None:
-            dist.all_reduce(self.sums, group=batch.get_group())
-            if self.documents is not None:
-                dist.all_reduce(self.documents, group=batch.get_group())
+        for sums in (self.sums, self.documents):
+            if sums is not None:
+                dist.all_reduce(sums if self.meshes.first_of_sequences else sums.zero_())
         *by_position, answers = self.sums.T.tolist()
         scalars = {ACCURACY: answers[0] / answers[1]} if self.answers else {}
         for begin in (0, *(2**n for n in range((len(by_position) - 1).bit_length()))):
@@ -174,10 +172,9 @@ class FixedValidator:
             totals.add(
                 torch.cat([labels for (_, labels), _ in batches]), torch.cat([numbers for _, numbers in batches])
             )
-        dims = self.metrics.parallel_dims
-        scalars = totals.close(dims.get_optional_mesh("batch"))
-        mean = dist_sum(self.passes.meshes.sum_over_model_ranks(loss), dims.get_optional_mesh("loss"))
-        mean /= totals.sums[1, :-1].sum().item()  # labels that count
+        scalars = totals.close()
+        dist.all_reduce(loss)
+        mean = (loss / totals.sums[1, :-1].sum()).item()  # by labels that count
         self.metrics.log_validation(mean, step, scalars)
         documents = None if totals.documents is None else totals.documents.tolist()
         self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY), documents)
