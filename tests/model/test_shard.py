@@ -62,7 +62,7 @@ if MATRIX := "INTERDOMAIN_MATRIX" in os.environ:
     TOPOLOGIES = tuple((c, t) for c, t in itertools.product((1, 2, 4, 8), (1, 2, 4)) if 1 < c * t <= 8)
 RANKS = max(c * t for c, t in TOPOLOGIES)
 STAGES = (("tok_embeddings", "layers.0"), (), ("layers.1", "norm"), ("output",))
-COMPILED = "kv2, gate"
+COMPILED, COMPILED_SHARDS = "kv2, gate", "mamba2, packed"
 
 
 def runs(case, topology):
@@ -209,6 +209,9 @@ def run_rank(rank, folder):
             if MATRIX:
                 assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"] > 0
             torch.save(traced(tp), folder / f"traced {rank}.pt")
+        if rank % 2 == 0:  # two shards
+            found = summed(loss_and_gradients(COMPILED_SHARDS, (cp, None), compiled="aot_eager"), cp, None)
+            torch.save(found, folder / f"{COMPILED_SHARDS} on {rank}, compiled.pt")
         torch.save(hidden(cp), folder / f"hidden {rank}.pt")
     dist.destroy_process_group()
 
@@ -224,7 +227,7 @@ def computed(tmp_path_factory):
 def test_loss_and_gradients_are_those_of_one_process(case, computed):
     expected = loss_and_gradients(case)
     files = [path for path in computed.iterdir() if path.name.startswith(f"{case} on ")]
-    compiled = (6 if MATRIX else 2) * (case == COMPILED)
+    compiled = (6 if MATRIX else 2) * (case == COMPILED) + RANKS // 2 * (case == COMPILED_SHARDS)
     assert len(files) == sum(runs(case, topology) for topology in TOPOLOGIES) + compiled
     for path in files:
         found = torch.load(path)

@@ -134,8 +134,8 @@ RUNS = {
     "2 context s4d": parallel(context=2) | condition("s4d") | steps(2),
     "2 s4d": condition("s4d") | steps(2) | {RESHARD: "always"},
     "2 fixed": FIXED | steps(2) | {RESHARD: "never"},
-    "2 context fixed": parallel(context=2) | FIXED | COMPILED | steps(2) | GRADIENTS,
-    "2 tensor fixed": parallel(tensor=2) | FIXED | COMPILED | steps(2) | GRADIENTS,
+    "2 context fixed": parallel(context=2) | FIXED | SELECTIVE | steps(2) | GRADIENTS,
+    "2 tensor fixed": parallel(tensor=2) | FIXED | SELECTIVE | steps(2) | GRADIENTS,
     "2 pipeline fixed": parallel(pipeline=2) | FIXED | steps(2) | GRADIENTS,
     # What the ranks exchange.
     "2 context full": parallel(context=2) | FULL | ONCE,

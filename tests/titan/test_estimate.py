@@ -73,9 +73,7 @@ def test_bytes_between_nodes_are_those_of_the_groups_of_16_ranks(corpus, tmp_pat
     (tmp_path / "count.py").write_text(COUNT)
     settings = {"comm__mode": "fake_backend", "metrics__log_freq": 100, "training__global_batch_size": 64}
     meshes = [
-        {},
         {"replicas": 4},
-        {"context": 2, "replicas": 2},
         {"tensor": 2, "context": 4},
         {"pipeline": 2, "tensor": 2},
     ]
