@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "pictures"
 STUDY = ROOT / "train_configs" / "studies" / "small.toml"
 CPU = ROOT / "benchmarks" / "results" / "2026-11-24-cpu" / "float32-1-thread" / "kernels.json"
-CONTEXT = ROOT / "benchmarks" / "results" / "2026-11-26-cpu-context" / "training.json"
+CONTEXT = ROOT / "benchmarks" / "results" / "2026-11-26-cpu-context"
 BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#8a919c"
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
@@ -122,24 +122,22 @@ def cpu(path: Path) -> None:
 
 
 def context(path: Path) -> None:
-    """Seconds of a training step and memory of a process by length, the sequence over two processes."""
-    tables = json.loads(CONTEXT.read_text())["tables"]
-    rows = [(int(re.findall(r"x ([\d,]+) ", n)[0].replace(",", "")), r) for n, t in tables.items() for r in t["rows"]]
-    figure = Figure(figsize=(9.2, 3.4), layout="constrained")
-    panels = zip(
-        figure.subplots(1, 2),
-        (("ms a step", 1e-3, "seconds a step"), ("GiB reserved", 1, "GiB a process")),
-        strict=True,
-    )
-    for axis, (column, unit, label) in panels:
-        for mixer in ("softmax", "interdomain"):
-            points = [(n, row[column] * unit) for n, row in rows if row["case"].startswith(mixer) and row.get(column)]
-            axis.plot(*zip(*points, strict=True), "o-", color=FAMILIES[mixer][0], markersize=4, label=mixer)
-        lengths = sorted({n for n, _ in rows})
-        axis.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel=label)
-        axis.set_xticks(lengths, [f"{n // 1024}K" if n < 2**20 else "1M" for n in lengths])
-        axis.minorticks_off()
-        axis.grid()
+    """Seconds of a training step by length, the sequence over two processes."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for mixer in ("softmax", "interdomain"):
+        tables = json.loads((CONTEXT / mixer / "training.json").read_text())["tables"]
+        rows = [
+            (re.findall(r"x ([\d,]+) ", name)[0].replace(",", ""), table["rows"][0]) for name, table in tables.items()
+        ]
+        points = [(int(tokens), row["ms a step"] / 1e3) for tokens, row in rows if "ms a step" in row]
+        axis.plot(*zip(*points, strict=True), "o-", color=FAMILIES[mixer][0], markersize=4, label=mixer)
+    lengths = [4096, 16_384, 65_536, 262_144]
+    axis.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="seconds of a training step")
+    axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    axis.set_yticks(ticks := [1, 3, 10, 30, 100], [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.grid()
     axis.legend(frameon=False)
     figure.savefig(path)
 
