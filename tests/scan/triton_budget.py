@@ -87,14 +87,18 @@ def scan_launches(dtype, R, D, M, kinds, G):
     kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if "documents" in kinds else {}
     state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
     d_final, exchange = (None, lambda local: lambda: state) if shards else (state, None)
-    theta, forward = torch.zeros(H, M, 2), {"need_final": d_final is not None, "enter": exchange, **kw}
+    theta, forward = torch.zeros(H, M, 2), {"need_final": d_final is not None, **kw}
     if "linear" in kinds:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
+        if shards:
+            module.final_state((z,), theta, kw.get("documents"))
         module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, **forward)
         module.linear_backward(z, d_final, z, theta, torch.zeros(H, 2 * M), state, leave=exchange, **kw)
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
         inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state)
+        if shards:
+            module.final_state((k, v), theta, kw.get("documents"))
         module.scan_forward(*inputs, **forward)
         module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), d_final, *inputs, leave=exchange, **kw)
 
