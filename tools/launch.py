@@ -170,15 +170,15 @@ def main(argv=None) -> int:
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
     gpus = machines(args.device, args.gpus_per_node or (nodes.ranks if nodes else None), args.network)
-    fitted = fit(step_times(job.job.dump_folder), gpus.name)
     if args.best:
+        fitted = fit(step_times(job.job.dump_folder), gpus.name)
         print(describe(job, args.best, gpus, fitted, [*started_as(), args.config, *flags]))
         return 0
     plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
     refuse_jump(job, plan.steps, plan.warmup_steps)
     print(plan.describe())
     if args.dry_run:
-        print(Estimate(plan, gpus, fitted).describe())
+        print(Estimate(plan, gpus, fit(step_times(job.job.dump_folder), gpus.name)).describe())
     if nodes:
         print(nodes.describe())
         command = nodes.command(args.config, flags, args.max_restarts)

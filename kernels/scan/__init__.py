@@ -12,7 +12,7 @@ pairs in the last axis. Derivation, notation, backends and tolerances: docs/kern
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,6 +137,8 @@ def interdomain_scan(
         save = not recompute and torch.is_grad_enabled() and how == "triton"
         run = ops.run_scan if how == "plain" and only_values(*inputs) else ops.scan
         sent = _sent(group, (k, v), log_decay, backend, documents)
+        if triton_support.operand_dtype(q, k, v) != triton_support.operand_dtype(k, v):
+            sent = (sent[0], sent[1], None)  # those segments are of another length
         o, final, *_ = run(*inputs, backend, save, documents, final_state, *sent)
     else:
         with torch.autocast(k.device.type, enabled=False):
@@ -206,7 +208,7 @@ def send_state(
 
 def _sent(
     group: str | SentState, parts: tuple[Tensor, ...], log_decay: Tensor, backend: str, documents: Tensor | None
-) -> tuple:
+) -> tuple[Any, Any, Any]:
     """The last arguments of an op: group, message and states of segments; none of them without a group."""
     if isinstance(group, str) and group:
         return send_state(

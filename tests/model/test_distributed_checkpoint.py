@@ -189,7 +189,7 @@ class Piece:
 
 
 def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
-    """Of four pieces of a matrix two; of a scalar and an object all; of a tensor that is on other ranks nothing."""
+    """Two of a matrix's four pieces; all of a scalar and an object; nothing of a tensor that is on other ranks."""
 
     def cut(metadata):
         entry, place = (

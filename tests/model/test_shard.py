@@ -152,7 +152,7 @@ def hidden(mesh):
 
 
 def traced(mesh):
-    """Of a model whose heads are on several ranks: the nodes of a compiled layer's graphs after inductor's pass for
+    """For a model whose heads are on several ranks: the nodes of a compiled layer's graphs after inductor's pass for
     asynchronous tensor parallelism, and the collectives that CommDebugMode counts."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table

@@ -84,7 +84,7 @@ def run_rank(rank, folder):
 
 
 def count(rank, folder):
-    """Of one exchange by the last of N ranks that are simulated: operations, and bytes received by the bytes of a state."""
+    """Operations of one exchange by the last of N simulated ranks, and bytes received by the bytes of a state."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     results = {}

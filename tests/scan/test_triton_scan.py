@@ -242,6 +242,21 @@ def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monke
     assert_agree({n: x.cpu() for n, x in got.items()}, expected, BOUNDS[dtype])
 
 
+def test_segments_of_a_shard_whose_queries_are_of_another_dtype(kernels, monkeypatch):
+    """Chunks are of 64 tokens where keys and values are sent, and of 16 in the scan, which float32 queries make float32."""
+    monkeypatch.setattr(ops.shards, "send", lambda local, *_, **others: torch.zeros_like(local))
+    monkeypatch.setattr(ops.shards, "receive", lambda sent, shape: sent.clone())
+    monkeypatch.setattr(kernels, "segment_count", lambda *args: 2)
+    inputs, _ = problem(Case(T=200, H=1, R=4, D=5, state=False), BF16)
+    inputs, _ = on_device(inputs)
+    inputs["q"] = inputs["q"].float()
+    with torch.no_grad():
+        out, state = scan.interdomain_scan(**inputs, group="shards", backend="chunkwise")
+        expected, final = scan.interdomain_scan(**inputs, backend="chunkwise")
+    assert torch.equal(out, expected)
+    assert torch.equal(state, final)
+
+
 @linear_or_query
 def test_outputs_that_are_not_asked_for(linear):
     """No cotangent of the state, no final state: nothing is read that is not there."""

@@ -188,6 +188,10 @@ def test_the_factor_is_the_median_of_what_runs_measured(tmp_path):
     assert fit(file, "H100") == Fit(1.5, 3)
     assert fit(file, "A100") == Fit(9, 1)
     assert fit(file, "CPU") == fit(file, "H200") == Fit()
+    with open(file, "a") as f:
+        f.write('{"device"')
+    with pytest.raises(ValueError, match=r"line \d+, is no record of a step time .* Remove the line"):
+        fit(file, "H100")
     plan = papers("125M", 8)
     never, fitted = (Estimate(plan, H100, each) for each in (Fit(), Fit(1.5, 3)))
     assert fitted.step == 1.5 * never.step

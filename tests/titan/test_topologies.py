@@ -73,7 +73,7 @@ def test_a_backward_pass_in_two_halves(runs):
 
 @pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline answers", 2)])
 def test_the_dynamics_are_computed_once_a_step(runs, name, stages):
-    """Of each of a rank's stages, for all four micro-batches."""
+    """One fold of each of a rank's stages, for all four micro-batches."""
     for seen in runs.every(name):
         assert {step: n for step, n in seen["folds"].items() if step != "validation"} == dict.fromkeys(
             seen["log"], stages

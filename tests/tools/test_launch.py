@@ -46,7 +46,7 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp
 
 
 def test_the_fastest_topologies_are_commands_to_paste(capsys, nothing_starts):
-    """Of two numbers of GPUs a row each; the last line is a command of the fastest's own batch and mesh."""
+    """A row for each of two numbers of GPUs; the last line is a command of the fastest's own batch and mesh."""
     assert (
         launch.main(["train_configs/125M.toml", "--best", "8", "64", "--network", "200", "--training.steps", "7"]) == 0
     )

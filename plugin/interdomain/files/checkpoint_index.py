@@ -49,7 +49,7 @@ def read_index(checkpoint: Path) -> Index:
     metadata = SafeReader(checkpoint).read_metadata()
     try:
         return as_arrays(metadata)
-    except Exception as e:  # what came out of the file may be anything
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as e:  # its values may be of any type
         raise damaged(checkpoint, e) from e
 
 
@@ -170,6 +170,5 @@ class _PartialPlanner(DefaultLoadPlanner):
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        vars(metadata).update(
-            vars(overlapping(self.index, self.state_dict))
-        )  # before the reader looks at the same object
+        # Before the reader looks at the same object.
+        vars(metadata).update(vars(overlapping(self.index, self.state_dict)))

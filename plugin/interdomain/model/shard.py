@@ -41,17 +41,17 @@ def shard_of(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
 
 def gather_tokens(x: Tensor, part: Part | None) -> Tensor:
     """The tokens of all ranks, [B, T / size, E] -> [B, T, E]; x itself where part is None."""
-    return x if part is None else _Gather.apply(x, 1, part)
+    return x if part is None else _Collective.apply(x, True, 1, part)
 
 
 def scatter_tokens(x: Tensor, part: Part | None) -> Tensor:
     """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]; x itself where part is None."""
-    return x if part is None else _Scatter.apply(x, 1, part)
+    return x if part is None else _Collective.apply(x, False, 1, part)
 
 
 def gather_shards(x: Tensor, part: Part) -> Tensor:
     """x of all ranks, one after the other: [size, *x.shape]. A rank's gradient is the sum of what all ranks have for its x."""
-    return _Gather.apply(x[None], 0, part)
+    return _Collective.apply(x[None], True, 0, part)
 
 
 def send_tail(x: Tensor | dict[str, Tensor], n: int, part: Part) -> Tensor:
@@ -120,40 +120,29 @@ class _Receive(torch.autograd.Function):
         return c10d.all_to_all_single(d.contiguous(), ctx.to, ctx.of, ctx.group), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    """Concatenation along a dimension; backward the adjoint."""
+class _Collective(torch.autograd.Function):
+    """`_gathered` or `_scattered`; backward the other one, its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, part: Part) -> Tensor:
-        ctx.dim, ctx.part = dim, part
-        return _gathered(x, dim, part)
+    def forward(ctx: Any, x: Tensor, gather: bool, dim: int, part: Part) -> Tensor:
+        ctx.gather, ctx.dim, ctx.part = gather, dim, part
+        return (_gathered if gather else _scattered)(x, dim, part)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(d, ctx.dim, ctx.part), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """The sum over the ranks, of which each gets its piece along a dimension; backward the adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, part: Part) -> Tensor:
-        ctx.dim, ctx.part = dim, part
-        return _scattered(x, dim, part)
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(d, ctx.dim, ctx.part), None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        return (_scattered if ctx.gather else _gathered)(d, ctx.dim, ctx.part), None, None, None
 
 
 # In the forms that inductor's async tensor parallelism looks for.
 
 
 def _gathered(x: Tensor, dim: int, part: Part) -> Tensor:
+    """x of all ranks, side by side along a dimension."""
     everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))
     return everyone if dim == 0 else torch.cat(everyone.chunk(part.size), dim)
 
 
 def _scattered(x: Tensor, dim: int, part: Part) -> Tensor:
+    """The sum over the ranks, of which each gets its piece along a dimension."""
     x = x if dim == 0 else torch.cat(x.chunk(part.size, dim))
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group))

@@ -122,7 +122,6 @@ def set_initial_values(
         loaded: whether a checkpoint replaces all parameters.
         device: of the forward pass. FSDP2 fetches from the CPU what it has offloaded, and nothing else.
     """
-
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
 
     def draw_in_turns(draw: Callable[..., Tensor], wanted: list[tuple[str, torch.Size]]) -> Iterator[Tensor]:

@@ -104,6 +104,8 @@ class InterdomainMixer(Mixer):
                     hidden = receive_tail(sent, x, self.shard, back)
                     past = {name: project[name](hidden) for name in convs}
                 features[name] = self._features(name, y, rope, past.get(name), documents)
+                if name == "v" and not self.config.query_readout:
+                    features = {"z": torch.cat([features["k"], features["v"]], dim=-1)}
                 if name == "v" and self.shard is not None:  # on its way beside the queries and the gate
                     group = self._send(features, dynamics[0], documents, self.shard)
             gate = self._gate(x)
@@ -148,11 +150,9 @@ class InterdomainMixer(Mixer):
         return _with_ones(y) if name == "v" and self.config.normalize else y
 
     def _send(self, features: dict[str, Tensor], log_decay: Tensor, documents: Tensor | None, shard: Part) -> SentState:
-        """Start the exchange of the shards' states, as soon as keys and values are there."""
-        parts = [features["k"], features["v"]]
-        parts = parts if self.config.query_readout else [torch.cat(parts, dim=-1)]
+        """Start the exchange of the shards' states. features: of keys and values, or z."""
         options: dict[str, Any] = dict(documents=documents, check_documents=False, backend=self.execution.backend)
-        return send_state(*parts, log_decay=log_decay, group=shard.group, **options)
+        return send_state(*features.values(), log_decay=log_decay, group=shard.group, **options)
 
     def _scan(
         self,
@@ -172,7 +172,7 @@ class InterdomainMixer(Mixer):
             group=group,
         )
         if not self.config.query_readout:
-            return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
+            return linear_scan(features["z"], *dynamics, **options)
         q, k, v = (features[name] for name in "qkv")
         o, final = interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
         return divided(o, v) if self.config.normalize else o, final
@@ -300,7 +300,7 @@ class InterdomainMixer(Mixer):
 
     @staticmethod
     def received(config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
-        """Of the state two all-to-alls, of the N-th part of its rows, and a number that says whether a document begins."""
+        """Two all-to-alls of the N-th part of a state's rows, and a number that says whether a document begins."""
         m, heads = config.mixer, config.n_kv_heads // tensor
         rows, P = -(-heads * m.n_basis // context), 2 * config.head_dim + m.normalize
         return {"state": (context - 1) * (2 * 2 * rows * P + 1), "tail": m.conv_past * config.dim}

@@ -91,9 +91,8 @@ def apply_compile(model: nn.Module, settings: Any) -> None:
 
 def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
     """Give TorchTitan meshes in place of those that it would build at the first question. axes: of one dimension, by name."""
-    vars(dims).update(
-        _single_axis_meshes=axes, _world_mesh=axes["shards"]
-    )  # of the world's mesh only the device is read
+    # Only the device is read of the world's mesh.
+    vars(dims).update(_single_axis_meshes=axes, _world_mesh=axes["shards"])
 
 
 def refuse_for_host(job: Any) -> None:

@@ -68,7 +68,7 @@ class Costs:
         return max(each, key=sum)
 
     def reduces_each(self, local_batch: int, seq_len: int) -> bool:
-        """Whether gradients are summed over the ranks after each micro-batch, and not once a step."""
+        """True if gradients are summed over the ranks after each micro-batch; else they are once a step."""
         training = self.job.training
         if self.micro_batches == 1 or self.mesh.pipeline > 1 or training.reduce_gradients == "step":
             return False

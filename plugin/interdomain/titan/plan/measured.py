@@ -36,9 +36,15 @@ def note(file: Path, record: dict[str, Any]) -> None:
 
 
 def fit(file: Path, device: str) -> Fit:
-    """The factor of a device, of all starts that have an estimate."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    records = [record for record in map(json.loads, lines) if record["device"] == device and record["estimate"]]
+    """The factor of a device, of all starts that have an estimate. Raises: ValueError for a damaged line."""
+    records = []
+    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], 1):
+        try:
+            record = json.loads(line)
+        except ValueError as e:
+            raise ValueError(f"{file}, line {number}, is no record of a step time ({e}). Remove the line.") from e
+        if record["device"] == device and record["estimate"]:
+            records.append(record)
     if not records:
         return Fit()
     return Fit(statistics.median(record["seconds"] / record["estimate"] for record in records), len(records))
