@@ -23,23 +23,15 @@ from torch import Tensor
 
 from interdomain.data import PackedDataset, TokenCorpus, read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
-from interdomain.megatron import (
-    DynamicsOnce,
-    Schedule,
-    block_spec,
-    contiguous,
-    cpu,
-    layer_spec,
-    overrides,
-    transformer_config,
-)
-from interdomain.megatron.arguments import add_mixer_arguments, execution, mixer_settings
+from interdomain.megatron import DynamicsOnce, contiguous, cpu
+from interdomain.megatron.arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
+from interdomain.megatron.optimizer import Schedule, overrides
+from interdomain.megatron.spec import block_spec, layer_spec, transformer_config
 from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_config
 
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-BATCH = {"global-batch": 16, "micro-batch": 8}  # sequences
-STEPS = {"steps": 400, "warmup-steps": 24, "save-interval": 500, "log-interval": 10}
-RECIPE = {"lr": 3e-3, "min-lr": 1e-5, "seed": 42}
+DEFAULTS = {"global-batch": 16, "micro-batch": 8, "lr": 3e-3, "min-lr": 1e-5, "seed": 42}  # batches in sequences
+DEFAULTS |= {"steps": 400, "warmup-steps": 24, "save-interval": 500, "log-interval": 10}
 # Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and cannot load them.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -54,7 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_mixer_arguments(p)
     for name in LAYOUT:  # --tensor-parallel, ...
         p.add_argument(f"--{name.split('_')[0]}-parallel", dest=name, type=int, default=1)
-    for name, default in (BATCH | STEPS | RECIPE).items():
+    for name, default in DEFAULTS.items():
         p.add_argument(f"--{name}", type=type(default), default=default, help=f"({default})")
     p.add_argument("--bf16", action="store_true")
     p.add_argument("--save", type=Path, help="folder of checkpoints; continues the newest, or from converted weights")
@@ -73,17 +65,13 @@ def check(args: argparse.Namespace, layout: dict[str, int], data: PackedDataset)
         "--warmup-steps may be at most --steps": args.warmup_steps > args.steps,
         "--min-lr may be at most --lr": args.min_lr > args.lr,
         "--save on a GPU needs Transformer Engine or Apex, else Megatron cannot load the optimizer": unloadable,
-        "this corpus is for a loss on its answers, and here every token trains: use TorchTitan": data.corpus.answers,
     }
     for words in (words for words, is_wrong in wrong.items() if is_wrong):
         raise ValueError(f"{words}.")
 
 
 class Run:
-    """A model, its optimizer and its schedule, after `parallel_state.initialize_model_parallel`.
-
-    settings: of TransformerConfig, the layout of the ranks among them.
-    """
+    """A model, its optimizer and its schedule on the groups of `parallel_state`. settings: more ones of TransformerConfig."""
 
     def __init__(self, config: ModelConfig, spec: Any, args: argparse.Namespace, **settings: Any) -> None:
         self.step, self.shape = 0, dict(seq_length=config.max_seq_len, micro_batch_size=args.micro_batch)
@@ -171,24 +159,24 @@ def forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
     return model(batch["tokens"], None, None, labels=batch["labels"]), mean
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    corpus, size, condition = (getattr(args, name) for name in ("data.corpus", "model.size", "mixer.condition"))
-    layers = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
     layout = {name: getattr(args, name) for name in LAYOUT}
+    layers = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
+    corpus, cell = getattr(args, "data.corpus"), (getattr(args, "model.size"), getattr(args, "mixer.condition"))
     try:
+        corpus_files(corpus, "train")  # refuses a corpus whose loss is that of its answers
         manifest = read_manifest(corpus)
-        config = build_config(size, condition, vocab_size=manifest["vocab_size"], **layers, **mixer_settings(args))
+        config = build_config(*cell, vocab_size=manifest["vocab_size"], **layers, **mixer_settings(args))
         data = PackedDataset(TokenCorpus(corpus), config.max_seq_len, args.seed)
         check(args, layout, data)
     except (OSError, ValueError) as e:
         sys.exit(f"error: {e}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
     else:
         cpu.install()
-        dist.init_process_group("gloo")
+    dist.init_process_group()  # NCCL and gloo, or gloo alone
     parallel_state.initialize_model_parallel(**layout)
     spec: Any = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed, contiguous=True)
     spec.submodules.self_attention.params |= {"mixers": config.mixers, "tokenizer": manifest["tokenizer"]["sha256"]}
@@ -206,8 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             run.save(args.save)
     dist.barrier()
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":  # the writer of checkpoints starts processes
-    sys.exit(main())
+    main()

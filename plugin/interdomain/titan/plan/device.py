@@ -1,9 +1,11 @@
 """The device that a run computes on: a machine without a GPU under TorchTitan, and what is refused there."""
 
+import contextlib
 import math
 import os
 import types
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -22,20 +24,25 @@ def _cpu_module() -> types.SimpleNamespace:
         "current_device": lambda: 0,  # torch.cpu says "cpu"; a barrier wants an index
         "get_device_name": lambda device=None: "CPU",
         "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=memory),
-        "memory_stats": lambda device=None: _resident_memory(),
-        "reset_peak_memory_stats": lambda: None,
+        "memory_stats": lambda device=None: _peak_memory(),
+        "reset_peak_memory_stats": _reset_peak_memory,
         "empty_cache": lambda: None,
     }
     return types.SimpleNamespace(**vars(torch.cpu) | ours)
 
 
-def _resident_memory() -> dict[str, int]:
-    """This process's resident memory, under the names of the CUDA allocator's statistics; {} where it is not Linux."""
-    if not os.path.exists("/proc/self/statm"):
+def _peak_memory() -> dict[str, int]:
+    """This process's largest resident memory since it was reset, under the names of the CUDA allocator's statistics; {} where
+    it is not Linux."""
+    if not (status := Path("/proc/self/status")).exists():
         return {}
-    with open("/proc/self/statm") as f:
-        resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
+    peak = 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+
+def _reset_peak_memory() -> None:
+    with contextlib.suppress(OSError):  # not Linux, or a container that forbids it: the peak is then of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def use_cpu_if_alone() -> None:
