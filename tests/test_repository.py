@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -232,37 +233,37 @@ def test_the_wheel_holds_every_module(wheel):
 
 def test_commands_find_the_wheel_s_train_configs(wheel, tmp_path):
     """From an empty folder."""
-    for line, words in (
-        ("main launch --dry-run", "data/stdlib, which the run prepares first"),
-        ("study plan train_configs/studies/small.toml", " missing: "),
-    ):
-        done = tool(line, tmp_path, wheel)
-        assert done.returncode == 0, done.stderr
-        assert words in done.stdout
+    lines = {
+        "main launch --dry-run": "data/stdlib, which the run prepares first",
+        "study plan train_configs/studies/small.toml": " missing: ",
+    }
+    for (status, out, err), words in zip(tools([*lines], tmp_path, wheel), lines.values(), strict=True):
+        assert status == 0, err
+        assert words in out
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("line", "module", "extra"),
-    [
-        ("main launch", "tyro", "train"),
-        ("main study plan train_configs/studies/small.toml", "torchtitan", "train"),
-        ("study show one", "torchtitan", "train"),
-        ("compare_runs one two", "tensorboard", "train"),
-        ("evaluate folder --tasks mmlu", "lm_eval", "eval"),
-        ("prepare_data --input x.parquet --output out --tokenizer tokenizer.json", "tokenizers", "data"),
-    ],
-)
-def test_a_command_names_the_extra_that_it_lacks(wheel, tmp_path, line, module, extra):
+LACKING = {
+    "main launch": ("tyro", "train"),
+    "main study plan train_configs/studies/small.toml": ("torchtitan", "train"),
+    "study show one": ("torchtitan", "train"),
+    "compare_runs one two": ("tensorboard", "train"),
+    "evaluate folder --tasks mmlu": ("lm_eval", "eval"),
+    "prepare_data --input x.parquet --output out --tokenizer tokenizer.json": ("tokenizers", "data"),
+}
+
+
+def test_a_command_names_the_extra_that_it_lacks(wheel, tmp_path):
     """In one line, where only the wheel's own dependencies are installed."""
     (tmp_path / "tokenizer.json").write_text("{}")
     for name in ("x.parquet", "one/events.out.tfevents.1", "two/events.out.tfevents.1"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    done = tool(line, tmp_path, wheel, without=set().union(*_cli.EXTRAS.values()))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert module in done.stderr
-    assert f"-m pip install 'interdomain[{extra}]'" in done.stderr
+    ends = tools([*LACKING], tmp_path, wheel, without=set().union(*_cli.EXTRAS.values()))
+    for (status, out, err), (module, extra) in zip(ends, LACKING.values(), strict=True):
+        assert (status, out, err.count("\n")) == (2, "", 1), err
+        assert module in err
+        assert f"-m pip install 'interdomain[{extra}]'" in err
 
 
 def test_modules_of_extras_are_in_those_extras():
@@ -282,16 +283,26 @@ def python(code, cwd, **env):
     )
 
 
-def tool(line, cwd, wheel, without=()):
-    """python -m interdomain.tools.MODULE ARGUMENTS, from the wheel, as if the packages `without` were not installed."""
-    module, *arguments = line.split()
+def tools(lines, cwd, wheel, without=()):
+    """(status, output, errors) of `python -m interdomain.tools.LINE` for each line, from the wheel, as if the packages
+    `without` were not installed. Each is a fork of one process that has imported PyTorch."""
+    log = tempfile.mkdtemp(dir=wheel.parent)
     code = f"""
-import runpy, sys
+import os, runpy, sys, torch
 sys.modules.update(dict.fromkeys({sorted(without)!r}))  # imports fail, find_spec finds nothing
-sys.argv[1:] = {arguments!r}
-runpy.run_module("interdomain.tools.{module}", run_name="__main__", alter_sys=True)
+for i, line in enumerate({lines!r}):
+    if not os.fork():
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{log}/{{i}}.{{name}}", os.O_CREAT | os.O_WRONLY), stream)
+        module, *sys.argv[1:] = line.split()
+        runpy.run_module("interdomain.tools." + module, run_name="__main__", alter_sys=True)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
-    return python(code, cwd, PYTHONPATH=str(wheel))
+    done = python(code, cwd, PYTHONPATH=str(wheel))
+    assert done.returncode == 0, done.stderr
+    said = [[Path(log, f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(lines))]
+    return [(int(status), *texts) for status, texts in zip(done.stdout.split(), said, strict=True)]
 
 
 # A child in which a socket or a warning of ours is an error. Others' imports come first: their warnings are theirs.

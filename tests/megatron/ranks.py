@@ -18,6 +18,7 @@ from interdomain.model.config import FIXED_STATE
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
+from ..ranks import forks
 
 RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
 LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
@@ -345,5 +346,15 @@ def compute(folder: Path, corpus: Path) -> Path:
     for case in ("interdomain", "torchtitan", *CASES):
         write_start(folder / "start" / case, case)
     shutil.copytree(corpus, folder / "corpus")
-    torch.multiprocessing.spawn(run_rank, (folder,), nprocs=RANKS)
+    parent = forks().Process(target=fork_ranks, args=(folder,))
+    parent.start()
+    parent.join()
+    assert parent.exitcode == 0
     return folder
+
+
+def fork_ranks(folder: Path) -> None:
+    """All ranks, from one process that has imported Megatron-Core."""
+    import megatron.core.models.gpt  # noqa: F401
+
+    torch.multiprocessing.start_processes(run_rank, (folder,), nprocs=RANKS, start_method="fork")

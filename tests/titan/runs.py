@@ -39,6 +39,14 @@ def flags(corpus, folder, toml=TINY, **settings):
     return arguments
 
 
+def torchrun_agent(plan, *options):
+    """torchrun on two ranks that are forks of it: all import what they need once. plan: of disturbed.py, for each start."""
+    agent = "import interdomain.titan.trainer; from torch.distributed.run import main; main()"
+    torchrun = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", "--local-ranks-filter=0"]
+    program = [str(Path(__file__).parent / "disturbed.py"), str(plan)]
+    return [sys.executable, "-c", agent, *torchrun, *options, *program]
+
+
 def start_launcher(corpus, folder, *options, output=subprocess.PIPE, **settings):
     """The launcher on the tiny run, as a user starts it. options: of the launcher itself."""
     _, _, *arguments = flags(corpus, folder, **settings)  # the launcher says itself which file

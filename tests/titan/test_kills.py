@@ -7,7 +7,6 @@ nobody disturbed, and with no validation missing.
 import contextlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +19,11 @@ from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE
 
-from ..common import REPOSITORY
 from ..ranks import environment
-from .runs import assert_same_tensors, flags
+from .runs import assert_same_tensors, flags, torchrun_agent
 
 pytestmark = pytest.mark.e2e
 
-DISTURBED = REPOSITORY / "tests/titan/disturbed.py"
-# torchrun, whose ranks are forks of it: all starts import what they need once.
-AGENT = "import interdomain.titan.trainer; from torch.distributed.run import main; main()"
 STARTS = [
     [["finish", 2, 0, "SIGKILL", "rank"], ["step", 4, 1, "SIGTERM", "rank"]],  # one torchrun, which restarts the ranks
     [["validate", 6, 0, "SIGKILL", "agent"]],  # after the save of the last step
@@ -50,11 +45,9 @@ def story(tmp_path_factory, corpus):
             shard = run / "checkpoint" / "step-5" / "__1_0.distcp"
             os.truncate(shard, shard.stat().st_size - 1)
         plan.write_text(json.dumps(starts))
-        torchrun_flags = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork"]
-        torchrun_flags += [f"--max-restarts={len(starts) - 1}", "--local-ranks-filter=0"]
-        agent = [sys.executable, "-c", AGENT, *torchrun_flags, str(DISTURBED), str(plan), *given]
+        agent = torchrun_agent(plan, f"--max-restarts={len(starts) - 1}")
         to_log = ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(log)]
-        status = torchrun.run([*to_log, *agent], torchrun.ELASTIC | environment())
+        status = torchrun.run([*to_log, *agent, *given], torchrun.ELASTIC | environment())
         seen = {"status": status, "said": log.read_text(), "held": (run / NAME).exists()}
         while remaining(plan):  # for the moment that a signal takes
             time.sleep(0.05)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ from interdomain.tools._curves import curves_of, read_events
 from .. import slurm_stand_in
 from ..common import REPOSITORY, TIMEOUT
 from ..ranks import environment
-from .runs import flags, start_launcher
+from .runs import flags, start_launcher, torchrun_agent
 
 pytestmark = pytest.mark.e2e
 
@@ -95,16 +94,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     shutil.copytree(runs.checkpoint("2 text", 3), before)
     assert all(path.stat().st_size > limit for path in before.glob("*.distcp"))
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
-    # One rank's lines on the console; a refusal is not tried again.
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--local-ranks-filter=0",
-        "--max-restarts=1",
-    ]
+    (plan := tmp_path / "plan.json").write_text("[null]")  # a refusal is not tried again
     done = subprocess.run(
-        [sys.executable, "-m", *torchrun, "-m", "interdomain.titan.entry", *flags(corpus, tmp_path, **settings)],
+        [*torchrun_agent(plan, "--max-restarts=1"), *flags(corpus, tmp_path, **settings)],
         preexec_fn=functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
         **{"env": environment(), "cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": TIMEOUT},
     )
