@@ -187,14 +187,16 @@ def test_a_step_is_saved_anew_from_nothing(new, folder, monkeypatch):
     indexed, remove = [], shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda path: (indexed.append((path / ".metadata").exists()), remove(path)))
     run = new()
-    run.others["optimizers"].guard.skipped = 4
+    state = {"skipped_steps": 4, "skipped_in_a_row": 1, "spikes": 1, "spike_steps": [2]}
+    state |= {"recent_losses": [0.1, 3.3], "recent_grad_norms": [1e-30, 2.0]}
+    run.others["optimizers"].guard.load_state_dict(state)
     run.save(3)
     assert names(folder / "step-3") == [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
     assert [record(folder, 3)[name] for name in ("step", "tokens", "skipped_steps")] == [3, 3 * 512, 4]
     assert indexed == [False]
     again = new()
     again.load()
-    assert again.others["optimizers"].guard.skipped == 4
+    assert again.others["optimizers"].guard.state_dict() == run.others["optimizers"].guard.state_dict()
 
 
 def test_now_means_on_the_disk(new, folder):

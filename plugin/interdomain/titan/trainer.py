@@ -137,6 +137,7 @@ class InterdomainTrainer(Trainer):
         schedule = config.parallelism.pipeline_parallel_schedule
         self.passes = Pipeline(*run, schedule) if plan.topology.pipeline > 1 else Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
+        self.optimizers.guard.deviations = config.training.spike_deviations
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
@@ -184,17 +185,17 @@ class InterdomainTrainer(Trainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
-        skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
+        asked = self.preemption.asked is not None
+        skip, asked, mean = self.optimizers.guard.verdict(loss, norm, asked, self.step)
         self.optimizers.step(skip)
         self.lr_schedulers.step()
         self.preemption.cast(asked)
         if self.metrics_processor.should_log(self.step):
-            self._log(loss, norm)
+            self._log(loss, mean, norm)
 
-    def _log(self, loss: Tensor, norm: Tensor) -> None:
+    def _log(self, loss: Tensor, mean: Tensor, norm: Tensor) -> None:
         ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
-        mean, worst = loss.clone(), self.meshes.sum_over_model_ranks(loss) * ranks
-        dist.all_reduce(mean)
+        worst = self.meshes.sum_over_model_ranks(loss) * ranks
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
 

@@ -161,7 +161,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             shutil.rmtree(folder)
         step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
         record = {**self.record, "step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
-        record |= {"skipped_steps": optimizers.guard.skipped, "branched_from": self.branched_from}
+        record |= optimizers.guard.state_dict() | {"branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares (schedule.refuse_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
         write_record(folder, record, self.tokenizer)
@@ -259,7 +259,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if continues:
             if dist.get_rank() == 0:
                 warn_of_changes(point, self.record)
-            self.states[OPTIMIZER].guard.skipped = point.record.get("skipped_steps", 0)
+            self.states[OPTIMIZER].guard.load_state_dict(point.record)
         gc.collect()  # the trainer has turned off Python's own collections
         return None
 

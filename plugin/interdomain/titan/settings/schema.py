@@ -197,8 +197,13 @@ class Training:
     max_norm: Annotated[float, Bound("positive", lambda x: x > 0)] = 1.0
     steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
     tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
-    #: Stop the run after so many steps in a row whose loss or gradient norm is not finite. Such steps change nothing.
-    #: Checked every metrics.log_freq steps.
+    #: Skip a step whose loss or gradient norm is so many standard deviations above the mean of the last 128 steps that were not
+    #: skipped: a spike. From the 129th step on; 0: never.
+    spike_deviations: NotNegative = 0.0
+    #: Stop the run after so many spikes in all, 128 at most; 0: never. Checked every metrics.log_freq steps.
+    max_spikes: Annotated[int, Bound("from 0 to 128", lambda x: 0 <= x <= 128)] = 0
+    #: Stop the run after so many steps in a row that were skipped: loss or gradient norm not finite, or a spike. Such steps
+    #: change nothing. Checked every metrics.log_freq steps.
     max_skipped_steps: Count = 10
     enable_cpu_offload: bool = False  # Keep weights, gradients and optimizer state in CPU memory.
     #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
