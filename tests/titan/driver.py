@@ -13,8 +13,8 @@ it; only the start of Python and of the process group is shared. What was seen i
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings
-"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite, and a number is added to its loss; "window": steps
-that a spike is judged by; "stops": the run ends itself.
+"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite; a number is added to its loss.
+"window": steps that a spike is judged by. "stops": the run ends itself.
 """
 
 # ruff: noqa: E402 (a stand-in comes before what needs it)

@@ -48,6 +48,7 @@ from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .step.passes import Passes, Pipeline, prune_to_stage
 from .watch.metrics import InterdomainMetrics
+from .watch.notify import notify
 from .watch.validate import FixedValidator
 
 
@@ -60,13 +61,19 @@ def run(job: JobConfig) -> None:
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
     logger.info("Starting job: %s", job.job.description)
-    trainer = InterdomainTrainer(job)
+    trainer = None
     try:
+        trainer = InterdomainTrainer(job)
         trainer.train()
-    except Exception:
-        trainer.close()
+    except BaseException as e:
+        message = "\n".join(getattr(e, "__notes__", [])) or f"{type(e).__name__}: {e}"
+        notify(job, "failure", trainer.step if trainer else 0, message)
+        if trainer and isinstance(e, Exception):
+            trainer.close()
         raise
     trainer.close()
+    finished = trainer.step == trainer.plan.steps
+    notify(job, "end", trainer.step, "finished" if finished else "asked to leave: the same command continues the run")
     dist.destroy_process_group()
 
 

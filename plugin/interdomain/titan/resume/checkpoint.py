@@ -230,7 +230,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if not self.enable:
             return False
         folder = Path(self.folder)
-        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path)):
+        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path, self.record)):
             if (damage := self._load(point)) is None:
                 self.branched_from = point.branched_from
                 if point.source == "load_step":

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib.util
 import operator
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -183,12 +184,34 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
+def target_of(notify: str) -> str:
+    """The command or the URL that metrics.notify is, or names a variable of. Raises: ValueError without the URL itself."""
+    if "://" in notify:
+        raise ValueError(
+            "metrics.notify has a URL, which would be written into checkpoints and logs. Put it into an environment variable, "
+            "and set metrics.notify = env:NAME."
+        )
+    if not notify.startswith("env:"):
+        return notify
+    if not (target := os.environ.get(notify[4:])):
+        raise ValueError(
+            f"metrics.notify = {notify}: there is no such environment variable. Set it, or leave this out."
+        )
+    return target
+
+
 def refuse_unsupported(job_config: JobConfig) -> None:
     """Raises: ValueError with the setting, what was got, and what is allowed."""
     refuse_wrong_values(job_config)
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
+        )
+    target_of(job_config.metrics.notify)
+    if job_config.training.max_spikes and not job_config.training.spike_deviations:
+        raise ValueError(
+            f"training.max_spikes = {job_config.training.max_spikes} has no effect while training.spike_deviations is 0: there "
+            "are no spikes. Set it, 6 for one, or leave training.max_spikes out."
         )
     n_basis, checkpoint = value_of(job_config, "mixer.n_basis"), job_config.checkpoint
     if n_basis is not None and not reads_n_basis(vars(job_config.mixer)):

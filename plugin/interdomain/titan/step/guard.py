@@ -28,7 +28,7 @@ class Guard:
         deviations: 0: there are no spikes.
         window: losses and norms of the last steps, [2, WINDOW], the latest last; NaN where there was none yet.
         spikes: steps of the last spikes, [RECORDED], the latest last; 0 where there was none yet.
-        counts: [steps that were not finite, spikes, skipped in a row].
+        counts: [steps that were not finite, spikes, skipped in a row]. known: the first two at the last `news`.
     """
 
     deviations = 0.0
@@ -37,8 +37,8 @@ class Guard:
         self.load_state_dict({})
 
     def verdict(self, loss: Tensor, norm: Tensor, asked: bool, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(1.0 for a step to skip, not 0 where any rank was asked to leave, the loss of all ranks), the same on all ranks, on the
-        device. Collective.
+        """(1.0 for a step to skip, not 0 where any rank was asked to leave, the loss of all ranks): scalars on the device, the same
+        on all ranks. Collective.
 
         Args:
             loss: this rank's share. norm: of the gradients of all ranks. Scalars.
@@ -75,7 +75,7 @@ class Guard:
         """Take over what a record has of `state_dict`: those of older versions have the first entry alone, or nothing."""
         spikes, steps = state.get("spikes", 0), state.get("spike_steps", [])
         counts = state.get("skipped_steps", 0) - spikes, spikes, state.get("skipped_in_a_row", 0)
-        self.counts = torch.tensor(counts)
+        self.counts, self.known = torch.tensor(counts), counts[:2]
         recent = [state.get(name, []) for name in ("recent_losses", "recent_grad_norms")]
         self.window = torch.tensor([[float("nan")] * (WINDOW - len(values)) + values for values in recent])
         self.spikes = torch.tensor([0] * (RECORDED - len(steps)) + steps)
@@ -89,12 +89,21 @@ class Guard:
         counts = {"total": not_finite + spikes, "not_finite": not_finite, "spikes": spikes, "in_a_row": row}
         return {f"skipped_steps/{name}": float(n) for name, n in counts.items()}
 
+    def news(self) -> str:
+        """What was skipped since the last call, in words; empty: nothing."""
+        counts = tuple(self.counts.tolist()[:2])
+        not_finite, spikes = (now - before for now, before in zip(counts, self.known, strict=True))
+        self.known = counts
+        steps = ", ".join(map(str, self.spike_steps[-spikes:]))
+        said = [f"{not_finite} step(s) were skipped that were not finite"] if not_finite else []
+        return "; ".join(said + ([f"{spikes} spike(s) were skipped: step(s) {steps}"] if spikes else []))
+
     def warn_at_the_end(self, step: int) -> None:
         """Say so when the last steps of a run were skipped."""
         if row := int(self.counts[2].item()):
             logger.warning(
-                "the last %d step(s) up to step %d were skipped (loss or gradient norm not finite, or a spike): the weights are "
-                "those of step %d.",
+                "the last %d step(s) up to step %d were skipped (loss or gradient norm not finite, or a spike): the weights "
+                "are those of step %d.",
                 *(row, step, step - row),
             )
 
