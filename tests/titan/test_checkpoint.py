@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from interdomain.files.checkpoint_index import altered_entry, read_index
-from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.files.distributed_checkpoint import finished_steps, milestones
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import FolderLock
 
@@ -179,6 +179,33 @@ def test_retention_counts_finished_checkpoints(new, folder, monkeypatch):
     run.save(4)
     assert sorted(map(os.path.basename, removed)) == ["step-0", "step-1", "step-2"]
     assert set(finished_steps(folder)) == {3, 4}  # the index goes first
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_milestones_are_saved_and_stay(new, folder, mode):
+    """Those of the settings, whatever the interval; one that a user names while the run goes on; after a restart that names
+    none. One of which a save left remains alone is saved anew."""
+
+    def train(*steps, **settings):
+        run = new(keep_latest_k=2, async_mode=mode, **settings)
+        run.manager.load()
+        run.save(*steps)
+        run.manager._async_wait()
+
+    (folder / "step-5").mkdir()
+    (folder / "step-5" / "KEEP").touch()
+    (folder / "step-1" / "KEEP").touch()
+    train(4, 5, 6, 7, interval=2, milestones={4, 7})
+    assert {*finished_steps(folder)} == {1, 4, 6, 7}
+    assert {*milestones(folder)} == {1, 4, 7}
+    assert not (folder / "step-5").exists()  # remains are no checkpoint
+    (folder / "step-8").mkdir()  # a user may name the one that is being saved
+    (folder / "step-8" / "KEEP").touch()
+    train(8, 9, 10, 11)
+    assert {*finished_steps(folder)} == {1, 4, 7, 8, 10, 11}
+    assert new().load(4) == 4
+    assert (folder / "step-7.superseded" / "KEEP").exists()
+    assert {*milestones(folder)} == {1, 4}
 
 
 def test_a_step_is_saved_anew_from_nothing(new, folder, monkeypatch):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, read_sidecar
+from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, milestones, read_sidecar
 from interdomain.titan.resume.lock import NAME
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start import torchrun
@@ -113,6 +113,7 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, runs):
     ours = story.folder / "checkpoint" / "step-6"
     record = read_sidecar(ours)[1]
     assert (record["tokens"], record["skipped_steps"]) == (3072, 0)
+    assert {*milestones(ours.parent)} == {6}  # the run's result
     assert_same_tensors(ours, runs.checkpoint("2 text", 6))
     drawn = [
         read_events(folder / "tb").Scalars("loss_metrics/global_avg_loss")

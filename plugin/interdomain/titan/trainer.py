@@ -151,6 +151,7 @@ class InterdomainTrainer(Trainer):
             record=describe_run(plan, config, self.dataloader.fingerprint, tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
+            milestones=plan.milestones,
             lock=self.lock,
             dataloader=self.dataloader,
             model_parts=self.model_parts,

@@ -38,8 +38,13 @@ INSTEAD = {
 }
 # Old files name these for TorchTitan's own entry point. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")
+MILESTONES = ("keep_every", "keep_every_tokens", "keep_steps")  # settings of [checkpoint]
 # These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
-IN_TOKENS = {"training.steps": "training.tokens", "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens"}
+IN_TOKENS = {
+    "training.steps": "training.tokens",
+    "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens",
+    "checkpoint.keep_every": "checkpoint.keep_every_tokens",
+}
 
 
 def read_job_config(arguments: list[str]) -> JobConfig:
@@ -219,11 +224,12 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             f"mixer.n_basis = {n_basis} is not possible: no layer reads it. It is not for softmax, and with "
             "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
         )
-    if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
-        raise ValueError(
-            "checkpoint.initial_load_path has no effect while checkpoint.enable is off: nothing is loaded or saved. "
-            "Turn it on (--checkpoint.enable), or leave checkpoint.initial_load_path out."
-        )
+    for name in ("initial_load_path", *MILESTONES):
+        if getattr(checkpoint, name) and not checkpoint.enable:  # TorchTitan would pass over it
+            raise ValueError(
+                f"checkpoint.{name} has no effect while checkpoint.enable is off: nothing is loaded or saved. "
+                f"Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."
+            )
     if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
         raise ValueError(
             "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "

@@ -42,6 +42,7 @@ Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda na
 Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
+Steps = Annotated[list[int], Bound("of steps from 1", lambda steps: all(step >= 1 for step in steps))]
 CompileBackend = Annotated[
     str,
     Bound(
@@ -262,8 +263,13 @@ class Checkpoint:
     initial_load_model_only: bool = True
     #: async: a thread writes the checkpoint while training goes on.
     async_mode: Literal["disabled", "async"] = "disabled"
-    #: Checkpoints to keep, at least 2; 0: all.
+    #: Checkpoints to keep beside the milestones, at least 2; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
+    #: Steps between two milestones: checkpoints that are never removed, saved even where they are no multiple of interval.
+    #: 0: none but keep_steps and the run's last step.
+    keep_every: CountOr0 = 0
+    keep_every_tokens: CountOr0 = 0  # The same in tokens, rounded to steps; 0: use keep_every.
+    keep_steps: Steps = field(default_factory=list)  # Further milestones, such as the last step before the decay.
     load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
     #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.
     exclude_from_loading: Parts = field(default_factory=list)

@@ -37,8 +37,8 @@ class Guard:
         self.load_state_dict({})
 
     def verdict(self, loss: Tensor, norm: Tensor, asked: bool, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(1.0 for a step to skip, not 0 where any rank was asked to leave, the loss of all ranks): scalars on the device, the same
-        on all ranks. Collective.
+        """(1.0 for a step to skip, not 0 where any rank was asked to leave, the loss of all ranks): scalars on the device, the
+        same on all ranks. Collective.
 
         Args:
             loss: this rank's share. norm: of the gradients of all ranks. Scalars.
