@@ -38,6 +38,8 @@ def test_a_setting_that_torchtitan_has_has_torchtitans_default():
 
 
 ROUNDS = "are 7 ... a multiple of 3, its rounds ... --training.global_batch_size 8 --training.local_batch_size 1."
+APART = "--checkpoint.enable --checkpoint.initial_load_path=step-3 --checkpoint.no-initial_load_model_only"
+APART += " --checkpoint.exclude_from_loading dataloader --data.leave_out 3"
 REFUSED = {  # by the axis on two ranks: flags, and what is said of them
     "": {
         "--mixer.condition=s4": "mixer.condition must be one of softmax, interdomain, ... got s4",
@@ -64,6 +66,8 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
         "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
+        "--data.leave_out 4 0": "data.leave_out must be steps from 1: got [4, 0]",
+        APART: "names dataloader, so steps and batches would be counted apart",
     },
     "context": {
         "--parallelism.data_parallel_shard_degree=2": "must be the number of ranks left by context_parallel_degree = 2: 1",

@@ -72,6 +72,7 @@ NOT_HONOURED = {
     **{f"checkpoint.{name}": NO_MILESTONES for name in MILESTONES},
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
+    "data.leave_out": "It is for runs that ./launch.sh starts.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
     "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
     "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
@@ -201,7 +202,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     fingerprint = ""
     if job_config.data.corpus:
         tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
-        fingerprint = loader.fingerprint
+        fingerprint = loader.stages[0].dataset.fingerprint
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         tokenizer = as_trained(tokenizer)

@@ -44,7 +44,6 @@ SCHEDULE = (
     "decay_ratio",
     "decay_type",
 )  # TorchTitan's flags of [lr_scheduler] that we have
-
 # Settings that only our trainer has, and what TorchTitan's does.
 NOT_HONOURED = {
     "training.max_skipped_steps": "ends at a loss that is not finite",
@@ -52,6 +51,7 @@ NOT_HONOURED = {
     "training.max_spikes": "takes spikes",
     "training.reduce_gradients": "sums gradients after every micro-batch",
     "metrics.notify": "sends no notes",
+    "data.leave_out": "leaves no batches out",
     **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
 }
 
@@ -94,7 +94,7 @@ def configuration(file: str) -> Any:
 
     def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
         tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, packed.fingerprint, tokenizer)
+        record_run(job, spec.model.plan, packed.stages[0].dataset.fingerprint, tokenizer)
         return packed
 
     spec = ModelSpec(

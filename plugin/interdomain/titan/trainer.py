@@ -139,7 +139,7 @@ class InterdomainTrainer(Trainer):
         tokenizer, self.dataloader = open_data(config, plan, rank, plan.topology.data_ranks)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        self.targets = plan.global_batch * self.dataloader.dataset.targets
+        self.targets = plan.global_batch * self.dataloader.stages[0].dataset.targets
         run = self.model_parts, plan, self.meshes, self.device, self.targets
         schedule = config.parallelism.pipeline_parallel_schedule
         self.passes = Pipeline(*run, schedule) if plan.topology.pipeline > 1 else Passes(*run)
@@ -148,7 +148,7 @@ class InterdomainTrainer(Trainer):
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, config, self.dataloader.fingerprint, tokenizer),
+            record=describe_run(plan, config, self.dataloader.stages[0].dataset.fingerprint, tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             milestones=plan.milestones,
@@ -164,7 +164,7 @@ class InterdomainTrainer(Trainer):
         if config.validation.enable:
             beside = self.metrics_processor, self.checkpointer
             self.validator = FixedValidator(config, rank, plan.topology.data_ranks, self.passes, *beside)
-        datasets = {"train": self.dataloader.dataset}
+        datasets = {"train": self.dataloader.stages[0].dataset}
         datasets |= {"validation": self.validator.dataset} if config.validation.enable else {}
         fingerprints = {split: text_fingerprint(dataset) for split, dataset in datasets.items()}
         self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints

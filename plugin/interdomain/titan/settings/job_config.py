@@ -235,3 +235,9 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
         )
+    parts = {"dataloader", "train_state"} & {*checkpoint.exclude_from_loading}
+    if len(parts) == 1 and job_config.data.leave_out:
+        raise ValueError(
+            f"checkpoint.exclude_from_loading names {parts.pop()}, so steps and batches would be counted apart, and "
+            "data.leave_out counts them together. Name both dataloader and train_state, or neither."
+        )

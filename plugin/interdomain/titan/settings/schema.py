@@ -148,6 +148,9 @@ class Data:
     validation_corpus: str = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: str = ""
+    #: Steps whose batches are left out: the steps after them read the next ones. The numbers are those of a run that leaves
+    #: none out.
+    leave_out: Steps = field(default_factory=list)
     prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead; 0: none.
     #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
     #: The paper packs documents and mentions no reset.
