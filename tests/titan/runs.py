@@ -157,7 +157,7 @@ RUNS = {
     "2 spoiled": SAVED | {"spoil": SPOIL, "probes": ["states"]},
     "2 given up": LIMIT | {"spoil": TWICE, "stops": True, "probes": ["states"]},
     # Finite spikes of the loss of rank 1.
-    "2 spiked": SAVED | SPIKES | steps(7) | {"probes": ["states"]},
+    "2 spiked": SAVED | SPIKES | steps(8) | {"training__max_spikes": 2, "stops": True, "probes": ["states"]},
     "2 after a spike": SAVED | SPIKES | steps(6) | {"of": ("2 spiked", 3), "probes": ["states"]},
     "2 not finite": SAVED | HUGE | {"stops": True},
 }

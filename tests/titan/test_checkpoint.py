@@ -145,8 +145,8 @@ def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
 
 
 def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, caplog):
-    def start(step, *save):
-        run = new()
+    def start(step, *save, **settings):
+        run = new(**settings)
         run.manager.load(step)
         began = run.trainer.step
         run.save(*save)
@@ -162,9 +162,12 @@ def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, capl
     assert start(1) == 5
     assert start(4, 5) == 4  # to another step
     assert start(1, 2) == 1  # to the first, for the run's last course is another
+    left_out = {"flags": ["--data.leave_out", "3"]}
+    assert start(1, 2, **left_out) == 1  # once more, without the data of a later step
+    assert start(1, **left_out) == 2
     DAMAGE["shard altered"][0](folder / "step-2")
-    assert start(1) == 1  # all of that course is damaged: back to where it began
-    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2"} <= {*names(folder)}
+    assert start(1, **left_out) == 1  # all of that course is damaged: back to where it began
+    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2", "step-2.superseded-2"} <= {*names(folder)}
 
 
 # Saving

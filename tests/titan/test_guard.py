@@ -3,15 +3,19 @@ Steps 5 and 7 of another run are spikes of that rank's loss."""
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from interdomain.files.distributed_checkpoint import read_sidecar
+from interdomain.titan.resume.rewind import rewind
+from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.guard import WINDOW, Guard
 
 from ..common import NothingReadBack
+from .runs import SAVED, steps
 
 pytestmark = pytest.mark.e2e
 
@@ -88,6 +92,30 @@ def test_a_spike_is_skipped_on_all_ranks_and_on_resume(runs):
     assert records[0]["spike_steps"] == [5]
     for name in ("skipped_steps", "spikes", "spike_steps", "recent_losses", "recent_grad_norms"):
         assert records[1][name] == records[0][name], name
+
+
+def test_after_so_many_it_ends_and_goes_back_without_their_data(runs):
+    """From the last milestone, the same in one start as in two: the command, run again, continues."""
+    at, states = runs.at("2 spiked"), {}
+    assert "error: 2 spikes of the loss or the gradient norm were skipped, at steps 5, 7 (" in runs.said("2 spiked")
+    for name, *lengths in (("2 rewound", 5), ("2 rewound twice", 4, 5)):
+        shutil.copytree(at, runs.folder / name)
+        for n in lengths:
+            start = f"{name} to {n}"
+            runs.add(start, **SAVED | steps(n), window=3, training__spike_deviations=50.0, probes=["states"])
+            args = runs.jobs[start]["args"]
+            args[args.index(str(runs.folder / start))] = str(runs.folder / name)
+            back, words = rewind(read_job_config(args), dry_run=False)
+            assert back == ["--checkpoint.load_step", "3", "--data.leave_out", "5", "7"]
+            assert ("chosen by an earlier start" in words) == (n > lengths[0])
+            args += back
+            states |= {start: runs.seen(start)["states"]}
+        assert (runs.folder / name / "checkpoint" / "step-6.superseded").is_dir()
+    assert list(states["2 rewound to 5"]) == [4, 5]
+    assert list(states["2 rewound twice to 5"]) == [5]
+    assert states["2 rewound to 5"][5] == states["2 rewound twice to 5"][5]
+    spiked = runs.samples("2 spiked")
+    assert runs.samples("2 rewound to 5") == [spiked[4 - 1], spiked[6 - 1]]
 
 
 def test_repeated_it_ends_the_run(runs):

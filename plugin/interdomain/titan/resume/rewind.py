@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interdomain.data import batch_of_step
 from interdomain.files.distributed_checkpoint import finished_steps, milestones, read_sidecar
 from interdomain.folders import write_whole
 
@@ -63,20 +64,13 @@ def rewind(job_config: JobConfig, *, dry_run: bool) -> tuple[list[str], str]:
         found["load_step"] = max(earlier[0])
         if not dry_run:
             _write(run / SPIKES, found)
-    leave_out = sorted({*before, *(undisturbed(step, before) for step in spikes)})
+    leave_out = sorted({*before, *(batch_of_step(step, before) for step in spikes)})
     done = (
         "chosen by an earlier start, or from what was saved since" if chosen else "later checkpoints become .superseded"
     )
     words = f"to step {found['load_step']} ({done}), without the batches of the spikes at steps {_listed(spikes)}"
     flags = ["--checkpoint.load_step", str(found["load_step"]), "--data.leave_out", *map(str, leave_out)]
     return flags, words
-
-
-def undisturbed(step: int, leave_out: list[int]) -> int:
-    """The step at which a run that leaves nothing out has the batch of this step."""
-    for other in sorted(leave_out):
-        step += other <= step
-    return step
 
 
 def _spikes_of(run: Path, checkpoints: Path) -> dict[str, Any]:
