@@ -135,6 +135,8 @@ REFUSED = [
     ({"training__mixed_precision_param": "float32"}, "Set training.precision"),
     ({"training__max_skipped_steps": 3}, "start with ./launch.sh"),
     ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints: start with ./launch.sh"),
+    ({"training__spike_deviations": 6.0}, "takes spikes"),
+    ({"metrics__notify": "true"}, "sends no notes"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "Set lr_scheduler.min_lr"),
     ({"model__converters": "float8"}, "converters replace layers"),
     ({"training__reduce_gradients": "step"}, "sums gradients after every micro-batch"),
