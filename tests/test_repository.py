@@ -135,7 +135,8 @@ def test_imports_go_one_way():
         allowed = ALLOWED[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}  # late
         for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
             target = package_of(name)
-            assert target not in NETWORK, f"{module} imports {name}: nothing here speaks to a network"
+            posts = module == "interdomain.titan.watch.notify"  # to the URL that a user set (metrics.notify)
+            assert target not in NETWORK or posts, f"{module} imports {name}: only metrics.notify speaks to a network"
             host = module.startswith("interdomain.titan.host")
             assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/interdomain/titan/host does"
             assert target in allowed | {own} or target in sys.stdlib_module_names, (

@@ -64,6 +64,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--gpus-per-node", type=int, metavar="N", help=text)
     text = "Gb/s between nodes in the estimate, of each GPU"
     p.add_argument("--network", type=float, default=NETWORK, metavar="GBITS", help=text)
+    text = "go back to the last milestone before the run's spikes, without their data (again: continues from there)"
+    p.add_argument("--rewind", action="store_true", help=text)
     p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
     text = (
         f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an"
@@ -166,7 +168,14 @@ def main(argv=None) -> int:
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.plan.schedule import refuse_jump
     from interdomain.titan.plan.search import describe
+    from interdomain.titan.resume.rewind import rewind
+    from interdomain.titan.watch.notify import notify
 
+    if args.rewind:
+        back, words = rewind(job, dry_run=args.dry_run)
+        flags += back
+        job = job_config(args.config, flags)
+        print(f"{'rewind':>18}  {words}")
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
     gpus = machines(args.device, args.gpus_per_node or (nodes.ranks if nodes else None), args.network)
@@ -195,11 +204,14 @@ def main(argv=None) -> int:
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
     before = finished_steps(checkpoints).keys()
     code = slurm.run(command, nodes.environment) if nodes else torchrun.run(command, torchrun.environment(ranks))
-    if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and (new := finished_steps(checkpoints).keys() - before):
-        failed = f"the run failed (exit status {code}) after it saved step {max(new)}"
-        advice = f"The same command continues it, on another machine if this one is broken (exit status {CONTINUE})"
-        print(f"\n{failed}. {advice}.", file=sys.stderr)
-        return CONTINUE
+    if code not in (0, CONTINUE, REFUSED, INTERRUPTED):
+        saved = finished_steps(checkpoints).keys()
+        failed = f"the run failed (exit status {code})"
+        notify(job, "failure", max(saved, default=0), f"{failed}; the step is that of its last checkpoint")
+        if new := saved - before:
+            advice = f"The same command continues it, on another machine if this one is broken (exit status {CONTINUE})"
+            print(f"\n{failed} after it saved step {max(new)}. {advice}.", file=sys.stderr)
+            return CONTINUE
     if code:
         return code
     events = Path(job.job.dump_folder) / job.metrics.save_tb_folder

@@ -13,7 +13,8 @@ it; only the start of Python and of the process group is shared. What was seen i
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings
-"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite; "stops": the run ends itself.
+"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite; a number is added to its loss.
+"window": steps that a spike is judged by. "stops": the run ends itself.
 """
 
 # ruff: noqa: E402 (a stand-in comes before what needs it)
@@ -44,6 +45,7 @@ from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
 from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.step import guard
 from interdomain.titan.trainer import InterdomainTrainer
 from tests.common import TIMEOUT
 from tests.ranks import become
@@ -98,6 +100,8 @@ def watch(trainer, probes, spoil, seen):
             return loss
         if what == "gradient":
             loss.register_hook(lambda gradient: gradient * math.inf)
+        if not isinstance(what, str):
+            return loss + what
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
     logger.log, loader._take, trainer.train_step = scalars, samples, step
@@ -151,6 +155,7 @@ def run(job):
     seen = {}
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
+        stack.enter_context(mock.patch.object(guard, "WINDOW", job["window"] or guard.WINDOW))
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
         seen["drawn"] = [call.args[0] for call in draw.call_args_list]

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from interdomain.files.checkpoint_index import altered_entry, read_index
-from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.files.distributed_checkpoint import finished_steps, milestones
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import FolderLock
 
@@ -145,8 +145,8 @@ def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
 
 
 def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, caplog):
-    def start(step, *save):
-        run = new()
+    def start(step, *save, **settings):
+        run = new(**settings)
         run.manager.load(step)
         began = run.trainer.step
         run.save(*save)
@@ -162,9 +162,12 @@ def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, capl
     assert start(1) == 5
     assert start(4, 5) == 4  # to another step
     assert start(1, 2) == 1  # to the first, for the run's last course is another
+    left_out = {"flags": ["--data.leave_out", "3"]}
+    assert start(1, 2, **left_out) == 1  # once more, without the data of a later step
+    assert start(1, **left_out) == 2
     DAMAGE["shard altered"][0](folder / "step-2")
-    assert start(1) == 1  # all of that course is damaged: back to where it began
-    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2"} <= {*names(folder)}
+    assert start(1, **left_out) == 1  # all of that course is damaged: back to where it began
+    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2", "step-2.superseded-2"} <= {*names(folder)}
 
 
 # Saving
@@ -181,20 +184,49 @@ def test_retention_counts_finished_checkpoints(new, folder, monkeypatch):
     assert set(finished_steps(folder)) == {3, 4}  # the index goes first
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_milestones_are_saved_and_stay(new, folder, mode):
+    """Those of the settings, whatever the interval; one that a user names while the run goes on; after a restart that names
+    none. One of which a save left remains alone is saved anew."""
+
+    def train(*steps, **settings):
+        run = new(keep_latest_k=2, async_mode=mode, **settings)
+        run.manager.load()
+        run.save(*steps)
+        run.manager._async_wait()
+
+    (folder / "step-5").mkdir()
+    (folder / "step-5" / "KEEP").touch()
+    (folder / "step-1" / "KEEP").touch()
+    train(4, 5, 6, 7, interval=2, milestones={4, 7})
+    assert {*finished_steps(folder)} == {1, 4, 6, 7}
+    assert {*milestones(folder)} == {1, 4, 7}
+    assert not (folder / "step-5").exists()  # remains are no checkpoint
+    (folder / "step-8").mkdir()  # a user may name the one that is being saved
+    (folder / "step-8" / "KEEP").touch()
+    train(8, 9, 10, 11)
+    assert {*finished_steps(folder)} == {1, 4, 7, 8, 10, 11}
+    assert new().load(4) == 4
+    assert (folder / "step-7.superseded" / "KEEP").exists()
+    assert {*milestones(folder)} == {1, 4}
+
+
 def test_a_step_is_saved_anew_from_nothing(new, folder, monkeypatch):
     """Four ranks saved it, one saves it again: nothing of the other three stays, and a kill meanwhile leaves no half."""
     (folder / "step-3" / "__3_0.distcp").write_bytes(b"shard")
     indexed, remove = [], shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda path: (indexed.append((path / ".metadata").exists()), remove(path)))
     run = new()
-    run.others["optimizers"].guard.skipped = 4
+    state = {"skipped_steps": 4, "skipped_in_a_row": 1, "spikes": 1, "spike_steps": [2]}
+    state |= {"recent_losses": [0.1, 3.3], "recent_grad_norms": [1e-30, 2.0]}
+    run.others["optimizers"].guard.load_state_dict(state)
     run.save(3)
     assert names(folder / "step-3") == [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
     assert [record(folder, 3)[name] for name in ("step", "tokens", "skipped_steps")] == [3, 3 * 512, 4]
     assert indexed == [False]
     again = new()
     again.load()
-    assert again.others["optimizers"].guard.skipped == 4
+    assert again.others["optimizers"].guard.state_dict() == run.others["optimizers"].guard.state_dict()
 
 
 def test_now_means_on_the_disk(new, folder):

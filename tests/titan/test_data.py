@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
-from interdomain.titan.data.dataloader import PackedLoader, open_data
+from interdomain.data import (
+    IndexedDatasetWriter,
+    MixtureDataset,
+    PackedDataset,
+    TokenCorpus,
+    batch_of_step,
+    read_manifest,
+)
+from interdomain.titan.data.dataloader import PackedLoader, StageData, open_data
 from interdomain.titan.errors import user_errors
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
@@ -40,15 +47,15 @@ def take(loader, n):
 def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
     parts = [PackedDataset(TokenCorpus(corpus, split), seq_len=64, seed=42) for split in ("train", "validation")]
     dataset = MixtureDataset(parts, [0.7, 0.3]) if mixed else parts[0]
-    single = PackedLoader(dataset, local_batch=4, rank=0, ranks=1)
+    single = PackedLoader([StageData(dataset, 4, 8)], rank=0, ranks=1)
     rows = [row for inputs, _ in take(single, 6) for row in inputs["input"]]  # 24 samples in order
-    saved = PackedLoader(dataset, local_batch=4, rank=0, ranks=1)
+    saved = PackedLoader([StageData(dataset, 4, 8)], rank=0, ranks=1)
     take(saved, 2)
     state = saved.state_dict()
     assert state["consumed_samples"] == 8
     for ranks, prefetch in ((1, 0), (1, 3), (2, 2), (4, 0), (4, 1)):
-        settings = {"local_batch": 2, "ranks": ranks, "prefetch": prefetch}
-        loaders = [PackedLoader(dataset, rank=rank, **settings) for rank in range(ranks)]
+        settings = {"stages": [StageData(dataset, 2, 8)], "ranks": ranks, "prefetch": prefetch}
+        loaders = [PackedLoader(rank=rank, **settings) for rank in range(ranks)]
         for loader in loaders:
             loader.load_state_dict(state)
         steps = [take(loader, 8 // ranks) for loader in loaders]  # 16 samples on every topology
@@ -57,6 +64,41 @@ def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
         assert {tuple(loader.state_dict().items()) for loader in loaders} == {
             (("consumed_samples", 24), *list(state.items())[1:])
         }
+
+
+def steps(loader, n, batch):
+    """The samples of the next n steps, as lists of tokens."""
+    rows, batches = [], iter(loader)
+    while len(rows) < n * batch:
+        rows += next(batches)[0]["input"].tolist()
+    return [rows[i : i + batch] for i in range(0, n * batch, batch)]
+
+
+def test_batches_left_out(corpus, alone, capsys):
+    """Later steps move up. A resume leaves out the same batches, or more that are not yet read."""
+    dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
+
+    def loader(*leave_out, state=None):
+        made = PackedLoader([StageData(dataset, 2, 4)], rank=0, ranks=1, leave_out=leave_out)
+        if state:
+            made.load_state_dict(state)
+        return made
+
+    undisturbed = steps(loader(), 12, 4)
+    first = loader(6, 3, 4)
+    assert steps(first, 4, 4) == [undisturbed[step - 1] for step in (1, 2, 5, 7)]
+    assert [batch_of_step(step, [6, 3, 4]) for step in (1, 2, 3, 4, 5)] == [1, 2, 5, 7, 8]
+    state = first.state_dict()
+    assert state["consumed_samples"] == 16
+    assert steps(loader(3, 4, 6, state=state), 2, 4) == undisturbed[7:9]
+    assert steps(loader(3, 4, 6, 8, 10, state=state), 2, 4) == [undisturbed[8], undisturbed[10]]
+    forgotten = refusal(capsys, loader, 3, 6, state=state)
+    assert "does not have 4, whose batches were left out" in forgotten
+    assert "--data.leave_out 3 4 6 and steps after 7" in forgotten
+    assert "adds 7, whose batches were read" in refusal(capsys, loader, 3, 4, 6, 7, state=state)
+    early = loader()
+    steps(early, 2, 4)
+    assert steps(loader(3, state=early.state_dict()), 1, 4) == [undisturbed[3]]
 
 
 def test_other_data_is_no_continuation(corpus, tmp_path, alone, capsys):
@@ -92,12 +134,12 @@ def test_a_mixture_on_the_command_line_and_in_toml(corpus, tmp_path, alone, capl
     with caplog.at_level("INFO"):
         loader = build(read_job_config(arguments))
     assert f"{again} for " in caplog.text
-    assert [loader.dataset.locate(g)[0] for g in range(8)].count(1) == 2
+    assert [loader.stages[0].dataset.locate(g)[0] for g in range(8)].count(1) == 2
     toml = tmp_path / "mixed.toml"
     text = TINY.read_text() + f'\n[data]\ncorpus = ["{corpus}", "{again}"]\nweights = [0.75, 0.25]\n'
     toml.write_text(text)
     job = read_job_config(["--job.config_file", str(toml)])
-    assert build(job).dataset.fingerprint == loader.dataset.fingerprint
+    assert build(job).stages[0].dataset.fingerprint == loader.stages[0].dataset.fingerprint
     validation = FixedValidator(job_config=job, **VALIDATOR)
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
 
@@ -116,7 +158,7 @@ def test_reading_ahead(corpus):
     dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
     read, one_more, real = [], threading.Semaphore(0), dataset.read_batch
     dataset.read_batch = lambda indices: (read.append(list(indices)), one_more.release()) and real(indices)
-    loader = PackedLoader(dataset, local_batch=2, rank=0, ranks=1, prefetch=3)
+    loader = PackedLoader([StageData(dataset, 2, 2)], rank=0, ranks=1, prefetch=3)
     batches = iter(loader)
     next(batches)
     assert all(one_more.acquire(timeout=TIMEOUT) for _ in range(4))

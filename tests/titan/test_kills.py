@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, read_sidecar
+from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, milestones, read_sidecar
 from interdomain.titan.resume.lock import NAME
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start import torchrun
@@ -38,7 +38,8 @@ def story(tmp_path_factory, corpus):
     run, plan, log = folder / "run", folder / "plan.json", folder / "log.txt"
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
     settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
-    given = flags(corpus, run, **settings, metrics__enable_tensorboard=True)
+    note = f'echo "$INTERDOMAIN_EVENT $INTERDOMAIN_STEP" >> {folder}/notes'
+    given = flags(corpus, run, **settings, metrics__enable_tensorboard=True, metrics__notify=note)
     chapters = []
     for i, starts in enumerate(STARTS):
         if i == 1:  # the newest was complete when the run left
@@ -54,7 +55,8 @@ def story(tmp_path_factory, corpus):
         found = finished_steps(run / "checkpoint")
         validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(SimpleNamespace(found=set(found), validated=validated, **seen))
-    return SimpleNamespace(chapters=chapters, folder=run)
+    notes = (folder / "notes").read_text().splitlines()
+    return SimpleNamespace(chapters=chapters, folder=run, notes=notes)
 
 
 def remaining(word):
@@ -77,6 +79,7 @@ def test_killed_ranks_come_back_from_the_last_complete_checkpoint_and_leave_on_a
     assert chapter.status == CONTINUE  # where torchrun's own is 0: it has seen all ranks end well
     assert "leaving after step 5 (a signal to another rank): saved. The same command continues" in chapter.said
     assert chapter.found == {1, 2, 3, 4, 5}
+    assert story.notes == ["start 0", "restart 1", "end 5", "start 4", "start 6", "end 6"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_ranks_do_not_outlive_torchrun(story):
@@ -106,6 +109,7 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, runs):
     ours = story.folder / "checkpoint" / "step-6"
     record = read_sidecar(ours)[1]
     assert (record["tokens"], record["skipped_steps"]) == (3072, 0)
+    assert {*milestones(ours.parent)} == {6}  # the run's result
     assert_same_tensors(ours, runs.checkpoint("2 text", 6))
     drawn = [
         read_events(folder / "tb").Scalars("loss_metrics/global_avg_loss")

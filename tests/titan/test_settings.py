@@ -38,6 +38,8 @@ def test_a_setting_that_torchtitan_has_has_torchtitans_default():
 
 
 ROUNDS = "are 7 ... a multiple of 3, its rounds ... --training.global_batch_size 8 --training.local_batch_size 1."
+APART = "--checkpoint.enable --checkpoint.initial_load_path=step-3 --checkpoint.no-initial_load_model_only"
+APART += " --checkpoint.exclude_from_loading dataloader --data.leave_out 3"
 REFUSED = {  # by the axis on two ranks: flags, and what is said of them
     "": {
         "--mixer.condition=s4": "mixer.condition must be one of softmax, interdomain, ... got s4",
@@ -58,10 +60,17 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--compile.enable --compile.backend=inductr": "compile.backend must be one that torch.compiler.list_backends(()) names",
         "--activation_checkpoint.selective_ac_option=abc": "selective_ac_option must be op, or a number",
         "--debug.seed=18446744073709551616": "debug.seed must be a number of 64 bits",
+        "--training.max_spikes=3": "has no effect while training.spike_deviations is 0",
+        "--metrics.notify=https://host/secret": "metrics.notify has a URL, which would be written into checkpoints",
+        "--metrics.notify=env:NONE_SUCH": "metrics.notify = env:NONE_SUCH: there is no such environment variable",
         "--checkpoint.keep_latest_k=1": "checkpoint.keep_latest_k must be 2 or more ... got 1",
+        "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",
+        "--checkpoint.keep_every_tokens=9": "checkpoint.keep_every_tokens has no effect while checkpoint.enable is off",
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
         "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
+        "--data.leave_out 4 0": "data.leave_out must be of steps from 1: got [4, 0]",
+        APART: "names dataloader, so steps and batches would be counted apart",
     },
     "context": {
         "--parallelism.data_parallel_shard_degree=2": "must be the number of ranks left by context_parallel_degree = 2: 1",
@@ -177,7 +186,11 @@ def test_the_command_line_wins_over_the_file(tmp_path, caplog):
     """In whichever unit the file says it; and a warmup of the file's that is longer than the schedule is shortened."""
     toml = tmp_path / "tokens.toml"
     text = TINY.read_text().replace("warmup_steps = 2", "warmup_tokens = 10_240").replace("total_steps = 6", "")
-    toml.write_text(text.replace("\nsteps = 6", "\ntokens = 40_960"))  # 80 steps, 20 of them warm up
+    kept = "interval = 3\nenable = true\nkeep_every_tokens = 12_700\nkeep_steps = [64, 900]"
+    text = text.replace("interval = 3", kept)
+    toml.write_text(
+        text.replace("\nsteps = 6", "\ntokens = 40_960")
+    )  # 80 steps, 20 of them warm up; milestones every 25
 
     def length(*given):
         made = make_plan(read_job_config([f"--job.config_file={toml}", *given]), 1)
@@ -188,6 +201,18 @@ def test_the_command_line_wins_over_the_file(tmp_path, caplog):
     assert length("--training.steps=30", "--lr-scheduler.warmup-steps", "5") == (30, 5)
     assert length("--lr_scheduler.warmup_steps", "0") == (80, 0)
     assert length("--training.tokens", "0") == (10_000, 20)
+
+    def milestones(*given):
+        plan = make_plan(read_job_config([f"--job.config_file={toml}", *given]), 1)
+        return sorted(plan.milestones), plan.describe()
+
+    kept, said = milestones()
+    assert kept == [25, 50, 64, 75, 80]
+    assert "milestones  5 checkpoint(s) of 0.0" in said
+    assert "GB in all; the first after step 25" in said
+    assert milestones("--checkpoint.keep_every", "40", "--checkpoint.keep_steps", "7")[0] == [7, 40, 80]
+    assert milestones("--checkpoint.keep_every_tokens", "1", "--training.steps", "30")[0] == [*range(1, 31)]
+    assert milestones("--checkpoint.keep_every_tokens", "0")[0] == [64, 80]
     assert "shortened" not in caplog.text
     assert length("--training.steps", "10") == (10, 1)
     assert "the warmup of 20 steps is longer than the schedule: shortened to 1 steps" in caplog.text

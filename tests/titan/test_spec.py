@@ -14,6 +14,7 @@ from torchtitan.config import ConfigManager
 
 from interdomain.data import load_tokenizer
 from interdomain.files import pretrained
+from interdomain.files.distributed_checkpoint import milestones
 from interdomain.titan import spec
 from interdomain.tools import convert
 
@@ -133,6 +134,9 @@ PIPELINED = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_
 REFUSED = [
     ({"training__mixed_precision_param": "float32"}, "Set training.precision"),
     ({"training__max_skipped_steps": 3}, "start with ./launch.sh"),
+    ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints: start with ./launch.sh"),
+    ({"training__spike_deviations": 6.0}, "takes spikes"),
+    ({"metrics__notify": "true"}, "sends no notes"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "Set lr_scheduler.min_lr"),
     ({"model__converters": "float8"}, "converters replace layers"),
     ({"training__reduce_gradients": "step"}, "sums gradients after every micro-batch"),
@@ -198,7 +202,7 @@ def new(runs, tmp_path_factory):
     new = Runs(folder, runs.corpora, context, [os.environ[TITAN03]])
     for axis in ("context", "tensor", "pipeline"):
         new.add(f"2 {axis}", **parallel(**{axis: 2}) | HYBRID | GRADIENTS | steps(2))
-    new.add("2 continued", **SAVED, training__steps=5)
+    new.add("2 continued", **SAVED, training__steps=5, checkpoint__keep_every=2)
     for name, settings in STOCK_03.items():
         given = {"data__corpus": str(runs.corpora["text"]), "training__local_batch_size": 4} | settings
         file = toml_of(folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
@@ -215,6 +219,8 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
     if name == "2 continued":
         continue_from(runs.checkpoint("2 text", 3), new.folder / name)
     assert_same_run(new, name, reference, TOLERANCE, runs)
+    if name == "2 continued":
+        assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
 
 
 def test_checkpoints_of_torchtitan_0_3_are_read(runs, new, tmp_path):

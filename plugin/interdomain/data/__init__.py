@@ -7,7 +7,7 @@ never TorchTitan. The training loader is in `interdomain.titan`.
 
 from interdomain.data.corpus import TokenCorpus, read_manifest
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter
-from interdomain.data.sampling import MixtureDataset, PackedDataset
+from interdomain.data.sampling import MixtureDataset, PackedDataset, batch_of_step
 from interdomain.data.tokenizer import StreamDecoder, Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "StreamDecoder",
     "TokenCorpus",
     "Tokenizer",
+    "batch_of_step",
     "check_vocab",
     "load_tokenizer",
     "read_manifest",

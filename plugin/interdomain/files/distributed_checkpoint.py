@@ -30,6 +30,7 @@ from interdomain.model.config import ModelConfig
 SIDECAR = "interdomain.json"
 DOCUMENTS = "validation-documents.json"  # {"nats": [...], "labels": [...]}, of each document of a split that has few
 VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
+KEEP = "KEEP"  # an empty file: the checkpoint is a milestone, which is never removed
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1
@@ -121,6 +122,11 @@ def finished_steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder whose saves came to the end, by step: the index is written last."""
     entries = folder.iterdir() if folder.is_dir() else ()
     return {step: path for path in entries if (step := step_of(path)) is not None and (path / METADATA).is_file()}
+
+
+def milestones(folder: Path) -> dict[int, Path]:
+    """The finished checkpoints in a folder that are never removed, by step. `touch step-400/KEEP` makes one."""
+    return {step: path for step, path in finished_steps(folder).items() if (path / KEEP).exists()}
 
 
 def latest_checkpoint(folder: Path | str) -> Path:

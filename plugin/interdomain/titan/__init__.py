@@ -9,8 +9,8 @@
     plan                       everything that is computed and refused before anything is built
     data                       batches
     step                       meshes, passes, gradients, optimizer and guard of one step
-    resume                     checkpoints, the folder's lock, preemption
-    watch                      metrics, curves, validation
+    resume                     checkpoints, the way back, the folder's lock, preemption
+    watch                      metrics, curves, validation, notes
     host                       the only package that imports TorchTitan: a module for each version
 
 Imports interdomain.model, data, scan and features; only `tools` imports this package.

@@ -19,7 +19,8 @@ R = TypeVar("R")
 
 
 def stop(message: str) -> NoReturn:
-    """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why."""
+    """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why. The
+    message is a note of the SystemExit, too."""
     rank = int(os.environ.get("RANK", 0))
     with contextlib.suppress(ValueError):  # not the main thread's: torchrun's SIGKILL follows
         # torchrun ends the ranks that wait here, and not the one that speaks, which releases its lock.
@@ -32,7 +33,9 @@ def stop(message: str) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)
         signal.alarm(GRACE_SECONDS)  # SIGALRM ends a process that hangs in NCCL at its exit
-    raise SystemExit(1)
+    end = SystemExit(1)
+    end.add_note(message)
+    raise end
 
 
 def user_errors(check: Callable[P, R]) -> Callable[P, R]:

@@ -45,21 +45,34 @@ from .plan.device import use_cpu_if_alone
 from .plan.pipeline_order import ZERO_BUBBLE
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
-from .settings.job_config import TORCHTITAN_DEFAULTS, let_steps_win, pairs, refuse_wrong_values, value_of
+from .settings.job_config import (
+    MILESTONES,
+    TORCHTITAN_DEFAULTS,
+    let_steps_win,
+    pairs,
+    refuse_wrong_values,
+    value_of,
+)
 from .settings.schema import JobConfig
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 from .watch.metrics import mixer_statistics, perplexity
 
+NO_MILESTONES = "TorchTitan's trainer removes all but the latest checkpoints: start with ./launch.sh."
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
 NOT_HONOURED = {
     "training.dtype": "Parameters are float32; set training.precision for the arithmetic.",
     "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
     "training.max_skipped_steps": "TorchTitan's trainer takes steps that are not finite: start with ./launch.sh.",
+    "training.spike_deviations": "TorchTitan's trainer takes spikes: start with ./launch.sh.",
+    "training.max_spikes": "TorchTitan's trainer takes spikes: start with ./launch.sh.",
     "training.reduce_gradients": "TorchTitan's trainer sums gradients after every micro-batch: start with ./launch.sh.",
+    "metrics.notify": "TorchTitan's trainer sends no notes: start with ./launch.sh.",
+    **{f"checkpoint.{name}": NO_MILESTONES for name in MILESTONES},
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
+    "data.leave_out": "It is for runs that ./launch.sh starts.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
     "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
     "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
@@ -189,7 +202,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     fingerprint = ""
     if job_config.data.corpus:
         tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
-        fingerprint = loader.fingerprint
+        fingerprint = loader.stages[0].dataset.fingerprint
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         tokenizer = as_trained(tokenizer)

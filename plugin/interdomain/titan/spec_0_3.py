@@ -31,7 +31,7 @@ from .host import (
 )
 from .plan.device import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
-from .settings.job_config import let_steps_win, read_job_config
+from .settings.job_config import MILESTONES, let_steps_win, read_job_config, value_of
 from .settings.schema import JobConfig
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
@@ -44,6 +44,16 @@ SCHEDULE = (
     "decay_ratio",
     "decay_type",
 )  # TorchTitan's flags of [lr_scheduler] that we have
+# Settings that only our trainer has, and what TorchTitan's does.
+NOT_HONOURED = {
+    "training.max_skipped_steps": "ends at a loss that is not finite",
+    "training.spike_deviations": "takes spikes",
+    "training.max_spikes": "takes spikes",
+    "training.reduce_gradients": "sums gradients after every micro-batch",
+    "metrics.notify": "sends no notes",
+    "data.leave_out": "leaves no batches out",
+    **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +94,7 @@ def configuration(file: str) -> Any:
 
     def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
         tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, packed.fingerprint, tokenizer)
+        record_run(job, spec.model.plan, packed.stages[0].dataset.fingerprint, tokenizer)
         return packed
 
     spec = ModelSpec(
@@ -160,16 +170,12 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
         raise ValueError(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
-    if job.training.max_skipped_steps != JobConfig().training.max_skipped_steps:
-        raise ValueError(
-            "training.max_skipped_steps has no effect in TorchTitan's own trainer, which ends at a loss that is not finite. "
-            "Leave it out, or start with -m interdomain.titan.entry FILE.toml."
-        )
-    if job.training.reduce_gradients != JobConfig().training.reduce_gradients:
-        raise ValueError(
-            "training.reduce_gradients has no effect in TorchTitan's own trainer, which sums gradients after every "
-            "micro-batch. Leave it out, or start with -m interdomain.titan.entry FILE.toml."
-        )
+    for setting, instead in NOT_HONOURED.items():
+        if value_of(job, setting) != value_of(JobConfig(), setting):
+            raise ValueError(
+                f"{setting} has no effect in TorchTitan's own trainer, which {instead}. Leave it out, or start with "
+                "-m interdomain.titan.entry FILE.toml."
+            )
     plan = spec.model.plan = config.model_spec.model.plan = make_plan(job, int(os.environ["WORLD_SIZE"]))
     config.training.steps = job.training.steps = plan.steps
     job.lr_scheduler.warmup_steps = plan.warmup_steps

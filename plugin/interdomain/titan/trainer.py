@@ -48,6 +48,7 @@ from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .step.passes import Passes, Pipeline, prune_to_stage
 from .watch.metrics import InterdomainMetrics
+from .watch.notify import notify
 from .watch.validate import FixedValidator
 
 
@@ -60,13 +61,19 @@ def run(job: JobConfig) -> None:
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
     logger.info("Starting job: %s", job.job.description)
-    trainer = InterdomainTrainer(job)
+    trainer = None
     try:
+        trainer = InterdomainTrainer(job)
         trainer.train()
-    except Exception:
-        trainer.close()
+    except BaseException as e:
+        message = "\n".join(getattr(e, "__notes__", [])) or f"{type(e).__name__}: {e}"
+        notify(job, "failure", trainer.step if trainer else 0, message)
+        if trainer and isinstance(e, Exception):
+            trainer.close()
         raise
     trainer.close()
+    finished = trainer.step == trainer.plan.steps
+    notify(job, "end", trainer.step, "finished" if finished else "asked to leave: the same command continues the run")
     dist.destroy_process_group()
 
 
@@ -132,17 +139,19 @@ class InterdomainTrainer(Trainer):
         tokenizer, self.dataloader = open_data(config, plan, rank, plan.topology.data_ranks)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        self.targets = plan.global_batch * self.dataloader.dataset.targets
+        self.targets = plan.global_batch * self.dataloader.stages[0].dataset.targets
         run = self.model_parts, plan, self.meshes, self.device, self.targets
         schedule = config.parallelism.pipeline_parallel_schedule
         self.passes = Pipeline(*run, schedule) if plan.topology.pipeline > 1 else Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
+        self.optimizers.guard.deviations = config.training.spike_deviations
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, config, self.dataloader.fingerprint, tokenizer),
+            record=describe_run(plan, config, self.dataloader.stages[0].dataset.fingerprint, tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
+            milestones=plan.milestones,
             lock=self.lock,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
@@ -155,7 +164,7 @@ class InterdomainTrainer(Trainer):
         if config.validation.enable:
             beside = self.metrics_processor, self.checkpointer
             self.validator = FixedValidator(config, rank, plan.topology.data_ranks, self.passes, *beside)
-        datasets = {"train": self.dataloader.dataset}
+        datasets = {"train": self.dataloader.stages[0].dataset}
         datasets |= {"validation": self.validator.dataset} if config.validation.enable else {}
         fingerprints = {split: text_fingerprint(dataset) for split, dataset in datasets.items()}
         self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
@@ -184,17 +193,17 @@ class InterdomainTrainer(Trainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
-        skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
+        asked = self.preemption.asked is not None
+        skip, asked, mean = self.optimizers.guard.verdict(loss, norm, asked, self.step)
         self.optimizers.step(skip)
         self.lr_schedulers.step()
         self.preemption.cast(asked)
         if self.metrics_processor.should_log(self.step):
-            self._log(loss, norm)
+            self._log(loss, mean, norm)
 
-    def _log(self, loss: Tensor, norm: Tensor) -> None:
+    def _log(self, loss: Tensor, mean: Tensor, norm: Tensor) -> None:
         ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
-        mean, worst = loss.clone(), self.meshes.sum_over_model_ranks(loss) * ranks
-        dist.all_reduce(mean)
+        worst = self.meshes.sum_over_model_ranks(loss) * ranks
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
 

@@ -1,14 +1,16 @@
 """Batches of packed windows of prepared corpora, for TorchTitan."""
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
-from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
+from interdomain.data import MixtureDataset, PackedDataset, Tokenizer, batch_of_step
 
 from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseDataLoader, logger
@@ -24,6 +26,7 @@ CAUSES = {
     "weights": "data.weights",
     "seq_len": "training.seq_len",
     "order": "debug.seed",
+    "before": "data stages that are over",
 }
 
 
@@ -40,6 +43,15 @@ def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], 
     return inputs, labels
 
 
+class StageData(NamedTuple):
+    """Data of a stage of the run: windows, and sequences of one pass of a rank and of a step."""
+
+    dataset: PackedDataset | MixtureDataset
+    local_batch: int
+    global_batch: int
+    begins: int = 0  # steps before the stage
+
+
 class PackedLoader(BaseDataLoader):
     """Endless batches, in pinned memory where there is a GPU.
 
@@ -50,33 +62,47 @@ class PackedLoader(BaseDataLoader):
     window is a copy out of mapped memory).
 
     Args:
+        stages: in order; each ends at the step at which the next one begins.
+        leave_out: steps whose batches are left out; later steps of the same stage read the next ones. The next stage begins
+            with the batch with which it begins if none is left out.
         prefetch: micro-batches to read ahead; 0 reads when asked.
         positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
     """
 
     def __init__(
         self,
-        dataset: PackedDataset | MixtureDataset,
+        stages: Sequence[StageData],
         *,
-        local_batch: int,
         rank: int,
         ranks: int,
+        leave_out: Collection[int] = (),
         prefetch: int = 0,
         positions: bool = False,
     ) -> None:
-        self.dataset, self.fingerprint = dataset, dataset.fingerprint
-        self.local_batch, self.rank, self.ranks = local_batch, rank, ranks
-        self.prefetch, self.positions, self.consumed = prefetch, positions, 0
+        self.stages, self.rank, self.ranks = stages, rank, ranks
+        self.leave_out, self.prefetch, self.positions, self.consumed = sorted(leave_out), prefetch, positions, 0
+        lengths = [(b.begins - a.begins) * a.global_batch for a, b in itertools.pairwise(stages)]
+        self.ends = list(itertools.accumulate(lengths))  # of the stages but the last, in samples
 
-    def _read(self, first: int) -> Iterator[Batch | ValueError]:
+    def _place(self, i: int, consumed: int, leave_out: Sequence[int]) -> tuple[int, int]:
+        """(number of the batch, as `leave_out` counts, place in it) of the sample that comes after so many, in stage i."""
+        begins, end = self.stages[i].begins, self.stages[i + 1].begins if i < len(self.ends) else 2**63
+        step, place = divmod(consumed - [0, *self.ends][i], self.stages[i].global_batch)
+        return batch_of_step(begins + step + 1, [n for n in leave_out if begins < n <= end]), place
+
+    def _read(self, consumed: int) -> Iterator[Batch | ValueError]:
         """This rank's micro-batches from a global sample on. One that cannot be read is its error: torchdata would print a
         traceback."""
-        for start in range(first + self.rank * self.local_batch, 2**63, self.local_batch * self.ranks):
-            indices = range(start, start + self.local_batch)
+        while True:
+            i = bisect_right(self.ends, consumed)
+            dataset, local, each, begins = self.stages[i]
+            batch, place = self._place(i, consumed, self.leave_out)
+            first = (batch - begins - 1) * each + place + self.rank * local
             try:
-                yield read_batch(self.dataset, indices, self.positions)
+                yield read_batch(dataset, range(first, first + local), self.positions)
             except ValueError as e:  # ids outside the vocabulary: a damaged shard
                 yield e
+            consumed += local * self.ranks
 
     def __iter__(self) -> Iterator[Batch]:
         node = IterableWrapper(self._read(self.consumed))
@@ -88,7 +114,7 @@ class PackedLoader(BaseDataLoader):
         while True:
             batch = self._take(node)
             # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
-            self.consumed += self.local_batch * self.ranks
+            self.consumed += len(batch[1]) * self.ranks
             yield batch
 
     @user_errors
@@ -98,22 +124,54 @@ class PackedLoader(BaseDataLoader):
             raise batch
         return batch
 
+    def _described(self, consumed: int) -> tuple[str, dict[str, Any]]:
+        """(fingerprint, what it is made of) of the stage of the last sample that was read, with the stages before it and the
+        batches left out."""
+        i = bisect_left(self.ends, consumed)
+        made_of = dict(self.stages[i].dataset.made_of)
+        if i:
+            made_of["before"] = [[self.stages[n].dataset.fingerprint, self.ends[n]] for n in range(i)]
+        if self.leave_out:
+            made_of["leave_out"] = self.leave_out
+        return self.stages[i].dataset.fingerprint, made_of
+
     def state_dict(self) -> dict[str, Any]:
-        made_of = json.dumps(self.dataset.made_of)
-        return {"consumed_samples": self.consumed, "fingerprint": self.fingerprint, "made_of": made_of}
+        fingerprint, made_of = self._described(self.consumed)
+        return {"consumed_samples": self.consumed, "fingerprint": fingerprint, "made_of": json.dumps(made_of)}
 
     @user_errors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["fingerprint"] != self.fingerprint:
-            there, here = json.loads(state_dict["made_of"]), self.dataset.made_of
-            causes = [setting for name, setting in CAUSES.items() if there.get(name) != here[name]]
+        consumed, there = state_dict["consumed_samples"], json.loads(state_dict["made_of"])
+        fingerprint, here = self._described(consumed)
+        if state_dict["fingerprint"] != fingerprint or there.get("before") != here.get("before"):
+            causes = [setting for name, setting in CAUSES.items() if there.get(name) != here.get(name)]
             raise ValueError(
                 f"the checkpoint was made with other data (changed: {', '.join(causes) or 'the version'}), so its position "
                 "in the data cannot be continued. Restore data.corpus, data.weights, training.seq_len and debug.seed. To "
                 "train on the new data, start another run from it: --job.dump_folder, --checkpoint.initial_load_path, "
                 "--checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading dataloader."
             )
-        self.consumed = state_dict["consumed_samples"]
+        self._refuse_left_out(consumed, there.get("leave_out", []))
+        self.consumed = consumed
+
+    def _refuse_left_out(self, consumed: int, before: list[int]) -> None:
+        """Raises: ValueError unless the batches left out are those of the checkpoint, and perhaps some that are not yet read."""
+        i, added = bisect_left(self.ends, consumed), set(self.leave_out) - set(before)
+        last = self._place(i, consumed - 1, before)[0] if consumed else 0
+        end = self.stages[i + 1].begins if i < len(self.ends) else last
+        read = sorted(step for step in added if step <= min(last, end))
+        missing = sorted(set(before) - set(self.leave_out))
+        if missing or read:
+            steps = " ".join(map(str, sorted(before)))
+            why = (
+                f"does not have {', '.join(map(str, missing))}, whose batches were left out before the checkpoint"
+                if missing
+                else f"adds {', '.join(map(str, read))}, whose batches were read before the checkpoint"
+            )
+            raise ValueError(
+                f"data.leave_out {why}. Set --data.leave_out {steps} and steps after {last}, or continue from a checkpoint "
+                "before these steps (checkpoint.load_step)."
+            )
 
 
 @user_errors
@@ -123,10 +181,10 @@ def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tu
     names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
     logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
     return tokenizer, PackedLoader(
-        dataset,
-        local_batch=job_config.training.local_batch_size,
+        [StageData(dataset, job_config.training.local_batch_size, plan.global_batch)],
         rank=rank,
         ranks=ranks,
+        leave_out=job_config.data.leave_out,
         prefetch=job_config.data.prefetch,
         positions=job_config.data.reset_state_at_documents,
     )

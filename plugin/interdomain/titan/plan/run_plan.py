@@ -23,8 +23,10 @@ from ..settings.schema import JobConfig
 from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
 from .pipeline_order import stages_of
-from .schedule import run_length
+from .schedule import milestone_steps, run_length
 from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
+
+CHECKPOINT_BYTES = 12  # per parameter: the weight and the optimizer's two means, in float32
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class RunPlan:
     seq_len: int
     steps: int
     warmup_steps: int
+    milestones: frozenset[int]  # steps whose checkpoints are never removed
     precision: str
     memory: dict[str, int]  # bytes by part, of the rank that needs the most
     traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
@@ -116,9 +119,15 @@ class RunPlan:
             "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
             **({"gradients": self.reductions} if self.accumulation > 1 else {}),
             "longest sequence": longest,
+            **({"milestones": self._milestones()} if self.milestones else {}),
             **self.computed,
         }
         return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+
+    def _milestones(self) -> str:
+        """The checkpoints that are never removed, in words."""
+        n, size = len(self.milestones), CHECKPOINT_BYTES * self.n_params / 1e9
+        return f"{n} checkpoint(s) of {size:.3g} GB, {n * size:.3g} GB in all; the first after step {min(self.milestones):,}"
 
     def _stages(self) -> str:
         """A pipeline in words, and the share of a step that its ranks wait."""
@@ -162,6 +171,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         seq_len=seq_len,
         steps=steps,
         warmup_steps=warmup_steps,
+        milestones=milestone_steps(job_config, steps, global_batch * seq_len),
         precision=training.precision,
         memory=costs.memory(local, seq_len),
         traffic=costs.traffic(),

@@ -1,4 +1,4 @@
-"""The steps of a run, the steps of its warmup, and the learning rate of each."""
+"""The steps of a run, of its warmup and its milestones, and the learning rate of each."""
 
 import json
 import math
@@ -40,6 +40,18 @@ def run_length(job_config: JobConfig, tokens_per_step: int) -> tuple[int, int]:
         logger.warning("the warmup of %d steps is longer than the schedule: shortened to %d steps", warmup, total // 10)
         warmup = total // 10
     return steps, warmup
+
+
+def milestone_steps(job_config: JobConfig, steps: int, tokens_per_step: int) -> frozenset[int]:
+    """The steps of a run whose checkpoints are never removed: those that [checkpoint] names, and the last one, which is the
+    run's result and would be lost when the run is trained on. None for a run that saves nothing."""
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable:
+        return frozenset()
+    tokens, every = checkpoint.keep_every_tokens, checkpoint.keep_every
+    every = max(1, round(tokens / tokens_per_step)) if tokens else every
+    regular = range(every, steps, every) if every else ()
+    return frozenset(step for step in {*regular, *checkpoint.keep_steps, steps} if step <= steps)
 
 
 def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:

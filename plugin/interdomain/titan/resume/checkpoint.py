@@ -3,6 +3,7 @@
 step-N/interdomain.json   model configuration, size, condition, step, tokens, settings, data fingerprints, versions
 step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
 step-N/validation.json    loss and perplexity, where the run validated after this step
+step-N/KEEP               marks a milestone, which is never removed; a user may make this file, too
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
 step-N.damaged            could not be read back; no run loads, counts or removes it
@@ -17,7 +18,7 @@ import json
 import os
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -30,10 +31,12 @@ from interdomain.data import Tokenizer
 from interdomain.files.checkpoint_index import altered_entry, load_part
 from interdomain.files.distributed_checkpoint import (
     DOCUMENTS,
+    KEEP,
     METADATA,
     SIDECAR_VERSION,
     VALIDATION,
     finished_steps,
+    milestones,
     step_of,
     write_record,
 )
@@ -80,6 +83,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     Args:
         record: of `describe_run`. tensors: of the whole model, by name, of which this rank may have a part.
         tokenizer: written into every checkpoint.
+        milestones: steps that are saved whatever the interval, and never removed.
         lock: on rank 0, where the run holds its folder.
     """
 
@@ -92,14 +96,19 @@ class SelfDescribingCheckpoints(CheckpointManager):
         record: dict,
         tensors: dict,
         tokenizer: Tokenizer,
+        milestones: Collection[int],
         lock: FolderLock | None,
         checkpoint_config,
         **torchtitans,
     ) -> None:
         self.record, self.tensors, self.tokenizer, self.lock = record, tensors, tokenizer, lock
+        self.milestones = milestones
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
 
     # Saving
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return super()._should_save(curr_step, last_step or curr_step in self.milestones)
 
     @user_errors
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
@@ -156,15 +165,18 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if self.lock:
             self.lock.beat()
             self.lock.require()
+        step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
+        keep = step in self.milestones or (folder / KEEP).exists()
         if folder.exists():  # from an older save of this step; without its index it is no checkpoint
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
-        step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
         record = {**self.record, "step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
-        record |= {"skipped_steps": optimizers.guard.skipped, "branched_from": self.branched_from}
+        record |= optimizers.guard.state_dict() | {"branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares (schedule.refuse_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
         write_record(folder, record, self.tokenizer)
+        if keep:
+            (folder / KEEP).touch()
 
     def note_validation(
         self, step: int, loss: float, perplexity: float, accuracy: float | None, documents: list[list[float]] | None
@@ -204,17 +216,20 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the latest `keep_latest_k` finished checkpoints, the one being saved included. Remains of older saves go too.
+        """Keep the latest `keep_latest_k` finished checkpoints, the one being saved included, and the milestones. Remains of older
+        saves go too.
 
         The index is removed first: a folder of which a part is gone is not a checkpoint any more.
         """
         current = step_of(self.saving)
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or current is None:
             return
-        finished = sorted(step for step in {*finished_steps(Path(self.folder)), current} if step <= current)
-        for path in Path(self.folder).iterdir():
+        folder = Path(self.folder)
+        finished = sorted(step for step in {*finished_steps(folder), current} if step <= current)
+        kept = {*finished[-self.keep_latest_k :], *milestones(folder)}
+        for path in folder.iterdir():
             step = step_of(path)
-            if step is not None and step <= current and step not in finished[-self.keep_latest_k :]:
+            if step is not None and step <= current and step not in kept:
                 (path / METADATA).unlink(missing_ok=True)
                 self.purge_queue.put(str(path))
 
@@ -230,7 +245,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if not self.enable:
             return False
         folder = Path(self.folder)
-        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path)):
+        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path, self.record)):
             if (damage := self._load(point)) is None:
                 self.branched_from = point.branched_from
                 if point.source == "load_step":
@@ -259,7 +274,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if continues:
             if dist.get_rank() == 0:
                 warn_of_changes(point, self.record)
-            self.states[OPTIMIZER].guard.skipped = point.record.get("skipped_steps", 0)
+            self.states[OPTIMIZER].guard.load_state_dict(point.record)
         gc.collect()  # the trainer has turned off Python's own collections
         return None
 

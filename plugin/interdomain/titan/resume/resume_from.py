@@ -1,7 +1,8 @@
 """The choice of the checkpoint that a start resumes from: is it complete, and does it hold this model? No tensor is read here.
 
 A run that went back to a step (`checkpoint.load_step`) writes this step, `branched_from`, into the record of every checkpoint
-that it saves from then on. So a restart of the same command continues from what was saved since, and does not go back again.
+that it saves from then on. So a restart of the same command continues from what was saved since, and does not go back again;
+one that leaves other data out (`data.leave_out`) does.
 """
 
 from collections.abc import Callable
@@ -68,17 +69,17 @@ def loads_a_model(job_config) -> bool:
     return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
 
 
-def find_resume_point(folder: Path, step: int, initial: str | None) -> ResumePoint | None:
+def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -> ResumePoint | None:
     """The latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
 
     A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
 
     Args:
-        step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path.
+        step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path. run: this run's record.
     Raises: ValueError for a checkpoint that cannot be loaded; OSError.
     """
     latest = _latest(folder, above=step)
-    if step != -1 and (latest is None or latest.branched_from != step):
+    if step != -1 and (latest is None or (latest.branched_from, left_out(latest.record)) != (step, left_out(run))):
         steps = finished_steps(folder)
         if step not in steps:
             others = ", ".join(map(str, sorted(steps))) or "none"
@@ -96,6 +97,11 @@ def find_resume_point(folder: Path, step: int, initial: str | None) -> ResumePoi
             *(step, latest.folder, step),
         )
     return latest
+
+
+def left_out(record: dict) -> list[int]:
+    """The setting data.leave_out of a run's record; empty where the record is older than the setting."""
+    return record.get("configuration", {}).get("data", {}).get("leave_out", [])
 
 
 def _latest(folder: Path, above: int) -> ResumePoint | None:

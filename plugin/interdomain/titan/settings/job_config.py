@@ -4,6 +4,7 @@ import argparse
 import difflib
 import importlib.util
 import operator
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,8 +38,13 @@ INSTEAD = {
 }
 # Old files name these for TorchTitan's own entry point. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")
+MILESTONES = ("keep_every", "keep_every_tokens", "keep_steps")  # settings of [checkpoint]
 # These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
-IN_TOKENS = {"training.steps": "training.tokens", "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens"}
+IN_TOKENS = {
+    "training.steps": "training.tokens",
+    "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens",
+    "checkpoint.keep_every": "checkpoint.keep_every_tokens",
+}
 
 
 def read_job_config(arguments: list[str]) -> JobConfig:
@@ -183,6 +189,22 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
+def target_of(notify: str) -> str:
+    """The command or the URL that metrics.notify is, or names a variable of. Raises: ValueError without the URL itself."""
+    if "://" in notify:
+        raise ValueError(
+            "metrics.notify has a URL, which would be written into checkpoints and logs. Put it into an environment variable, "
+            "and set metrics.notify = env:NAME."
+        )
+    if not notify.startswith("env:"):
+        return notify
+    if not (target := os.environ.get(notify[4:])):
+        raise ValueError(
+            f"metrics.notify = {notify}: there is no such environment variable. Set it, or leave this out."
+        )
+    return target
+
+
 def refuse_unsupported(job_config: JobConfig) -> None:
     """Raises: ValueError with the setting, what was got, and what is allowed."""
     refuse_wrong_values(job_config)
@@ -190,19 +212,32 @@ def refuse_unsupported(job_config: JobConfig) -> None:
         raise ValueError(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
         )
+    target_of(job_config.metrics.notify)
+    if job_config.training.max_spikes and not job_config.training.spike_deviations:
+        raise ValueError(
+            f"training.max_spikes = {job_config.training.max_spikes} has no effect while training.spike_deviations is 0: there "
+            "are no spikes. Set it, 6 for one, or leave training.max_spikes out."
+        )
     n_basis, checkpoint = value_of(job_config, "mixer.n_basis"), job_config.checkpoint
     if n_basis is not None and not reads_n_basis(vars(job_config.mixer)):
         raise ValueError(
             f"mixer.n_basis = {n_basis} is not possible: no layer reads it. It is not for softmax, and with "
             "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
         )
-    if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
-        raise ValueError(
-            "checkpoint.initial_load_path has no effect while checkpoint.enable is off: nothing is loaded or saved. "
-            "Turn it on (--checkpoint.enable), or leave checkpoint.initial_load_path out."
-        )
+    for name in ("initial_load_path", *MILESTONES):
+        if getattr(checkpoint, name) and not checkpoint.enable:  # TorchTitan would pass over it
+            raise ValueError(
+                f"checkpoint.{name} has no effect while checkpoint.enable is off: nothing is loaded or saved. "
+                f"Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."
+            )
     if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
         raise ValueError(
             "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
+        )
+    parts = {"dataloader", "train_state"} & {*checkpoint.exclude_from_loading}
+    if len(parts) == 1 and job_config.data.leave_out:
+        raise ValueError(
+            f"checkpoint.exclude_from_loading names {parts.pop()}, so steps and batches would be counted apart, and "
+            "data.leave_out counts them together. Name both dataloader and train_state, or neither."
         )

@@ -42,6 +42,7 @@ Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda na
 Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
+Steps = Annotated[list[int], Bound("of steps from 1", lambda steps: all(step >= 1 for step in steps))]
 CompileBackend = Annotated[
     str,
     Bound(
@@ -101,6 +102,9 @@ class Metrics:
     enable_wandb: bool = False  # Log to Weights & Biases as well (needs the package wandb).
     #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, at logged steps only; 0: never.
     mixer_freq: CountOr0 = 100
+    #: Shell command that is run when the run starts, skips steps, fails or ends; or env:NAME, a variable that holds such a
+    #: command, or a URL to post to. A URL stands in a variable only: settings are written into checkpoints and logs.
+    notify: str = ""
 
 
 @dataclass
@@ -144,6 +148,9 @@ class Data:
     validation_corpus: str = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: str = ""
+    #: Steps whose batches are left out: the steps after them read the next ones. The numbers are those of a run that leaves
+    #: none out.
+    leave_out: Steps = field(default_factory=list)
     prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead; 0: none.
     #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
     #: The paper packs documents and mentions no reset.
@@ -197,8 +204,13 @@ class Training:
     max_norm: Annotated[float, Bound("positive", lambda x: x > 0)] = 1.0
     steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
     tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
-    #: Stop the run after so many steps in a row whose loss or gradient norm is not finite. Such steps change nothing.
-    #: Checked every metrics.log_freq steps.
+    #: Skip a step whose loss or gradient norm is so many standard deviations above the mean of the last 128 steps that were not
+    #: skipped: a spike. From the 129th step on; 0: never.
+    spike_deviations: NotNegative = 0.0
+    #: Stop the run after so many spikes in all, 128 at most; 0: never. Checked every metrics.log_freq steps.
+    max_spikes: Annotated[int, Bound("from 0 to 128", lambda x: 0 <= x <= 128)] = 0
+    #: Stop the run after so many steps in a row that were skipped: loss or gradient norm not finite, or a spike. Such steps
+    #: change nothing. Checked every metrics.log_freq steps.
     max_skipped_steps: Count = 10
     enable_cpu_offload: bool = False  # Keep weights, gradients and optimizer state in CPU memory.
     #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
@@ -254,8 +266,13 @@ class Checkpoint:
     initial_load_model_only: bool = True
     #: async: a thread writes the checkpoint while training goes on.
     async_mode: Literal["disabled", "async"] = "disabled"
-    #: Checkpoints to keep, at least 2; 0: all.
+    #: Checkpoints to keep beside the milestones, at least 2; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
+    #: Steps between two milestones: checkpoints that are never removed, saved even where they are no multiple of interval.
+    #: 0: none but keep_steps and the run's last step.
+    keep_every: CountOr0 = 0
+    keep_every_tokens: CountOr0 = 0  # The same in tokens, rounded to steps; 0: use keep_every.
+    keep_steps: Steps = field(default_factory=list)  # Further milestones, such as the last step before the decay.
     load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
     #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.
     exclude_from_loading: Parts = field(default_factory=list)

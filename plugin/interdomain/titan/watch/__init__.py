@@ -1,1 +1,1 @@
-"""Metrics, curves and validation of a run."""
+"""Metrics, curves, validation and notes of a run."""

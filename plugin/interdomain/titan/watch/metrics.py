@@ -20,9 +20,11 @@ from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
 from ..plan.estimate import record_of
 from ..plan.measured import note, step_times
 from ..plan.run_plan import RunPlan
+from ..resume.rewind import stop_at_spikes
 from ..step.gradients import norms
 from ..step.meshes import Meshes
 from ..step.optimizer import GroupedOptimizers
+from .notify import notify
 from .run_log import RunLog, WandbLog
 
 
@@ -30,6 +32,7 @@ class InterdomainMetrics(MetricsProcessor):
     job_config: Any
     logger: Any
     fingerprints: dict[str, str]  # of the training and the validation text
+    skipped = ""  # steps between the last two logs
     model_parts: list[Any]
     optimizers: GroupedOptimizers
 
@@ -49,6 +52,8 @@ class InterdomainMetrics(MetricsProcessor):
         config, folder = self.job_config, Path(self.job_config.job.dump_folder)
         if dist.get_rank() != 0:
             return
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        notify(config, "restart" if restarted else "start", first_step - 1, f"training begins at step {first_step}")
         if config.metrics.enable_tensorboard:
             run_log = RunLog(folder / config.metrics.save_tb_folder, self.plan, config, first_step, self.fingerprints)
             self.logger.add_logger(run_log)
@@ -74,6 +79,13 @@ class InterdomainMetrics(MetricsProcessor):
             extra |= mixer_statistics(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
+        skipped = guard.news()
+        if skipped:
+            logger.warning("up to step %d: %s", step, skipped)
+            if not self.skipped:  # one note for several logs in a row
+                notify(self.job_config, "skipped", step, skipped)
+        self.skipped = skipped
+        stop_at_spikes(self.job_config, guard.spike_steps)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
