@@ -35,7 +35,9 @@ class Run:
     flags, fingerprints: of the record. settings: of [checkpoint].
     """
 
-    def __init__(self, folder, width=7, model=None, tokens_per_step=512, flags=(), fingerprints=None, milestones=(), **settings):
+    def __init__(
+        self, folder, width=7, model=None, tokens_per_step=512, flags=(), fingerprints=None, milestones=(), **settings
+    ):
         job = read_job_config(["--job.config_file", str(TINY), *flags])
         config = translate(job).checkpoint
         vars(config).update({"enable": True, "interval": 1, **settings})

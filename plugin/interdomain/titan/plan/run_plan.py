@@ -26,7 +26,6 @@ from .pipeline_order import stages_of
 from .schedule import milestone_steps, run_length
 from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
 
-
 CHECKPOINT_BYTES = 12  # per parameter: the weight and the optimizer's two means, in float32
 
 
