@@ -65,12 +65,13 @@ class Watcher:
     """
 
     data: tuple[dict, dict] | None = None  # `read_data`, with the tokenizer of the run's first checkpoint
-    drawn: dict[int, dict[str, float]] | None = None
+    drawn: dict[int, dict[str, float]] = {}  # replaced, never changed
     count = 0  # of the milestones that were evaluated
 
     def __init__(self, args, names: list[str], corpora: dict[str, str], device: torch.device, work: Path) -> None:
         self.args, self.names, self.corpora, self.device, self.work = args, names, corpora, device, work
         self.folder, self.title = args.run / CHECKPOINTS, "-".join(filter(None, ("evaluation", args.name)))
+        self.machine = environment(device) | evaluate.versions()
         self.events = args.run / FOLDER / self.title
         self.asked: dict[str, dict[str, dict]] = {}  # kind -> task or corpus -> options that change its figures
 
@@ -158,8 +159,7 @@ class Watcher:
                 release(self.device)
                 if identity(milestone) != before:
                     raise FileNotFoundError("it was renamed or removed while it was evaluated")
-                machine = environment(self.device) | evaluate.versions()
-                found[kind][name] = out | {"options": self.asked[kind][name], "environment": machine}
+                found[kind][name] = out | {"options": self.asked[kind][name], "environment": self.machine}
                 write_whole(milestone / f"{self.title}.json", (json.dumps(found, indent=1) + "\n").encode())
                 figures = scalars({kind: {name: out}}).items()
                 print(f"{milestone.name}: {', '.join(f'{tag} {value:.4g}' for tag, value in figures)}", flush=True)

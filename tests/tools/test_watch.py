@@ -20,7 +20,7 @@ from .test_evaluate import HARNESS, write_task
 
 # Forks of one process that has imported everything, a watcher each. `seen` has what each evaluated, and what it said at last.
 DRIVER = """
-import contextlib, io, json, os, signal, sys
+import contextlib, gc, json, os, signal, sys
 import lm_eval.models.huggingface, lm_eval.tasks, torch.utils.tensorboard, interdomain.hf
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,7 @@ def child(argv, acts, seen):
     with contextlib.redirect_stderr(seen), contextlib.redirect_stdout(seen):
         return watch.main(argv)
 
+gc.freeze()  # what was imported stays
 said = []
 for i, (argv, acts) in enumerate(json.loads(sys.argv[1])):
     if not (pid := os.fork()):
@@ -92,7 +93,12 @@ def ran(tmp_path_factory, tokenizer):
         ([*asked, "--once", "--limit", "1"], {}),
         ([*of_task, "choice", "gone", "--name", "other"], {}),
     ]
-    environment = {"HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        "HF_HOME": str(path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(commands)],
         capture_output=True,
