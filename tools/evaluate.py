@@ -47,12 +47,18 @@ def parse(argv) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
     p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=f"{_cli.STANDALONE}; before all options")
     p.add_argument("--output", type=Path, metavar="DIR", help=f"{_cli.RESULTS} (default: outputs/evaluations/TIME)")
+    p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
+    add_options(p)
+    return p.parse_args(argv)
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Options that say what is measured, and how: those of `check_options`, `corpora_of` and `read_data`."""
     _cli.add_device(p)
     _cli.add_dtype(p, DTYPES)
     p.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts or windows at once, at least 1")
     text = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
     p.add_argument("--limit", type=int, metavar="N", help=text)
-    p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
     tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
     text = f"suites ({', '.join(task_table.SUITES)}) or names of lm-evaluation-harness (default: paper, or none with "
     tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=f"{text}--perplexity)")
@@ -70,7 +76,46 @@ def parse(argv) -> argparse.Namespace:
     text = "where --fetch puts the corpora of `paper`"
     windows.add_argument("--corpora", type=Path, default=Path("data/length"), metavar="DIR", help=text)
     windows.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
-    return p.parse_args(argv)
+
+
+def check_options(args) -> list[str]:
+    """The names of --tasks, its default filled in, after a check of what can be seen without any data. Raises: ValueError."""
+    if args.tasks is None:
+        args.tasks = [] if args.perplexity else ["paper"]
+    if names := task_table.task_names(args.tasks):
+        harness.require_harness()
+    if _length.NAME in args.perplexity and len(args.perplexity) > 1:
+        raise ValueError(f"--perplexity {_length.NAME} stands alone. Evaluate other corpora with a second command.")
+    _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
+    return names
+
+
+def corpora_of(args) -> tuple[dict[str, str], dict]:
+    """({corpus: its files}, the record of the paper's corpora if it is these) of --perplexity.
+
+    Raises: ValueError, FileNotFoundError for what can be seen without reading it all.
+    """
+    if _length.NAME in args.perplexity:
+        record, args.packed, args.text_field = _length.read_record(args.corpora), True, "text"
+        return {name: str(args.corpora / f"{name}.jsonl") for name in record}, record
+    corpora = {name: name for name in args.perplexity}
+    if corpora:
+        list(list_spans(find_inputs(corpora).files, args.text_field))
+    return corpora, {}
+
+
+def read_data(args, names: list[str], corpora: dict[str, str], tokenizer: Tokenizer) -> tuple[dict, dict]:
+    """({task: it with its data}, {corpus: its spans}) for a tokenizer, on which both depend. Raises: as `load_tasks` and
+    `read_spans`."""
+    tasks = harness.load_tasks(args.tasks, args.include_path, tokenizer) if names else {}
+    cut: dict[str, Any] = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
+    longest = max(args.lengths)
+    return tasks, {c: perplexity.read_spans(path, tokenizer, longest, **cut) for c, path in corpora.items()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that figures depend on."""
+    return {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
 
 
 @dataclass(frozen=True)
@@ -169,18 +214,18 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
     """Rows of one folder: every corpus at every length. Raises: ValueError for a tokenizer without an end-of-text token."""
     (start,) = folder.tokenizer.encode("", add_eos=True)
     model, rows = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False), []
-    for (corpus, tokenizer), used in spans.items():
-        for length in sorted(set(args.lengths)) if tokenizer == folder.tokenizer.sha256 else ():
+    for corpus, used in spans.items():
+        for length in sorted(set(args.lengths)):
             name = f"{folder.path}, {corpus}"
             row = perplexity.measure(model, used, length, start, batch=args.batch_size, name=name)
-            rows.append({"folder": str(folder.path), "corpus": corpus, **row})
+            rows.append({"corpus": corpus, **row})
     return rows
 
 
 def fetch(args, names: list[str]) -> None:
     """Fetch the data of tasks and the paper's corpora. Raises: ValueError, FileNotFoundError for data that cannot be had."""
     if names:
-        harness.load_tasks(args.tasks, args.include_path)
+        harness.load_tasks(args.tasks, args.include_path, fetch=True)
     if _length.NAME in args.perplexity:
         if not (args.corpora / _length.SOURCES).is_file():
             _length.fetch(args.corpora)
@@ -195,44 +240,23 @@ def fetch(args, names: list[str]) -> None:
 @_cli.user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    if args.tasks is None:
-        args.tasks = [] if args.perplexity else ["paper"]
-    names = task_table.task_names(args.tasks)
-    if names:
-        harness.require_harness()
-    paper = _length.NAME in args.perplexity
-    if paper and len(args.perplexity) > 1:
-        raise ValueError(f"--perplexity {_length.NAME} stands alone. Evaluate other corpora with a second command.")
+    names = check_options(args)
     if args.fetch:
         fetch(args, names)
         return 0
     if not args.folders:
         raise ValueError("no folder was given. Name one or more standalone folders (interdomain convert makes them).")
     device = results.choose_device(args.device)
-    _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
     folders = [open_folder(path) for path in args.folders]
-    corpora, record = {name: name for name in args.perplexity}, {}
-    if paper:
-        record, args.packed, args.text_field = _length.read_record(args.corpora), True, "text"
-        corpora = {name: str(args.corpora / f"{name}.jsonl") for name in record}
-    elif corpora:  # raises for what can be seen without reading it all
-        list(list_spans(find_inputs(corpora).files, args.text_field))
-    # By the sha256 of the tokenizer, on which they depend.
+    corpora, record = corpora_of(args)
     tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders}
-    tasks, spans = {}, {}
-    cut: dict[str, Any] = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
-    for sha256, tokenizer in tokenizers.items():
-        if names:
-            tasks[sha256] = harness.load_tasks(args.tasks, args.include_path, tokenizer)
-        for corpus, path in corpora.items():
-            spans[corpus, sha256] = perplexity.read_spans(path, tokenizer, max(args.lengths), **cut)
+    data = {sha256: read_data(args, names, corpora, tokenizer) for sha256, tokenizer in tokenizers.items()}
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
     report = results.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
-    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
-    report.contents["environment"] |= versions
-    report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if paper else {})
+    report.contents["environment"] |= versions()
+    report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if record else {})
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
         report.add("folders", {"folder": str(folder.path), **folder.facts()})
@@ -240,20 +264,22 @@ def main(argv=None) -> int:
         report.note(note)
     how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
     for folder in folders:
-        if names:
-            out = harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
-            report.contents["tasks"][str(folder.path)] = out
+        name, (tasks, spans) = str(folder.path), data[folder.tokenizer.sha256]
+        if tasks:
+            out = harness.evaluate_folder(folder.path, tasks, folder.tokenizer, device, **how)
+            report.contents["tasks"][name] = out
             save(report)
             release(device)
         if spans:
-            report.contents["perplexity"] += run_perplexity(args, folder, spans, device)
+            rows = run_perplexity(args, folder, spans, device)
+            report.contents["perplexity"] += [{"folder": name, **row} for row in rows]
             save(report)
             release(device)
     report.contents["status"] = "complete"
     save(report)
     print((output / MARKDOWN).read_text())
     written = f"wrote {report.json} and {MARKDOWN}"
-    if spans:
+    if corpora:
         drawn = draw(output / PLOT, panels(report.contents["perplexity"]))
         written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {_cli.install_command('eval')}"
     print(written)

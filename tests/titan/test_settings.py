@@ -188,9 +188,7 @@ def test_the_command_line_wins_over_the_file(tmp_path, caplog):
     text = TINY.read_text().replace("warmup_steps = 2", "warmup_tokens = 10_240").replace("total_steps = 6", "")
     kept = "interval = 3\nenable = true\nkeep_every_tokens = 12_700\nkeep_steps = [64, 900]"
     text = text.replace("interval = 3", kept)
-    toml.write_text(
-        text.replace("\nsteps = 6", "\ntokens = 40_960")
-    )  # 80 steps, 20 of them warm up; milestones every 25
+    toml.write_text(text.replace("\nsteps = 6", "\ntokens = 40_960"))  # 80 steps: 20 warm up, every 25th is kept
 
     def length(*given):
         made = make_plan(read_job_config([f"--job.config_file={toml}", *given]), 1)

@@ -24,13 +24,14 @@ def require_harness() -> None:
         raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here. {advice}")
 
 
-def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> dict:
-    """Tasks of suites and names with their data, and groups of them, before any model is loaded.
+def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetch: bool = False) -> dict[str, dict]:
+    """Tasks of suites and names with their data, and groups of them, by name, before any model is loaded.
 
-    tokenizer: of the texts that are made to a length in tokens; without one, for --fetch, tasks that make theirs are left out.
+    tokenizer: of the texts that are made to a length in tokens; without one, tasks that make theirs are left out.
+    fetch: ask the hub for what is not on this machine.
     Raises: ValueError for an unknown name or a task that lacks a package, FileNotFoundError for data that cannot be had.
     """
-    if tokenizer is not None:
+    if not fetch:
         # Only --fetch asks the hub: without a network its libraries try again for half a minute per data set. They read
         # this when they are imported. "error": each data set would be a warning.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,12 +52,13 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> d
             f"unknown tasks: {', '.join(unknown)}. Give suites ({', '.join(SUITES)}), names of lm-evaluation-harness, or "
             "--include-path with the folder of your task files. Model folders come first, before --tasks."
         )
-    known = {"tasks": {}, "groups": {}}
+    known = {}
     for name in names:
         if name in recall.MADE and tokenizer is None:
             continue
         try:
-            loaded = {"tasks": {name: recall.make(name, tokenizer)}} if name in recall.NAMES else manager.load([name])
+            made = name in recall.NAMES
+            known[name] = {"tasks": {name: recall.make(name, tokenizer)}} if made else manager.load([name])
         except (OSError, ValueError) as e:
             raise FileNotFoundError(
                 f"the data of {name} cannot be read ({e}). They need a network once: run `interdomain evaluate "
@@ -64,16 +66,19 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> d
             ) from e
         except ImportError as e:
             raise ValueError(f"{name} needs a package that is missing ({e}). Install: {install_command('eval')}") from e
-        known = {kind: known[kind] | loaded.get(kind, {}) for kind in known}
-    for task in known["tasks"].values():  # as the harness's own command does
-        if task.get_config("num_fewshot") is None:
-            task.set_config("num_fewshot", 0)
-        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
+    for loaded in known.values():  # as the harness's own command does
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config("num_fewshot", 0)
+            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return known
 
 
-def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length, batch_size, dtype, limit) -> dict:
-    """One folder's `results`, {task: {metric: {"value", "stderr"}}}, and what the harness says of samples and versions."""
+def evaluate_folder(folder: Path, named: dict, tokenizer, device, *, max_length, batch_size, dtype, limit) -> dict:
+    """One folder's `results`, {task: {metric: {"value", "stderr"}}}, and what the harness says of samples and versions.
+
+    named: of `load_tasks`.
+    """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the bootstrap: forks beside a GPU's threads are no help
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -86,6 +91,10 @@ def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length,
     lm = HFLM(pretrained=str(folder), max_length=max_length, device=str(device), dtype=dtype or "auto", **options)
     lm.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
     torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
+    tasks = {kind: {} for kind in ("tasks", "groups")}
+    for kind, known in tasks.items():
+        for loaded in named.values():
+            known |= loaded.get(kind, {})
     collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
     for length, part in by_length(tasks, max_length).items():
         if length > max_length:

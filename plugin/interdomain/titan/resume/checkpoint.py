@@ -216,8 +216,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the latest `keep_latest_k` finished checkpoints, the one being saved included, and the milestones. Remains of older
-        saves go too.
+        """Keep the milestones and the latest `keep_latest_k` finished checkpoints, the one being saved included. Remains of
+        older saves go too.
 
         The index is removed first: a folder of which a part is gone is not a checkpoint any more.
         """

@@ -1,0 +1,173 @@
+"""watch: a milestone is evaluated once, however often the watcher is killed and whatever the run does meanwhile."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from interdomain.files.distributed_checkpoint import KEEP
+from interdomain.folders import kept_folder
+from interdomain.tools import convert, evaluate, watch
+from interdomain.tools._curves import read_curves
+
+from .checkpoints import small_model, write_checkpoint
+from .test_evaluate import HARNESS, write_task
+
+# Forks of one process that has imported everything, a watcher each. `seen` has what each evaluated, and what it said at last.
+DRIVER = """
+import contextlib, gc, json, os, signal, sys
+import lm_eval.models.huggingface, lm_eval.tasks, torch.utils.tensorboard, interdomain.hf
+from pathlib import Path
+from types import SimpleNamespace
+from interdomain.tools import evaluate, watch
+from interdomain.tools._evaluate import harness
+
+def child(argv, acts, seen):
+    # acts: what the run does meanwhile, {what is evaluated: {path: its new path, or null for SIGKILL}}.
+    def act(key):
+        seen.write(key + "\\n"); seen.flush()
+        for old, new in acts.get(key, {}).items():
+            os.rename(old, new) if new else os.kill(os.getpid(), signal.SIGKILL)
+    def noting(function, kind, folder_of):
+        def noted(*args, **named):
+            act(f"{kind} {folder_of(args).name}")
+            return function(*args, **named)
+        return noted
+    harness.evaluate_folder = noting(harness.evaluate_folder, "task", lambda args: args[0])
+    evaluate.run_perplexity = noting(evaluate.run_perplexity, "corpus", lambda args: args[1].path)
+    watch.time = SimpleNamespace(sleep=lambda seconds: act("waiting"))
+    with contextlib.redirect_stderr(seen), contextlib.redirect_stdout(seen):
+        return watch.main(argv)
+
+gc.freeze()  # what was imported stays
+said = []
+for i, (argv, acts) in enumerate(json.loads(sys.argv[1])):
+    if not (pid := os.fork()):
+        with open(f"seen-{i}", "w") as seen:
+            status = child(argv, acts, seen)
+        os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said.append((status, Path(f"seen-{i}").read_text().splitlines()))
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, tokenizer):
+    """(folder, what the watchers said): a run saves steps 100 to 200, then 300, from which it goes back, and 400, its last."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    path = tmp_path_factory.mktemp("watch")
+    run, later, tasks, text = path / "run", path / "later", path / "tasks", path / "text.md"
+    for step in (100, 150, 200, 300, 400):
+        model = small_model()
+        with torch.no_grad():
+            model.norm.weight.mul_(1 + step / 500)
+        checkpoint = write_checkpoint(later, model, tokenizer, step)
+        if step != 150:
+            (checkpoint / KEEP).touch()
+    (run / "checkpoint").mkdir(parents=True)
+    tasks.mkdir()
+    choice = dict(doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}")
+    rows = [{"q": "def f(", "c": ["x):", "  ", "self, y"], "a": 0}]
+    write_task(tasks, "choice", "multiple_choice", rows, ["acc"], **choice)
+    write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
+    text.write_text("def f(x):\n    return x\n" * 30)
+    with SummaryWriter(run / "tb") as writer:
+        writer.add_scalar("loss", 2.0, 1)
+
+    def save(*steps):
+        return {str(later / f"step-{step}"): str(run / "checkpoint" / f"step-{step}") for step in steps}
+
+    aside = {str(run / "checkpoint" / "step-300"): str(run / "checkpoint" / "step-300.superseded")}
+    of_task = [str(run), "--include-path", str(tasks), "--tasks"]
+    asked = [*of_task, "choice", "--perplexity", str(text), "--lengths", "60", "30"]
+    commands = [
+        (asked, {"waiting": save(100, 150, 200), "corpus step-200": {"the watcher": None}}),
+        ([*asked, "--exports", str(path / "exports")], {"waiting": save(300, 400), "task step-300": aside}),
+        ([*asked, "--once"], {}),
+        ([*asked, "--once", "--limit", "1"], {}),
+        ([*of_task, "choice", "gone", "--name", "other"], {}),
+    ]
+    environment = {
+        "HF_HOME": str(path / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=path,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return path, json.loads(done.stdout.splitlines()[-1])
+
+
+def evaluated(said):
+    return [line for line in said if line.startswith(("task ", "corpus ", "waiting"))]
+
+
+@HARNESS
+def test_a_killed_watcher_goes_on_and_repeats_nothing(ran):
+    path, ((killed, first), (ended, second), (again, third), *_) = ran
+    assert killed == -9
+    assert evaluated(first) == ["waiting", "task step-100", "corpus step-100", "task step-200", "corpus step-200"]
+    assert ended == 0, second
+    assert evaluated(second) == [
+        *("corpus step-200", "waiting", "task step-300", "task step-400", "corpus step-400"),
+    ]
+    assert "step-300 is passed over: it was renamed or removed while it was evaluated" in second
+    assert (again, evaluated(third)) == (0, [])
+    assert [said[-1].partition("(s); ")[0] for said in (second, third)] == [
+        "evaluated 2 milestone",
+        "evaluated 0 milestone",
+    ]
+    assert not [*(path / "run").glob(".watch*/*")]
+    results = (path / "run" / "checkpoint").glob("*/evaluation.json")
+    assert {file.parent.name for file in results} == {"step-100", "step-200", "step-400"}
+
+
+@HARNESS
+def test_the_curves_are_those_of_evaluate(ran):
+    """Beside the training's, which keep their folder."""
+    path, run = ran[0], ran[0] / "run"
+    curves = read_curves(run / "tb" / "evaluation")
+    exported = path / "exports" / "step-400"
+    assert convert.main([str(run / "checkpoint" / "step-100"), "--output", str(path / "step-100")]) == 0
+    wanted = ["--perplexity", str(path / "text.md"), "--lengths", "30", "60", "--output", str(path / "out")]
+    assert evaluate.main([str(path / "step-100"), str(exported), *wanted]) == 0
+    rows = json.loads((path / "out" / "evaluation.json").read_text())["perplexity"]
+    assert len(curves) == 3
+    assert {*curves["tasks/choice/acc"]} == {100, 200, 400}
+    for length in (30, 60):
+        curve = curves[f"perplexity/{path / 'text.md'}/{length}"]
+        values = [row["perplexity"] for row in rows if row["length"] == length]
+        assert [curve[100], curve[400]] == pytest.approx(values, rel=1e-6)
+        assert len({*curve.values()}) == 3
+    assert read_curves(run / "tb") == {"loss": {1: 2.0}}
+
+
+@HARNESS
+def test_what_cannot_be_is_refused_before_anything_is_evaluated(ran, refused, tmp_path):
+    path, (*_, (limited, options), (lacking, gone)) = ran
+    assert (limited, lacking) == (2, 2)
+    assert "Give the same options, or another --name." in options[-1]
+    assert "the data of gone cannot be read" in gone[-1]
+    assert not evaluated(options + gone)
+    text = ["--perplexity", path / "text.md", "--lengths", 60, "--once"]
+    with kept_folder(path / "run" / "watch-mine"):
+        refused(watch.main, [path / "run", *text, "--name", "mine"], "another watcher evaluates")
+    refused(watch.main, [path / "nowhere", *text], "There is no folder")
+    shutil.copytree(path / "run" / "checkpoint" / "step-150", tmp_path / "checkpoint" / "step-150")
+    refused(watch.main, [tmp_path, *text], "holds no milestone", "step-N/KEEP")
+    (tmp_path / "checkpoint" / "step-150" / KEEP).touch()
+    refused(watch.main, [tmp_path, *text, "--name", "a/b"], "--name is 'a/b'")
+    shutil.copytree(path / "exports" / "step-400", tmp_path / "exports" / "step-150")
+    refused(watch.main, [tmp_path, *text, "--exports", tmp_path / "exports"], "is not made of", "another --exports")
