@@ -75,7 +75,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         return torchrun_status
 
     monkeypatch.setattr(launch.torchrun, "run", run)
-    monkeypatch.setattr(launch, "check_data", lambda job: "")
+    monkeypatch.setattr(launch, "check_data", lambda job, plan: "")
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
 
 

@@ -47,6 +47,7 @@ SCHEDULE = (
 NOT_HONOURED = {
     "training.max_skipped_steps": "ends at a loss that is not finite",
     "training.reduce_gradients": "sums gradients after every micro-batch",
+    "data.stages": "has one batch and one length",
     "data.leave_out": "leaves no batches out",
 }
 

@@ -145,6 +145,8 @@ class Data:
     validation_corpus: str = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: str = ""
+    #: Later stages of the data: tables [[data.stages]] in the file (docs/data.md).
+    stages: Annotated[list[dict[str, Any]], tyro.conf.Suppress] = field(default_factory=list)
     #: Steps whose batches are left out: the steps after them read the next ones. The numbers are those of a run that leaves
     #: none out.
     leave_out: Steps = field(default_factory=list)
