@@ -5,13 +5,17 @@ import json
 import re
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from interdomain.data import MixtureDataset, PackedDataset, TokenCorpus
+from interdomain.files.checkpoint_index import as_arrays
+from interdomain.model import build_config
 from interdomain.titan.data.dataloader import PackedLoader, StageData, open_data
 from interdomain.titan.plan.estimate import Estimate
 from interdomain.titan.plan.machines import Machines
 from interdomain.titan.plan.measured import Fit
 from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings.job_config import read_job_config
 
 from .conftest import refusal
@@ -184,6 +188,25 @@ def test_the_data_of_a_stage_that_cannot_be(corpus, pairs, tmp_path, alone, caps
         error = refusal(capsys, open_data, job, make_plan(job, 1), 0, 1)
         assert "table 1 of [[data.stages]]: " in error
         assert words in error
+
+
+def test_the_tokens_of_the_past_are_no_setting(tmp_path, alone, capsys):
+    """A record of 1,000 steps of 512 tokens and then steps of 1,024."""
+
+    def resume(step, *stages):
+        each = [{"begins": begins, "tokens_per_step": tokens} for begins, tokens in stages]
+        before = [{"begins": 0, "tokens_per_step": 512}, {"begins": 1_000, "tokens_per_step": 1_024}]
+        model = {"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"}
+        record, now = (model | {"run": {"data_stages": stages}} for stages in (before, each))
+        point = ResumePoint(tmp_path, as_arrays(Metadata({}, storage_data={})), record | {"step": step}, "latest")
+        require_same_run(point, now, {}, batch=True)
+
+    resume(1_000, (0, 512))
+    resume(1_000, (0, 512), (1_500, 2_048))
+    resume(1_001, (0, 512), (1_000, 1_024), (1_001, 2_048))
+    assert "tokens_per_step is 1024 there and 512 here" in refusal(capsys, resume, 1_001, (0, 512))
+    moved = refusal(capsys, resume, 1_001, (0, 512), (999, 1_024))
+    assert "the number of tokens at step 1001 is 513024 there and 513536 here" in moved
 
 
 def test_a_changed_past_is_no_continuation(corpus, alone, capsys):
