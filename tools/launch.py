@@ -102,9 +102,9 @@ def refuse_idle_gpus() -> None:
         )
 
 
-def check_data(job, dry_run: bool = False) -> str:
-    """Open the tokenizer and both splits, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
-    from interdomain.titan.data.folders import open_dataset, open_tokenizer
+def check_data(job, plan, dry_run: bool = False) -> str:
+    """Open the tokenizer and the data, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
+    from interdomain.titan.data.folders import epochs_in_words, open_dataset, open_tokenizer, open_training
     from interdomain.tools import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
@@ -114,7 +114,7 @@ def check_data(job, dry_run: bool = False) -> str:
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
     try:
-        tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
+        tokenizer, (train, *later) = open_tokenizer(job), open_training(plan)
     except FileNotFoundError as e:
         if dry_run:
             return f"NOT HERE: {e}"
@@ -122,7 +122,11 @@ def check_data(job, dry_run: bool = False) -> str:
     line = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
         line += f", validation {open_dataset(job, 'validation').num_tokens:,}"
-    return line + ")"
+    stages = [
+        f"\n{'':>18}  from step {stage.begins + 1:,}: {words}"
+        for stage, words in zip(plan.data_stages, epochs_in_words(plan, [train, *later]), strict=True)
+    ]
+    return line + ")" + "".join(stages if later else [])
 
 
 def next_steps(argv: list[str], job, plan) -> str:
@@ -195,10 +199,10 @@ def main(argv=None) -> int:
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
-        print(f"{'data':>18}  {check_data(job, dry_run=True)}")
+        print(f"{'data':>18}  {check_data(job, plan, dry_run=True)}")
         return 0
     refuse_idle_gpus()
-    print(f"{'data':>18}  {check_data(job)}")
+    print(f"{'data':>18}  {check_data(job, plan)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder

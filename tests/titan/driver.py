@@ -5,7 +5,7 @@ it; only the start of Python and of the process group is shared. What was seen i
 
     log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
     drawn            names of the tensors whose initial values this rank drew
-    samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
+    samples          {step: one hash per sample that it got}   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
     backward, folds  (probe "scan") runs of its backward implementation, and of a stage's dynamics, by step
@@ -63,7 +63,7 @@ def digest(tensor):
 def watch(trainer, probes, spoil, seen):
     parts = trainer.model_parts
     named = {clean_name(name): p for part in parts for name, p in part.named_parameters()}
-    seen |= {"log": {}, "validation": {}, "samples": [], "states": {}}
+    seen |= {"log": {}, "validation": {}, "samples": {}, "states": {}}
     seen["initial"] = {name: digest(p) for name, p in named.items()}
 
     logger, loader, train_step = trainer.metrics_processor.logger, trainer.dataloader, trainer.train_step
@@ -78,7 +78,7 @@ def watch(trainer, probes, spoil, seen):
     def samples(batches):
         batch = take(batches)
         rows = torch.cat([batch[0]["input"][:, :1], batch[1]], dim=1).numpy()
-        seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
+        seen["samples"].setdefault(trainer.step, []).extend(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
         return batch
 
     def step(batches):

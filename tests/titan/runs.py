@@ -257,12 +257,11 @@ class Runs:
             return self.settings[name].get(f"parallelism__{AXES[axis]}_degree", 1)
 
         every = self.every(name)
-        steps, together, stages = len(every[0]["log"]), degree("context") * degree("tensor"), degree("pipeline")
+        together, stages = degree("context") * degree("tensor"), degree("pipeline")
         data, ranks = len(every) // together // stages, {}
         for rank, seen in enumerate(every):
             assert ranks.setdefault(rank // together % data, seen["samples"]) == seen["samples"]
-        n = len(ranks[0]) // steps
-        return [sorted(h for samples in ranks.values() for h in samples[i * n : (i + 1) * n]) for i in range(steps)]
+        return [sorted(h for samples in ranks.values() for h in samples[step]) for step in ranks[0]]
 
 
 def continue_from(checkpoint, folder):
@@ -271,7 +270,7 @@ def continue_from(checkpoint, folder):
     of_all_checkpoints = checkpoint.parent.parent / "interdomain.json"  # TorchTitan's trainer writes it
     if of_all_checkpoints.exists():
         shutil.copy(of_all_checkpoints, folder)
-    (folder / "checkpoint" / "step-5").mkdir()
+    (folder / "checkpoint" / "step-5").mkdir(exist_ok=True)
 
 
 def assert_same_run(runs, name, reference, tolerance=1e-5, others=None):

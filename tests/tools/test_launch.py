@@ -77,7 +77,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         return torchrun_status
 
     monkeypatch.setattr(launch.torchrun, "run", run)
-    monkeypatch.setattr(launch, "check_data", lambda job: "")
+    monkeypatch.setattr(launch, "check_data", lambda job, plan: "")
     note = f'echo "$INTERDOMAIN_EVENT $INTERDOMAIN_STEP $INTERDOMAIN_MESSAGE" > {tmp_path}/note'
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1", "--metrics.notify", note]) == status
     for thread in threading.enumerate():
@@ -91,7 +91,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
 
 def test_rewind_chooses_once_and_a_dry_run_shows_it(capsys, refused, tmp_path, monkeypatch):
     """The last milestone before the first spike, else the last checkpoint; data that an earlier way back left out stays so."""
-    monkeypatch.setattr(launch, "check_data", lambda job, dry_run=False: "")
+    monkeypatch.setattr(launch, "check_data", lambda job, plan, dry_run=False: "")
     monkeypatch.setattr(launch.torchrun, "run", lambda command, environment: INTERRUPTED)
     monkeypatch.setattr(launch, "refuse_idle_gpus", lambda: None)
     command = ["--job.dump_folder", str(tmp_path), "--ranks", "1", "--rewind"]
@@ -102,8 +102,8 @@ def test_rewind_chooses_once_and_a_dry_run_shows_it(capsys, refused, tmp_path, m
         for name in (".metadata", *(["KEEP"] if milestone else [])):
             (folder / name).touch()
 
-    def spiked(*steps, leave_out=()):
-        (tmp_path / "spikes.json").write_text(json.dumps({"spikes": steps, "leave_out": leave_out}))
+    def spiked(*steps, leave_out=(), begins=(0,)):
+        (tmp_path / "spikes.json").write_text(json.dumps({"spikes": steps, "leave_out": leave_out, "begins": begins}))
 
     def flags(step, *left_out):
         return f"--checkpoint.load_step {step} --data.leave_out {' '.join(map(str, left_out))}\n"
@@ -126,6 +126,10 @@ def test_rewind_chooses_once_and_a_dry_run_shows_it(capsys, refused, tmp_path, m
     assert flags(150, 120, 251, 261) in out
     spiked(255, leave_out=[120, 251, 261])  # the run, when it has spikes again
     assert flags(240, 120, 251, 257, 261) in dry(capsys, *command)
+    spiked(255, leave_out=[120, 251, 252], begins=[0, 200, 300])  # of its own data stage
+    assert flags(240, 120, 251, 252, 257) in dry(capsys, *command)
+    spiked(299, leave_out=[251, 252], begins=[0, 200, 300])
+    refused(launch.main, command, "step 299 read a batch from beyond the end of its data stage, step 300")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class PackedDataset:
         shuffle: False for the order of the stream.
 
     Attributes:
+        first: the index that sample 0 has in the order. Set it where the order goes on from another reader's.
         samples_per_epoch: windows in the corpus.
         targets: labels of a sample that count in the loss.
         fingerprint: of corpus, seq_len and order; a checkpoint keeps it beside the number of consumed samples.
@@ -87,7 +88,7 @@ class PackedDataset:
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
-        self.corpus, self.seq_len, self.seed, self.shuffle = corpus, seq_len, seed, shuffle
+        self.corpus, self.seq_len, self.seed, self.shuffle, self.first = corpus, seq_len, seed, shuffle, 0
         self.num_tokens, self.num_documents = corpus.num_tokens, corpus.num_documents
         self.samples_per_epoch = (corpus.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
@@ -113,14 +114,24 @@ class PackedDataset:
     def __len__(self) -> int:
         return self.samples_per_epoch
 
+    @property
+    def parts(self) -> list["PackedDataset"]:
+        """The data set of each corpus."""
+        return [self]
+
+    def counts(self, consumed: int) -> list[int]:
+        """Samples of each corpus among the first `consumed`."""
+        return [consumed]
+
     def epochs(self, consumed: int) -> list[float]:
-        """Epochs of each corpus (here one) after `consumed` samples."""
-        return [consumed / self.samples_per_epoch]
+        """Epochs of each corpus after `consumed` samples, with those before `first`."""
+        counts = zip(self.counts(consumed), self.parts, strict=True)
+        return [(part.first + count) / len(part) for count, part in counts]
 
     def _start(self, g: int) -> int:
         """The place in the stream where sample g begins."""
         assert g >= 0
-        epoch, i = divmod(int(g), self.samples_per_epoch)
+        epoch, i = divmod(self.first + int(g), self.samples_per_epoch)
         if self.shuffle:
             order = self._order
             if order is None or order[0] != epoch:
@@ -252,11 +263,14 @@ class MixtureDataset(PackedDataset):
         c = int(self._pattern[r])
         return c, block * self._per_pattern[c] + int(self._rank[r])
 
-    def epochs(self, consumed: int) -> list[float]:
+    @property
+    def parts(self) -> list[PackedDataset]:
+        return self.datasets
+
+    def counts(self, consumed: int) -> list[int]:
         block, r = divmod(consumed, len(self._pattern))
         head = np.bincount(self._pattern[:r], minlength=len(self.datasets)).tolist()
-        counts = [block * n + h for n, h in zip(self._per_pattern, head, strict=True)]
-        return [count / len(dataset) for count, dataset in zip(counts, self.datasets, strict=True)]
+        return [block * n + h for n, h in zip(self._per_pattern, head, strict=True)]
 
     def counted(self, g: int) -> None:
         return None

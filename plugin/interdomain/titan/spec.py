@@ -72,6 +72,7 @@ NOT_HONOURED = {
     **{f"checkpoint.{name}": NO_MILESTONES for name in MILESTONES},
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
+    "data.stages": "It is for runs that ./launch.sh starts.",
     "data.leave_out": "It is for runs that ./launch.sh starts.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
     "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",

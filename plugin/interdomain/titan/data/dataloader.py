@@ -16,7 +16,7 @@ from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseDataLoader, logger
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
-from .folders import corpora_of, open_dataset, open_tokenizer
+from .folders import epochs_in_words, open_tokenizer, open_training
 
 # ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens, or IGNORE_INDEX where only answers count
 Batch = tuple[dict[str, Tensor], Tensor]
@@ -147,15 +147,16 @@ class PackedLoader(BaseDataLoader):
             causes = [setting for name, setting in CAUSES.items() if there.get(name) != here.get(name)]
             raise ValueError(
                 f"the checkpoint was made with other data (changed: {', '.join(causes) or 'the version'}), so its position "
-                "in the data cannot be continued. Restore data.corpus, data.weights, training.seq_len and debug.seed. To "
-                "train on the new data, start another run from it: --job.dump_folder, --checkpoint.initial_load_path, "
-                "--checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading dataloader."
+                "in the data cannot be continued. Restore data.corpus, data.weights, training.seq_len and debug.seed, and the "
+                "data.stages that have begun. To train on the new data, start another run from it: --job.dump_folder, "
+                "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading "
+                "dataloader."
             )
         self._refuse_left_out(consumed, there.get("leave_out", []))
         self.consumed = consumed
 
     def _refuse_left_out(self, consumed: int, before: list[int]) -> None:
-        """Raises: ValueError unless the batches left out are those of the checkpoint, and perhaps some that are not yet read."""
+        """Raises: ValueError unless the batches left out are those of the checkpoint, perhaps with some not yet read."""
         i, added = bisect_left(self.ends, consumed), set(self.leave_out) - set(before)
         last = self._place(i, consumed - 1, before)[0] if consumed else 0
         end = self.stages[i + 1].begins if i < len(self.ends) else last
@@ -177,11 +178,14 @@ class PackedLoader(BaseDataLoader):
 @user_errors
 def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
-    tokenizer, dataset = open_tokenizer(job_config), open_dataset(job_config, "train")
-    names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
-    logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
+    tokenizer, datasets = open_tokenizer(job_config), open_training(plan)
+    for stage, words in zip(plan.data_stages, epochs_in_words(plan, datasets), strict=True):
+        logger.info("data%s: %s", f" from step {stage.begins + 1}" if stage.begins else "", words)
+    # TorchTitan's trainer divides its local batches into a pipeline's.
+    local = [job_config.training.local_batch_size, *(stage.local_batch for stage in plan.later)]
+    facts = zip(plan.data_stages, datasets, local, strict=True)
     return tokenizer, PackedLoader(
-        [StageData(dataset, job_config.training.local_batch_size, plan.global_batch)],
+        [StageData(dataset, each, stage.global_batch, stage.begins) for stage, dataset, each in facts],
         rank=rank,
         ranks=ranks,
         leave_out=job_config.data.leave_out,

@@ -53,6 +53,11 @@ class Costs:
         self.gathers = once if self.stay_gathered else 2 * micro_batches
         self.head_gathers = 2 * micro_batches if reshard == "always" else once
 
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step."""
+        return self.job.training.local_batch_size * self.mesh.data_ranks * self.micro_batches
+
     def idle(self) -> float:
         """Share of a step that the ranks of a pipeline wait."""
         ranks, schedule = self.mesh.pipeline, self.job.parallelism.pipeline_parallel_schedule

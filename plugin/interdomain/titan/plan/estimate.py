@@ -6,7 +6,7 @@ Nothing here was measured. A step is the sum of its terms (`seconds`), one funct
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,7 +192,13 @@ class Estimate:
 
     @property
     def gpu_hours(self) -> float:
-        return self.step * self.plan.steps * self.plan.topology.ranks / 3600
+        steps = zip(self.plan.steps_by_data_stage(self.plan.steps), self._each, strict=True)
+        return sum(n * stage.step for n, stage in steps) * self.plan.topology.ranks / 3600
+
+    @property
+    def _each(self) -> list["Estimate"]:
+        """The estimate of each data stage."""
+        return [replace(self, plan=stage) for stage in self.plan.data_stages]
 
     @functools.cached_property
     def between(self) -> dict[str, int]:
@@ -211,6 +217,10 @@ class Estimate:
             **({"hidden": f"{hidden} seconds of the same step, behind the computation"} if hidden else {}),
             "bound by": self.bound,
             "tokens per second": f"{self.tokens_per_second:,.0f}",
+            **{
+                f"data stage {n}": f"{stage.step:.3g} seconds per step, {stage.tokens_per_second:,.0f} tokens per second"
+                for n, stage in enumerate(self._each[1:], 2)
+            },
             "GPU-hours": f"{self.gpu_hours:,.0f}, all steps",
             **({"HSDP": words} if (words := self._hsdp()) else {}),
             **({"warning": words} if (words := self._leaves_a_node()) else {}),

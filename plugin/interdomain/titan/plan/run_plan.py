@@ -4,8 +4,9 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from interdomain.model.mixers import fla_kernels
 from interdomain.model.transformer import mixer_class
 
 from ..host import refuse_for_host
-from ..settings.job_config import refuse_unsupported, value_of
+from ..settings.job_config import data_stages, in_data_stage, refuse_unsupported, value_of
 from ..settings.schema import JobConfig
 from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
 from .pipeline_order import stages_of
-from .schedule import milestone_steps, run_length
+from .schedule import first_steps, milestone_steps, run_length
 from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
 
 CHECKPOINT_BYTES = 12  # per parameter: the weight and the optimizer's two means, in float32
@@ -31,7 +32,10 @@ CHECKPOINT_BYTES = 12  # per parameter: the weight and the optimizer's two means
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The run to come: the model, the schedule in steps and tokens, the topology, and what it costs."""
+    """The run to come: the model, the schedule in steps and tokens, the topology, and what it costs.
+
+    Batch, sequence length and costs are those of the first data stage. `later` has a plan for each of the others.
+    """
 
     config: ModelConfig
     size: str
@@ -56,6 +60,31 @@ class RunPlan:
     reductions: str  # that in words, and its costs
     longest: int  # tokens of a sequence that fits on a device of costs.CARD bytes
     computed: dict[str, str]  # how the scan and the features are computed, in words
+    begins: int = 0  # steps before this data stage
+    later: tuple["RunPlan", ...] = ()
+
+    @property
+    def data_stages(self) -> tuple["RunPlan", ...]:
+        return self, *self.later
+
+    def data_stage_of(self, step: int) -> int:
+        """The number, from 0, of the data stage that a step (from 1) is in."""
+        return max(0, bisect_left([stage.begins for stage in self.data_stages], step) - 1)
+
+    def steps_by_data_stage(self, steps: int) -> list[int]:
+        """Steps in each data stage, of the first so many."""
+        begins = [stage.begins for stage in self.data_stages]
+        return [max(0, min(steps, end) - begin) for begin, end in zip(begins, [*begins[1:], steps], strict=True)]
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens of the steps up to this one."""
+        steps = self.steps_by_data_stage(step)
+        return sum(n * stage.tokens_per_step for n, stage in zip(steps, self.data_stages, strict=True))
+
+    def flops_at(self, step: int) -> int:
+        """FLOPs of the steps up to this one, forward and backward."""
+        each = zip(self.steps_by_data_stage(step), self.data_stages, strict=True)
+        return sum(n * stage.tokens_per_step * stage.flops_per_token for n, stage in each)
 
     @property
     def accumulation(self) -> int:
@@ -72,7 +101,7 @@ class RunPlan:
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.tokens_per_step
+        return self.tokens_at(self.steps)
 
     @property
     def state(self) -> tuple[int, int]:
@@ -89,7 +118,8 @@ class RunPlan:
     def describe(self) -> str:
         """The dry run's table."""
         gib = 2**30
-        memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        most = max((stage.memory for stage in self.data_stages), key=lambda parts: sum(parts.values()))
+        memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in most.items())
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
         context = self.topology.context
@@ -102,20 +132,19 @@ class RunPlan:
             if layer.mixer.kind in FIXED_STATE:
                 which += f" (interdomain attention: {4 * layer.mixer.n_basis * layer.dim:,})"
             states.append(f"{state_size(layer):,} numbers per layer{', token' * grows} and sequence{which}")
-        shared = f"group(s) of {context} ranks with {self.seq_len // context} tokens each"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": "; ".join(states),
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
-            "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
-            "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.topology.data_ranks} "
-            f"{shared if context > 1 else 'rank(s)'} x {self.accumulation} accumulation step(s)",
+            "FLOPs in all": f"{self.flops_at(self.steps):.4g}",
+            "batch": self._batch(),
+            **{f"data stage {n}": self._data_stage(stage) for n, stage in enumerate(self.later, 2)},
             "mesh": str(self.topology),
             **({"pipeline": self._stages()} if self.topology.pipeline > 1 else {}),
             "precision": self.precision,
-            "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
+            "memory per device": f"about {sum(most.values()) / gib:.2f} GiB ({memory})",
             "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
             **({"gradients": self.reductions} if self.accumulation > 1 else {}),
             "longest sequence": longest,
@@ -128,6 +157,26 @@ class RunPlan:
         """The checkpoints that are never removed, in words."""
         n, size = len(self.milestones), CHECKPOINT_BYTES * self.n_params / 1e9
         return f"{n} checkpoint(s) of {size:.3g} GB, {n * size:.3g} GB in all; the first after step {min(self.milestones):,}"
+
+    def _batch(self) -> str:
+        context, shared = self.topology.context, "rank(s)"
+        if context > 1:
+            shared = f"group(s) of {context} ranks with {self.seq_len // context} tokens each"
+        return (
+            f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.topology.data_ranks} {shared} x "
+            f"{self.accumulation} accumulation step(s)"
+        )
+
+    def _data_stage(self, stage: "RunPlan") -> str:
+        """A later data stage in words."""
+        data = stage.costs.job.data
+        corpora = data.corpus if isinstance(data.corpus, str) else ", ".join(data.corpus)
+        corpora += f" ({', '.join(map(str, data.weights))})" if data.weights else ""
+        begins, memory, received = stage.begins, sum(stage.memory.values()) / 2**30, sum(stage.traffic.values()) / 2**30
+        return (
+            f"from step {begins + 1:,} ({self.tokens_at(begins):,} tokens): {corpora}; {stage._batch()}; about {memory:.2f} "
+            f"GiB of memory, {received:.3g} GiB received per step"
+        )
 
     def _stages(self) -> str:
         """A pipeline in words, and the share of a step that its ranks wait."""
@@ -147,39 +196,51 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     if not on_gpus:
         refuse_for_device(job_config)
     training, config = job_config.training, model_config(job_config)
-    costs = costs_of(job_config, config, world_size, torch.device("cuda") if on_gpus else device_here())
-    mesh, local, seq_len = costs.mesh, training.local_batch_size, training.seq_len
-    global_batch = local * mesh.data_ranks * costs.micro_batches
-    steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
-    refuse_for_reduction(job_config, costs.micro_batches)
+    device, every = torch.device("cuda") if on_gpus else device_here(), []
+    for number, job in enumerate(data_stages(job_config)):
+        with in_data_stage(number):
+            every.append(costs := costs_of(job, config, world_size, device))
+            refuse_for_reduction(job, costs.micro_batches)
+    tokens_per_step = [costs.global_batch * costs.job.training.seq_len for costs in every]
+    begins = first_steps(job_config, tokens_per_step)
+    steps, warmup_steps = run_length(job_config, begins, tokens_per_step)
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
-    return RunPlan(
-        config=config,
-        size=job_config.model.flavor,
-        execution=execution,
-        seed=job_config.debug.seed,
-        n_params=count_parameters(costs.model),
-        flops_per_token=train_flops_per_token(config, seq_len),
-        topology=mesh,
-        stages=costs.stages,
-        costs=costs,
-        schedule=job_config.parallelism.pipeline_parallel_schedule,
-        local_batch=local,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        steps=steps,
-        warmup_steps=warmup_steps,
-        milestones=milestone_steps(job_config, steps, global_batch * seq_len),
-        precision=training.precision,
-        memory=costs.memory(local, seq_len),
-        traffic=costs.traffic(),
-        reduces_each=costs.reduces_each(local, seq_len),
-        reductions=costs.reductions(),
-        longest=costs.longest_sequence(),
-        computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
-    )
+
+    def plan(costs: Costs, begins: int) -> RunPlan:
+        local, seq_len = costs.job.training.local_batch_size, costs.job.training.seq_len
+        return RunPlan(
+            config=config,
+            size=job_config.model.flavor,
+            execution=execution,
+            seed=job_config.debug.seed,
+            n_params=count_parameters(costs.model),
+            flops_per_token=train_flops_per_token(config, seq_len),
+            topology=costs.mesh,
+            stages=costs.stages,
+            costs=costs,
+            schedule=job_config.parallelism.pipeline_parallel_schedule,
+            local_batch=local,
+            global_batch=costs.global_batch,
+            seq_len=seq_len,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            milestones=milestones,
+            precision=training.precision,
+            memory=costs.memory(local, seq_len),
+            traffic=costs.traffic(),
+            reduces_each=costs.reduces_each(local, seq_len),
+            reductions=costs.reductions(),
+            longest=costs.longest_sequence(),
+            computed=computed,
+            begins=begins,
+        )
+
+    milestones = milestone_steps(job_config, steps, begins, tokens_per_step)
+    computed = _computed(execution, config, training.precision, None if on_gpus else device_here())
+    first, *later = map(plan, every, begins)
+    return replace(first, later=tuple(later))
 
 
 def costs_of(job_config: JobConfig, config: ModelConfig, world_size: int, device: torch.device) -> Costs:
@@ -205,7 +266,9 @@ def model_config(job_config: JobConfig) -> ModelConfig:
     if changed.keys() & {"dim", "n_heads"}:  # heads are dim / n_heads wide
         size = SIZES[model.flavor] | changed
         changed["head_dim"] = size["dim"] // size["n_heads"]
-    return build_config(model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **changed)
+    lengths = [table["seq_len"] for table in job_config.data.stages if "seq_len" in table]
+    longest = max(job_config.training.seq_len, *lengths, 0)
+    return build_config(model.flavor, mixer.condition, max_seq_len=longest, **changed)
 
 
 def _computed(execution: Execution, config: ModelConfig, precision: str, device: torch.device | None) -> dict[str, str]:

@@ -87,6 +87,11 @@ def fastest(job: JobConfig, ranks: int, machines: Machines, fit: Fit, count: int
     Raises: ValueError for settings that cannot be, and where nothing fits.
     """
     refuse_unsupported(job)
+    if job.data.stages:
+        raise ValueError(
+            "--best divides a run of one data stage. Leave [[data.stages]] out, and search for the longest sequences with "
+            "--training.seq_len and --training.global_batch_size."
+        )
     if job.training.global_batch_size < 1:
         raise ValueError(
             "--best needs training.global_batch_size, the sequences of a step: it stays on any number of GPUs."

@@ -48,6 +48,7 @@ from ..plan.device import device_here
 from .lock import FolderLock
 from .resume_from import (
     ResumePoint,
+    data_stage,
     find_resume_point,
     on_rank_0,
     require_same_run,
@@ -59,16 +60,25 @@ from .resume_from import (
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_run(plan, job_config, dataset_fingerprint: str, tokenizer) -> dict:
-    """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts."""
-    of_the_plan = ("seed", "precision", "seq_len", "global_batch", "tokens_per_step")
-    run = {name: getattr(plan, name) for name in of_the_plan}
+def describe_run(plan, job_config, fingerprints: list[str], tokenizer) -> dict:
+    """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts.
+
+    fingerprints: of the data of each data stage. Batch, length and data are those of the stage that a checkpoint's step is in.
+    """
+    stages = [
+        {name: getattr(stage, name) for name in ("begins", "seq_len", "global_batch", "tokens_per_step")}
+        | {"data_fingerprint": fingerprint}
+        for stage, fingerprint in zip(plan.data_stages, fingerprints, strict=True)
+    ]
+    run = {"seed": plan.seed, "precision": plan.precision, "planned_steps": plan.steps}
+    run |= {name: fact for name, fact in stages[0].items() if name != "begins"}
+    run |= {"data_stages": stages} if plan.later else {}
     return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.cell.size,
         "condition": plan.cell.condition,
-        "run": {**run, "planned_steps": plan.steps, "data_fingerprint": dataset_fingerprint},
+        "run": run,
         "configuration": job_config.to_dict(),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
@@ -170,7 +180,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if folder.exists():  # from an older save of this step; without its index it is no checkpoint
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
-        record = {**self.record, "step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
+        stage, tokens = data_stage(self.record["run"], step)
+        record = {**self.record, "step": step, "tokens": tokens, "run": self.record["run"] | stage}
         record |= optimizers.guard.state_dict() | {"branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares (schedule.refuse_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}

@@ -1,12 +1,15 @@
 """The way back to before a run's spikes (`--rewind`): to the last milestone before the first of them, without their data.
 
-RUN/spikes.json   {"spikes": their steps, "leave_out": data.leave_out of the run that had them[, "load_step": to go back to]}
+RUN/spikes.json   {"spikes": their steps, "leave_out": data.leave_out of the run that had them, "begins": the steps before each
+                  of its data stages[, "load_step": to go back to]}
 
 The trainer writes the file when it stops for its spikes. The launcher adds the step, once. So the same command, run again,
 continues from what was saved since; until the run stops for its spikes again, which writes the file anew.
 """
 
 import json
+import math
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,17 @@ from .resume_from import left_out
 SPIKES = "spikes.json"
 
 
-def stop_at_spikes(job_config: Any, steps: list[int]) -> None:
-    """End the run once it had training.max_spikes spikes, and write down their steps. On all ranks."""
+def stop_at_spikes(job_config: Any, begins: list[int], steps: list[int]) -> None:
+    """End the run once it had training.max_spikes spikes, and write down their steps. On all ranks.
+
+    begins: steps before each data stage.
+    """
     limit, file = job_config.training.max_spikes, Path(job_config.job.dump_folder) / SPIKES
     if not limit or len(steps) < limit:
         return
     if dist.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _write(file, {"spikes": steps, "leave_out": job_config.data.leave_out})
+        _write(file, {"spikes": steps, "leave_out": job_config.data.leave_out, "begins": begins})
     stop(
         f"{len(steps)} spikes of the loss or the gradient norm were skipped, at steps {_listed(steps)} (training.max_spikes = "
         f"{limit}). To continue from the last milestone before the first of them, without the data of these steps, start the "
@@ -64,7 +70,7 @@ def rewind(job_config: JobConfig, *, dry_run: bool) -> tuple[list[str], str]:
         found["load_step"] = max(earlier[0])
         if not dry_run:
             _write(run / SPIKES, found)
-    leave_out = sorted({*before, *(batch_of_step(step, before) for step in spikes)})
+    leave_out = sorted({*before, *(_batch(step, before, found["begins"]) for step in spikes)})
     done = (
         "chosen by an earlier start, or from what was saved since" if chosen else "later checkpoints become .superseded"
     )
@@ -79,7 +85,24 @@ def _spikes_of(run: Path, checkpoints: Path) -> dict[str, Any]:
         return json.loads((run / SPIKES).read_text())
     steps = finished_steps(checkpoints)
     record = read_sidecar(steps[max(steps)])[1] if steps else {}
-    return {"spikes": record.get("spike_steps", []), "leave_out": left_out(record)}
+    begins = [stage["begins"] for stage in record.get("run", {}).get("data_stages", [{"begins": 0}])]
+    return {"spikes": record.get("spike_steps", []), "leave_out": left_out(record), "begins": begins}
+
+
+def _batch(step: int, before: list[int], begins: list[int]) -> int:
+    """The number, as data.leave_out counts, of the batch that a step read. begins: steps before each data stage.
+
+    Raises: ValueError for one that data.leave_out cannot name.
+    """
+    stage = bisect_left(begins, step) - 1
+    begin, end = [*begins, math.inf][stage : stage + 2]
+    batch = batch_of_step(step, [n for n in before if begin < n <= end])
+    if batch > end:
+        raise ValueError(
+            f"--rewind: step {step} read a batch from beyond the end of its data stage, step {end}, for others were left out "
+            "before, and data.leave_out cannot name it. Go back by hand: checkpoint.load_step, with a lower optimizer.lr, say."
+        )
+    return batch
 
 
 def _write(file: Path, found: dict[str, Any]) -> None:

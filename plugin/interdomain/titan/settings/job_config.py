@@ -1,6 +1,8 @@
 """Reads the job configuration from a TOML file and flags, and refuses settings that this plugin cannot honour."""
 
 import argparse
+import contextlib
+import copy
 import difflib
 import importlib.util
 import operator
@@ -17,7 +19,7 @@ import interdomain
 from interdomain.model.config import FIXED_STATE
 
 from ..host import TORCHTITAN_SETTINGS
-from .schema import Bound, JobConfig
+from .schema import Bound, Count, JobConfig
 
 # setting -> its annotated type
 KINDS: dict[str, Any] = {
@@ -39,6 +41,9 @@ INSTEAD = {
 # Old files name these for TorchTitan's own entry point. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")
 MILESTONES = ("keep_every", "keep_every_tokens", "keep_steps")  # settings of [checkpoint]
+# Settings of a table [[data.stages]] beside at_tokens, and the settings that they change.
+OF_A_STAGE = {name: f"data.{name}" for name in ("corpus", "weights")}
+OF_A_STAGE |= {name: f"training.{name}" for name in ("seq_len", "global_batch_size", "local_batch_size")}
 # These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
 IN_TOKENS = {
     "training.steps": "training.tokens",
@@ -164,15 +169,50 @@ def set_value(job_config: JobConfig, setting: str, value: Any) -> None:
 def refuse_wrong_values(job_config: JobConfig) -> None:
     """Check every setting by its annotation: type and `Bound`. Raises: ValueError."""
     for setting, kind in KINDS.items():
-        value, bound = value_of(job_config, setting), None
-        if get_origin(kind) is Annotated:
-            bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
-            kind = kind.__origin__
-        if not _fits(value, kind):
-            words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
-            raise ValueError(f"{setting} must be {words}: got {value!r}.")
-        if bound and not bound.allows(value):
-            raise ValueError(f"{setting} must be {bound.words}: got {value}.")
+        _refuse_wrong_value(setting, value_of(job_config, setting), kind)
+    for number, table in enumerate(job_config.data.stages):
+        with in_data_stage(number + 1):
+            if unknown := sorted(table.keys() - {"at_tokens", *OF_A_STAGE}):
+                raise ValueError(f"there is no setting {unknown[0]} here, only at_tokens, {', '.join(OF_A_STAGE)}.")
+            _refuse_wrong_value("at_tokens", table.get("at_tokens"), Count)
+            for name in table.keys() & OF_A_STAGE.keys():
+                _refuse_wrong_value(name, table[name], KINDS[OF_A_STAGE[name]])
+
+
+def _refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
+    bound = None
+    if get_origin(kind) is Annotated:
+        bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
+        kind = kind.__origin__
+    if not _fits(value, kind):
+        words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
+        raise ValueError(f"{setting} must be {words}: got {value!r}.")
+    if bound and not bound.allows(value):
+        raise ValueError(f"{setting} must be {bound.words}: got {value}.")
+
+
+@contextlib.contextmanager
+def in_data_stage(number: int) -> Iterator[None]:
+    """Name the data stage, from 0, in a ValueError or FileNotFoundError from within. Stage 0 is [data] and [training]."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as e:
+        if not number:
+            raise
+        raise type(e)(f"table {number} of [[data.stages]]: {e}") from e
+
+
+def data_stages(job_config: Any) -> list[Any]:
+    """The job configuration of each data stage: a table of data.stages changes the settings that it names, and the others stay
+    as in the stage before. Validation stays that of the first."""
+    stages = [job_config]
+    for table in job_config.data.stages:
+        later = copy.deepcopy(stages[-1])
+        later.data.stages, later.validation.enable = [], False
+        for name in table.keys() & OF_A_STAGE.keys():
+            set_value(later, OF_A_STAGE[name], table[name])
+        stages.append(later)
+    return stages
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -182,6 +222,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in arguments
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in arguments)
+    if origin is dict:
+        return isinstance(value, dict)
     if origin is list:
         return isinstance(value, list) and all(_fits(one, *arguments) for one in value)
     if kind in (int, float):
@@ -236,8 +278,8 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
         )
     parts = {"dataloader", "train_state"} & {*checkpoint.exclude_from_loading}
-    if len(parts) == 1 and job_config.data.leave_out:
+    if len(parts) == 1 and (job_config.data.leave_out or job_config.data.stages):
         raise ValueError(
             f"checkpoint.exclude_from_loading names {parts.pop()}, so steps and batches would be counted apart, and "
-            "data.leave_out counts them together. Name both dataloader and train_state, or neither."
+            "data.stages and data.leave_out count them together. Name both dataloader and train_state, or neither."
         )

@@ -34,6 +34,7 @@ class InterdomainMetrics(MetricsProcessor):
     fingerprints: dict[str, str]  # of the training and the validation text
     skipped = ""  # steps between the last two logs
     model_parts: list[Any]
+    num_flops_per_token: Any  # between two logged steps
     optimizers: GroupedOptimizers
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
@@ -43,12 +44,15 @@ class InterdomainMetrics(MetricsProcessor):
         without_curves.metrics.enable_tensorboard = without_curves.metrics.enable_wandb = False
         super().__init__(without_curves, parallel_dims)
         self.job_config, self.logger = job_config, LoggerContainer()
-        self.plan, self.meshes, self.num_flops_per_token = plan, meshes, plan.flops_per_token
+        self.plan, self.meshes = plan, meshes
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
-        self.step_seconds: list[float] = []  # at each log but the first, whose steps compiled
+        self.counted_from = 0  # the step after which what is logged next begins
+        # Of each data stage, at each log but the first, whose steps compiled.
+        self.step_seconds: list[list[float]] = [[] for _ in plan.data_stages]
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
+        self.counted_from = first_step - 1
         config, folder = self.job_config, Path(self.job_config.job.dump_folder)
         if dist.get_rank() != 0:
             return
@@ -63,11 +67,15 @@ class InterdomainMetrics(MetricsProcessor):
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
         training, guard = self.job_config.training, self.optimizers.guard
-        seconds, steps = time.perf_counter() - self.time_last_log, len(self.data_loading_times) / self.plan.accumulation
-        if self.started is not None:
-            self.step_seconds.append(seconds / steps)
+        plan, before = self.plan, self.counted_from
+        seconds, steps, stage = time.perf_counter() - self.time_last_log, step - before, plan.data_stage_of(step)
+        if self.started is not None and plan.data_stage_of(before + 1) == stage:
+            self.step_seconds[stage].append(seconds / steps)
+        tokens = plan.tokens_at(step)
+        self.num_flops_per_token = (plan.flops_at(step) - plan.flops_at(before)) / (tokens - plan.tokens_at(before))
         extra = {
-            "n_tokens_seen": step * self.plan.tokens_per_step,
+            "n_tokens_seen": tokens,
+            **({"data_stage": stage + 1} if plan.later else {}),
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
@@ -78,6 +86,7 @@ class InterdomainMetrics(MetricsProcessor):
         if self._mixer_is_due(step):
             extra |= mixer_statistics(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
+        self.counted_from = step
         self._log_progress(step)
         skipped = guard.news()
         if skipped:
@@ -85,12 +94,13 @@ class InterdomainMetrics(MetricsProcessor):
             if not self.skipped:  # one note for several logs in a row
                 notify(self.job_config, "skipped", step, skipped)
         self.skipped = skipped
-        stop_at_spikes(self.job_config, guard.spike_steps)
+        stop_at_spikes(self.job_config, [stage.begins for stage in self.plan.data_stages], guard.spike_steps)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
+        self.counted_from = step
         logger.info("validation perplexity: %.3f", perplexity(loss))
         scalars = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
         if (accuracy := scalars.pop("accuracy", None)) is not None:
@@ -102,14 +112,14 @@ class InterdomainMetrics(MetricsProcessor):
     def close(self) -> None:
         """Close the curves, and append the measured step time to the file that estimates are fitted to (`plan.measured`)."""
         super().close()
-        if not self.step_seconds or dist.get_rank() != 0 or self.job_config.comm.mode != "default":
+        if dist.get_rank() != 0 or self.job_config.comm.mode != "default":
             return
-        measured = {"seconds": statistics.median(self.step_seconds), "logs": len(self.step_seconds)}
         try:
-            note(
-                step_times(self.job_config.job.dump_folder),
-                record_of(self.plan, int(os.environ["LOCAL_WORLD_SIZE"])) | measured,
-            )
+            for stage, seconds in zip(self.plan.data_stages, self.step_seconds, strict=True):
+                if seconds:
+                    measured = {"seconds": statistics.median(seconds), "logs": len(seconds)}
+                    record = record_of(stage, int(os.environ["LOCAL_WORLD_SIZE"])) | measured
+                    note(step_times(self.job_config.job.dump_folder), record)
         except OSError as e:
             logger.warning("the measured step time could not be written (%s)", e)
 
@@ -119,13 +129,16 @@ class InterdomainMetrics(MetricsProcessor):
         return bool(freq) and (step == 1 or step // freq > (step - log_freq) // freq)
 
     def _log_progress(self, step: int) -> None:
-        now, steps = time.monotonic(), self.plan.steps
+        plan, now, steps = self.plan, time.monotonic(), self.plan.steps
         if self.started is None:
             self.started = (step, now)
             return
         first, began = self.started
-        left = timedelta(seconds=round((now - began) / (step - first) * (steps - step)))
-        tokens = f"{step * self.plan.tokens_per_step:,} of {self.plan.tokens:,} tokens"
+        done = plan.flops_at(step)
+        left = timedelta(seconds=round((now - began) / (done - plan.flops_at(first)) * (plan.flops_at(steps) - done)))
+        tokens = f"{plan.tokens_at(step):,} of {plan.tokens:,} tokens"
+        if plan.later:
+            tokens += f", data stage {plan.data_stage_of(step) + 1} of {len(plan.data_stages)}"
         logger.info("%5.1f %% of %d steps, %s, %s left", 100 * step / steps, steps, tokens, left)
 
 
