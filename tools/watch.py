@@ -65,7 +65,6 @@ class Watcher:
     """
 
     data: tuple[dict, dict] | None = None  # `read_data`, with the tokenizer of the run's first checkpoint
-    drawn: dict[int, dict[str, float]] = {}  # replaced, never changed
     count = 0  # of the milestones that were evaluated
 
     def __init__(self, args, names: list[str], corpora: dict[str, str], device: torch.device, work: Path) -> None:
@@ -73,6 +72,7 @@ class Watcher:
         self.folder, self.title = args.run / CHECKPOINTS, "-".join(filter(None, ("evaluation", args.name)))
         self.machine = environment(device) | evaluate.versions()
         self.events = args.run / FOLDER / self.title
+        self.drawn: dict[int, dict[str, float]] = {}
         self.asked: dict[str, dict[str, dict]] = {}  # kind -> task or corpus -> options that change its figures
 
     def has_data(self) -> bool:
@@ -109,9 +109,10 @@ class Watcher:
             with unless_gone(path):
                 found[step] = self.read(path)
         self.draw(found)
-        for step, path in [(step, path) for step, path in there if step in found]:
+        for step, path in there:
+            ended = False
             with unless_gone(path):
-                self.evaluate_missing(path, found[step])
+                found[step] = self.evaluate_missing(path)
                 self.draw(found)
                 ended = step == checkpoints.read_sidecar(path)[1]["run"].get("planned_steps")
         return ended
@@ -137,12 +138,13 @@ class Watcher:
         """(kind, name) of all tasks and corpora."""
         return [(kind, name) for kind, names in self.asked.items() for name in names]
 
-    def evaluate_missing(self, milestone: Path, found: dict) -> None:
-        """Evaluate what is missing of a milestone's results, and write these after each task and each corpus."""
+    def evaluate_missing(self, milestone: Path) -> dict:
+        """Evaluate what is missing of a milestone's results, and write these after each task and each corpus. Returns: all."""
         args, before = self.args, identity(milestone)
+        found = self.read(milestone)
         missing = [(kind, name) for kind, name in self.each() if name not in found[kind]]
         if not missing:
-            return
+            return found
         assert self.data is not None
         tasks, spans = self.data
         with tempfile.TemporaryDirectory(dir=self.work) as temporary:
@@ -164,6 +166,7 @@ class Watcher:
                 figures = scalars({kind: {name: out}}).items()
                 print(f"{milestone.name}: {', '.join(f'{tag} {value:.4g}' for tag, value in figures)}", flush=True)
         self.count += 1
+        return found
 
     def export(self, milestone: Path, place: Path) -> evaluate.Folder:
         """The milestone's standalone folder, in `place`. Raises: ValueError for one that is there and not of this milestone."""
