@@ -94,6 +94,13 @@ def watch(trainer, probes, spoil, seen):
         if "gradients" in probes and "gradients" not in seen:
             seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
 
+    logger.log, loader._take, trainer.train_step = scalars, samples, step
+    spoil_losses(trainer, spoil)
+
+
+def spoil_losses(trainer, spoil):
+    """Of rank 1. spoil: {step: "loss" | "gradient" | "both" | a number that is added}."""
+
     def spoiled(model, inputs, loss):
         what = spoil.get(trainer.step)
         if what is None or not model.training or torch.distributed.get_rank() != 1:
@@ -104,9 +111,8 @@ def watch(trainer, probes, spoil, seen):
             return loss + what
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
-    logger.log, loader._take, trainer.train_step = scalars, samples, step
     if spoil:
-        parts[-1].register_forward_hook(spoiled)
+        trainer.model_parts[-1].register_forward_hook(spoiled)
 
 
 def watch_scan(trainer, stack, seen):

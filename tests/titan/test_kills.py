@@ -1,7 +1,7 @@
-"""One run of two ranks, disturbed three times and never lost: real processes, real signals (disturbed.py).
+"""The life of a run of two ranks: three data stages and a kill in each, a spike, milestones, and a watcher beside it.
 
-It validates after every step, so that it is also killed right before a validation, and ends with the same bits as the run that
-nobody disturbed, and with no validation missing.
+Real processes, real signals (disturbed.py). It validates after every step, so that it is also killed right before a
+validation, and ends with the same bits and curves as the run that nobody disturbed, and with no validation missing.
 """
 
 import contextlib
@@ -15,20 +15,36 @@ import pytest
 
 from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, milestones, read_sidecar
 from interdomain.titan.resume.lock import NAME
+from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE
 
-from ..ranks import environment
-from .runs import assert_same_tensors, flags, torchrun_agent
+from ..common import REPOSITORY
+from ..ranks import environment, forks
+from .runs import SAVED, SPIKES, assert_same_tensors, flags, steps, torchrun_agent
+from .test_stages import toml_of
 
 pytestmark = pytest.mark.e2e
 
-STARTS = [
+STARTS = [  # stages of the data begin after steps 2 and 4
     [["finish", 2, 0, "SIGKILL", "rank"], ["step", 4, 1, "SIGTERM", "rank"]],  # one torchrun, which restarts the ranks
     [["validate", 6, 0, "SIGKILL", "agent"]],  # after the save of the last step
     [None],
 ]
+SPIKE = {"spoil": {5: 1e5}, "window": SPIKES["window"]}
+DEVIATIONS = {name: value for name, value in SPIKES.items() if name not in SPIKE}
+
+
+def watching(run):
+    """The watcher's command line."""
+    corpus = ["--perplexity", str(REPOSITORY / "README.md"), "--packed", "--lengths", "64", "--limit", "2"]
+    return [str(run), *corpus]
+
+
+def watch_beside(arguments):
+    watch.LOOK_SECONDS = 0.2
+    assert watch.main(arguments) == 0
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +52,20 @@ def story(tmp_path_factory, corpus):
     """Record of each start of torchrun: its exit status, its output, and the files in the checkpoint folder after it."""
     folder = tmp_path_factory.mktemp("kills")
     run, plan, log = folder / "run", folder / "plan.json", folder / "log.txt"
-    settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
+    settings = SAVED | DEVIATIONS | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
+    settings |= {"training__local_batch_size": 4, "metrics__enable_tensorboard": True}
     note = f'echo "$INTERDOMAIN_EVENT $INTERDOMAIN_STEP" >> {folder}/notes'
-    given = flags(corpus, run, **settings, metrics__enable_tensorboard=True, metrics__notify=note)
+    given = flags(corpus, run, toml_of(folder, corpus), **settings, metrics__notify=note)
+    run.mkdir()
+    watcher = forks().Process(target=watch_beside, args=(watching(run),))
+    watcher.start()
     chapters = []
     for i, starts in enumerate(STARTS):
         if i == 1:  # the newest was complete when the run left
             shard = run / "checkpoint" / "step-5" / "__1_0.distcp"
             os.truncate(shard, shard.stat().st_size - 1)
-        plan.write_text(json.dumps(starts))
+        plan.write_text(json.dumps({"starts": starts, **SPIKE}))
         agent = torchrun_agent(plan, f"--max-restarts={len(starts) - 1}")
         to_log = ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(log)]
         status = torchrun.run([*to_log, *agent, *given], torchrun.ELASTIC | environment())
@@ -55,8 +75,24 @@ def story(tmp_path_factory, corpus):
         found = finished_steps(run / "checkpoint")
         validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(SimpleNamespace(found=set(found), validated=validated, **seen))
+    watcher.join()
+    assert watcher.exitcode == 0
     notes = (folder / "notes").read_text().splitlines()
     return SimpleNamespace(chapters=chapters, folder=run, notes=notes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs, corpus):
+    """The folder of the run that nobody disturbed, and whose milestones are evaluated after its end."""
+    runs.add(
+        "2 story",
+        toml=toml_of(runs.folder, corpus),
+        **SAVED | DEVIATIONS | SPIKE | steps(6),
+        metrics__enable_tensorboard=True,
+    )
+    folder = runs.at("2 story")
+    assert watch.main([*watching(folder), "--once"]) == 0
+    return folder
 
 
 def remaining(word):
@@ -78,8 +114,8 @@ def test_killed_ranks_come_back_from_the_last_complete_checkpoint_and_leave_on_a
     assert loaded(chapter) == ["step-1"]  # of 2 only shards were written
     assert chapter.status == CONTINUE  # where torchrun's own is 0: it has seen all ranks end well
     assert "leaving after step 5 (a signal to another rank): saved. The same command continues" in chapter.said
-    assert chapter.found == {1, 2, 3, 4, 5}
-    assert story.notes == ["start 0", "restart 1", "end 5", "start 4", "start 6", "end 6"]
+    assert chapter.found == {2, 4, 5}  # milestones are the ends of stages, beside them the latest two
+    assert story.notes == ["start 0", "restart 1", "skipped 5", "end 5", "start 4", "skipped 5", "start 6", "end 6"]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_ranks_do_not_outlive_torchrun(story):
@@ -97,7 +133,7 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
     assert (after.status, loaded(after)) == (0, ["step-6"])
     assert 6 in before.found - before.validated
     assert "step 6 was saved and not validated: validating it now" in after.said
-    assert after.validated == after.found == {1, 2, 3, 4, 5, 6}
+    assert after.validated == after.found == {2, 4, 5, 6}
     curves = read_curves(story.folder / "tb")
     drawn = curves["validation_metrics/loss"]
     assert sorted(drawn) == sorted(curves["grad_norm"]) == [1, 2, 3, 4, 5, 6]
@@ -105,15 +141,14 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
     assert (last["step"], last["loss"]) == (6, pytest.approx(drawn[6], rel=1e-6))
 
 
-def test_it_ends_with_the_bits_of_the_undisturbed_run(story, runs):
-    ours = story.folder / "checkpoint" / "step-6"
+def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
+    ours, theirs = (folder / "checkpoint" / "step-6" for folder in (story.folder, undisturbed))
     record = read_sidecar(ours)[1]
-    assert (record["tokens"], record["skipped_steps"]) == (3072, 0)
-    assert {*milestones(ours.parent)} == {6}  # the run's result
-    assert_same_tensors(ours, runs.checkpoint("2 text", 6))
-    drawn = [
-        read_events(folder / "tb").Scalars("loss_metrics/global_avg_loss")
-        for folder in (story.folder, runs.at("2 text"))
-    ]
-    ours, undisturbed = ([(event.step, event.value) for event in events] for events in drawn)
-    assert ours == undisturbed  # one curve, although steps ran again
+    assert (record["tokens"], record["skipped_steps"], record["spike_steps"]) == (3584, 1, [5])
+    assert {*milestones(ours.parent)} == {*milestones(theirs.parent)} == {2, 4, 6}
+    assert_same_tensors(ours, theirs)
+    for tag, curves in (("loss_metrics/global_avg_loss", "tb"), ("perplexity/{}/64", "tb/evaluation")):
+        tag = tag.format(REPOSITORY / "README.md")
+        events = [read_events(folder / curves).Scalars(tag) for folder in (story.folder, undisturbed)]
+        ours, theirs = ([(event.step, event.value) for event in each] for each in events)
+        assert ours == theirs  # one curve, although steps ran again

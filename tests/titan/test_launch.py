@@ -97,7 +97,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     settings["metrics__notify"] = (
         f'echo "$INTERDOMAIN_EVENT $INTERDOMAIN_STEP $INTERDOMAIN_MESSAGE" >> {tmp_path}/notes'
     )
-    (plan := tmp_path / "plan.json").write_text("[null]")  # a refusal is not tried again
+    (plan := tmp_path / "plan.json").write_text('{"starts": [null]}')  # a refusal is not tried again
     done = subprocess.run(
         [*torchrun_agent(plan, "--max-restarts=1"), *flags(corpus, tmp_path, **settings)],
         preexec_fn=functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
