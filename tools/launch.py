@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.storage import is_address
 from interdomain.titan.plan.machines import DEVICES, NETWORK, machines
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
@@ -102,7 +103,7 @@ def refuse_idle_gpus() -> None:
 
 def check_data(job, dry_run: bool = False) -> str:
     """Open the tokenizer and both splits, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
-    from interdomain.titan.data.folders import open_dataset, open_tokenizer
+    from interdomain.titan.data.folders import folders_of, open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
@@ -111,6 +112,8 @@ def check_data(job, dry_run: bool = False) -> str:
         print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
+    if dry_run and any(map(is_address, [*folders_of(job.data.corpus), job.data.validation_corpus])):
+        return f"{job.data.corpus}, which every machine fetches first"
     try:
         tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
     except FileNotFoundError as e:

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from interdomain.data import PackedDataset, TokenCorpus, read_manifest
+from interdomain.data import PackedDataset, TokenCorpus, local_corpus, read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
 from interdomain.megatron import (
     DynamicsOnce,
@@ -177,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     layers = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
     layout = {name: getattr(args, name) for name in LAYOUT}
     try:
+        corpus = local_corpus(corpus)
         manifest = read_manifest(corpus)
         config = build_config(size, condition, vocab_size=manifest["vocab_size"], **layers, **mixer_settings(args))
         data = PackedDataset(TokenCorpus(corpus), config.max_seq_len, args.seed)

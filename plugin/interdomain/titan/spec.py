@@ -58,6 +58,8 @@ NOT_HONOURED = {
     "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
     "training.max_skipped_steps": "TorchTitan's trainer takes steps that are not finite: start with ./launch.sh.",
     "training.reduce_gradients": "TorchTitan's trainer sums gradients after every micro-batch: start with ./launch.sh.",
+    "checkpoint.copy_to": "TorchTitan's trainer saves in its folder alone: start with ./launch.sh.",
+    "checkpoint.copy_wait_seconds": "It belongs to checkpoint.copy_to.",
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",

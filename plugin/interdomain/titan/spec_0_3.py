@@ -165,6 +165,11 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
             "training.max_skipped_steps has no effect in TorchTitan's own trainer, which ends at a loss that is not finite. "
             "Leave it out, or start with -m interdomain.titan.entry FILE.toml."
         )
+    if job.checkpoint.copy_to:
+        raise ValueError(
+            "checkpoint.copy_to has no effect in TorchTitan's own trainer, which saves in its folder alone. Leave it out, or "
+            "start with -m interdomain.titan.entry FILE.toml."
+        )
     if job.training.reduce_gradients != JobConfig().training.reduce_gradients:
         raise ValueError(
             "training.reduce_gradients has no effect in TorchTitan's own trainer, which sums gradients after every "

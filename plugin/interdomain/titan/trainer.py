@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from interdomain.model import Transformer, meta_model
 
 from .data.dataloader import Batch, open_data
-from .data.folders import text_fingerprint
+from .data.folders import fetch_corpora, text_fingerprint
 from .errors import user_errors
 from .host import (
     TRAIN_STATE,
@@ -66,7 +66,7 @@ def run(job: JobConfig) -> None:
     except Exception:
         trainer.close()
         raise
-    trainer.close()
+    trainer.close(ended=True)
     dist.destroy_process_group()
 
 
@@ -122,6 +122,7 @@ class InterdomainTrainer(Trainer):
         self.parallel_dims = self.init_distributed()
         if config.comm.mode == "default":  # else there are no other ranks
             require_shared(config, self.lock)
+            fetch_corpora(config)
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
         take_meshes(self.parallel_dims, self.meshes.axes)
@@ -217,8 +218,10 @@ class InterdomainTrainer(Trainer):
             self.preemption.leave(self)
         return True
 
-    def close(self) -> None:
-        """Finish what is being written, and release the folder."""
+    def close(self, ended: bool = False) -> None:
+        """Finish what is being written, and release the folder. ended: on all ranks together, with the copies of checkpoints."""
         super().close()
+        if ended:
+            self.checkpointer.finish_copies()
         if self.lock:
             self.lock.release()
