@@ -165,7 +165,7 @@ def run(job):
         for group in distributed_c10d._world.pg_map
         if torch.distributed.get_backend(group) == "gloo" and group.size() > 1
     }
-    trainer.close()
+    trainer.close(**{} if job["stock"] else {"ended": not job["stops"]})
     calls = compiled.call_args_list
     seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]
     torch._dynamo.reset()

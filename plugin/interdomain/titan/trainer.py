@@ -219,7 +219,7 @@ class InterdomainTrainer(Trainer):
         return True
 
     def close(self, ended: bool = False) -> None:
-        """Finish what is being written, and release the folder. ended: on all ranks together, with the copies of checkpoints."""
+        """Finish what is being written, and release the folder. ended: of its own; then wait for copies. Collective."""
         super().close()
         if ended:
             self.checkpointer.finish_copies()

@@ -255,8 +255,8 @@ class Checkpoint:
     #: whose folder has no checkpoint fetches the latest from there (docs/storage.md). Empty: none.
     copy_to: Annotated[str, Address] = ""
     copy_wait_seconds: CountOr0 = 300  # Seconds that the end of a run waits for the copies that are not there yet.
-    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own. It may be in
-    #: an object store.
+    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own. Also one
+    #: in an object store.
     initial_load_path: str | None = None
     #: Of initial_load_path, load the weights only: no optimizer state, schedule, data position or step.
     initial_load_model_only: bool = True
