@@ -1,8 +1,6 @@
 # ruff: noqa: F811 (fixtures are imported)
 """Checkpoints, corpora and exported folders in an object store: a server on this machine that speaks S3."""
 
-import functools
-import os
 import shutil
 import socket
 import subprocess
@@ -27,9 +25,7 @@ from interdomain.titan.settings.job_config import job_config_of
 from interdomain.tools import convert
 
 from ..common import TIMEOUT
-from ..ranks import Ranks, forks
 from ..tools.checkpoints import small_model, write_checkpoint
-from . import driver
 from .conftest import refusal
 from .runs import assert_same_tensors, flags
 from .small_run import alter, names, new, record  # noqa: F401
@@ -85,6 +81,7 @@ def server(tmp_path_factory):
 def address(server, request, monkeypatch):
     """Of a run's copies, which nobody else has."""
     monkeypatch.setattr(copies, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
     return f"s3://bucket/{request.node.name}/run"
 
 
@@ -168,7 +165,8 @@ def test_the_store_dies_and_comes_back(start, server, address, tmp_path, monkeyp
         PUT(remote, folder, files)
 
     monkeypatch.setattr(RemoteFolder, "put", put)
-    assert start(1, 2, copy_wait_seconds=0) == 0  # the run goes on, and ends without its copies
+    assert start(1) == 0
+    assert start(2, copy_wait_seconds=0) == 1  # the run goes on, and ends without its copies
     assert "copying a checkpoint failed, and is tried again" in caplog.text
     assert "not at s3://bucket" in caplog.text
     assert start(copy_wait_seconds=0) == 2
@@ -184,7 +182,6 @@ def test_the_store_dies_and_comes_back(start, server, address, tmp_path, monkeyp
     assert f"{address} failed: Could not connect to the endpoint" in error
     server.start()
     assert start() == 0
-    monkeypatch.setenv("HOME", str(tmp_path))
     wrong = address.replace("bucket", "no-such-bucket")
     assert "writing copied-from.txt" in refusal(capsys, start, copy_to=wrong)
     assert "Protocol not known: s4" in refusal(capsys, start, copy_to="s4://bucket")
@@ -209,6 +206,8 @@ def test_retention_spares_what_is_being_sent_and_waits_for_nothing(new, address,
     assert METADATA in names(tmp_path / "run" / "checkpoint" / "step-1")
     assert not (tmp_path / "run" / "checkpoint" / "step-2" / METADATA).exists()
     go_on.set()
+    while run.manager.copies.sending or not kept(address):
+        time.sleep(0.02)
     run.save(5)
     run.manager.finish_copies()
     assert {"step-1", "step-5"} <= {*kept(address)}
@@ -219,7 +218,6 @@ def test_a_run_of_two_ranks_by_way_of_the_store(server, address, corpus, runs, t
     """Corpus and checkpoints: it loses its folder, and ends with the bits of a run that lost nothing."""
     place = f"s3://bucket/{corpus.name}"
     RemoteFolder(place).put(corpus, [path.name for path in corpus.iterdir()])
-    ranks = Ranks(functools.partial(serve, server.environment), 2, tmp_path / "log.txt", forks())
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__copy_to": address}
     for steps in (3, 6):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -227,16 +225,10 @@ def test_a_run_of_two_ranks_by_way_of_the_store(server, address, corpus, runs, t
             "args": flags(place, tmp_path / "run", training__steps=steps, **settings),
             "output": str(tmp_path / "out"),
         }
-        said = ranks.run(job | {"probes": [], "spoil": None, "stops": False, "stock": False})
-    ranks.end()
+        said = runs.ranks(2).run(job | {"environment": server.environment})
     assert f"fetching {address}/step-3" in said
     assert kept(address) == ["step-3", "step-6"]
     assert_same_tensors(tmp_path / "run" / "checkpoint" / "step-6", runs.checkpoint("2 text", 6))
-
-
-def serve(environment, *given):
-    os.environ |= environment
-    driver.serve(*given)
 
 
 def test_a_corpus_is_fetched_once_and_checked(server, corpus, tmp_path, monkeypatch):
