@@ -226,6 +226,11 @@ def test_a_run_of_two_ranks_by_way_of_the_store(server, address, corpus, runs, t
             "output": str(tmp_path / "out"),
         }
         said = runs.ranks(2).run(job | {"environment": server.environment})
+    shutil.rmtree(tmp_path / "run")
+    rate = {"lr_scheduler__total_steps": 600, "training__local_batch_size": 8, "training__steps": 7}
+    job["args"] = flags(place, tmp_path / "run", **settings | rate)
+    jumped = runs.ranks(1).run(job | {"environment": server.environment, "stops": True})
+    assert "the learning rate would jump" in jumped
     assert f"fetching {address}/step-3" in said
     assert kept(address) == ["step-3", "step-6"]
     assert_same_tensors(tmp_path / "run" / "checkpoint" / "step-6", runs.checkpoint("2 text", 6))

@@ -206,6 +206,9 @@ class InterdomainTrainer(Trainer):
             self.preemption.listen()
             self.first_step = self.step + 1
             self.metrics_processor.begin(self.step + 1)
+            user_errors(refuse_jump)(
+                self.job_config, self.plan.steps, self.plan.warmup_steps
+            )  # of a fetched checkpoint too
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         elif self.step == self.first_step:  # of this start: what is slow once has been done
