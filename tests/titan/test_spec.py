@@ -133,6 +133,7 @@ PIPELINED = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_
 REFUSED = [
     ({"training__mixed_precision_param": "float32"}, "Set training.precision"),
     ({"training__max_skipped_steps": 3}, "start with ./launch.sh"),
+    ({"checkpoint__copy_to": "s3://bucket/run"}, "saves in its folder alone"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "Set lr_scheduler.min_lr"),
     ({"model__converters": "float8"}, "converters replace layers"),
     ({"training__reduce_gradients": "step"}, "sums gradients after every micro-batch"),
