@@ -77,15 +77,19 @@ def package_of(name):
 ALLOWED = {
     "folders": set(),
     "launcher": set(),
+    "storage": {"interdomain.folders", "fsspec"},
     "environment": {"torch"},
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {
-        *("numpy", "sentencepiece", "torch", "interdomain.folders"),
+        *("numpy", "sentencepiece", "torch", "interdomain.folders", "interdomain.storage"),
         *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
     },
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
-    "files": {"torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"},
+    "files": {
+        *("torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"),
+        "interdomain.storage",
+    },
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),
         "interdomain.files",  # what a saved folder holds
@@ -94,7 +98,7 @@ ALLOWED = {
         "wandb",  # late: where metrics.enable_wandb asks for it
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.environment", "interdomain.files", "interdomain.launcher"),
+        *("interdomain.environment", "interdomain.files", "interdomain.launcher", "interdomain.storage"),
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
@@ -115,7 +119,7 @@ ALLOWED = {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.environment"),
-        *("interdomain.files", "interdomain.launcher"),
+        *("interdomain.files", "interdomain.launcher", "interdomain.storage"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
@@ -135,8 +139,9 @@ def test_imports_go_one_way():
         allowed = ALLOWED[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}  # late
         for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
             target = package_of(name)
-            posts = module == "interdomain.titan.watch.notify"  # to the URL that a user set (metrics.notify)
-            assert target not in NETWORK or posts, f"{module} imports {name}: only metrics.notify speaks to a network"
+            # To the URL that a user set (metrics.notify), and to an address that a user gave.
+            speaks = module == "interdomain.titan.watch.notify" or (own == "interdomain.storage" and target == "fsspec")
+            assert target not in NETWORK or speaks, f"{module} imports {name}: nothing else speaks to a network"
             host = module.startswith("interdomain.titan.host")
             assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/interdomain/titan/host does"
             assert target in allowed | {own} or target in sys.stdlib_module_names, (

@@ -12,7 +12,7 @@ from pathlib import Path
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
-STANDALONE = "standalone folder (made by interdomain convert)"
+STANDALONE = "standalone folder (made by interdomain convert), here or in an object store (s3://bucket/exports/debug)"
 # Extras, with the modules that commands import late from each.
 EXTRAS = {
     "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),

@@ -16,6 +16,7 @@ Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 import json
 import re
 import sys
+import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -36,9 +37,11 @@ from interdomain.files.megatron_checkpoint import (
 )
 from interdomain.files.model_card import write_card
 from interdomain.files.model_code import write_code
+from interdomain.files.remote_checkpoint import fetch_checkpoint
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
 from interdomain.model.initialize import initial_value
+from interdomain.storage import is_address, output_folder
 from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
 
 CHECK_TOKENS = 64
@@ -50,9 +53,11 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 def parse(argv):
     p = argument_parser(__doc__, "SOURCE --output DIR")
-    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder"
-    p.add_argument("source", type=Path, metavar="SOURCE", help=text)
-    p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
+    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder. Either may be "
+    text += "in an object store (s3://bucket/runs/debug)"
+    p.add_argument("source", metavar="SOURCE", help=text)
+    text = f"{OUTPUT}; a standalone folder may be in an object store"
+    p.add_argument("--output", required=True, metavar="DIR", help=text)
     text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
     p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
     text = "licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none"
@@ -82,16 +87,20 @@ def parse(argv):
         )
     if args.uptrain and not args.to_checkpoint:
         raise ValueError("--uptrain makes a checkpoint to train from: add --to-checkpoint.")
+    if is_address(args.output) and (args.to_checkpoint or args.to_megatron):
+        raise ValueError(
+            f"--output {args.output}: only a standalone folder can be sent to an object store. Choose a folder."
+        )
     args.dtype = args.dtype or "float32"
     return args
 
 
 def to_folder(args) -> str:
-    checkpoint, tokenizer = open_checkpoint(args.source, args.tokenizer)
+    checkpoint, tokenizer = open_checkpoint(args.place, args.tokenizer)
     config, record = checkpoint.config, checkpoint.record
     expected = meta_model(config).state_dict()
     checkpoint.check_bytes(list(expected))
-    with new_folder(args.output) as folder:
+    with new_folder(args.folder) as folder:
         with tqdm(total=len(expected), desc=checkpoint.folder.name, unit=" tensors", disable=None) as bar:
 
             def read(names):
@@ -180,11 +189,11 @@ def require_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> Non
 
 def read_folder(args):
     """(configuration, record, tensors, tokenizer) of a standalone folder, all of it checked."""
-    config, record = pretrained.read_config(args.source)
-    tensors = pretrained.read_tensors(args.source)
-    pretrained.check_tensors(args.source, config, tensors)
-    tokenizer = pretrained.load_checked_tokenizer(args.source, config, record)
-    pretrained.check_weights(args.source, record)
+    config, record = pretrained.read_config(args.place)
+    tensors = pretrained.read_tensors(args.place)
+    pretrained.check_tensors(args.place, config, tensors)
+    tokenizer = pretrained.load_checked_tokenizer(args.place, config, record)
+    pretrained.check_weights(args.place, record)
     # Training keeps its master weights in float32.
     return config, record, {name: tensor.float() for name, tensor in tensors.items()}, tokenizer
 
@@ -193,7 +202,7 @@ def to_megatron(args) -> str:
     config, _, tensors, tokenizer = read_folder(args)
     hybrid = args.to_megatron == "hybrid"
     pattern = f' --hybrid-layer-pattern "{hybrid_pattern(config)}"' if hybrid else ""
-    with new_folder(args.output) as folder:
+    with new_folder(args.folder) as folder:
         write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid)
         place = find_checkpoint(folder)
         assert place is not None
@@ -218,7 +227,7 @@ def to_checkpoint(args) -> str:
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
-    with new_folder(args.output) as folder:
+    with new_folder(args.folder) as folder:
         checkpoints.write_record(folder, sidecar, tokenizer)
         checkpoints.write_tensors(folder, tensors)
         index = checkpoints.tensor_index(folder)
@@ -258,8 +267,15 @@ def uptrained(
 def main(argv=None) -> int:
     args = parse(argv)
     convert = to_checkpoint if args.to_checkpoint else to_megatron if args.to_megatron else to_folder
-    summary = convert(args)
-    size = sum(file.stat().st_size for file in args.output.rglob("*") if file.is_file())
+    with tempfile.TemporaryDirectory() as temporary, output_folder(args.output, pretrained.CONFIG) as args.folder:
+        if not is_address(args.source):
+            args.place = Path(args.source)
+        elif convert is to_folder:
+            args.place = fetch_checkpoint(args.source, Path(temporary))
+        else:
+            args.place = pretrained.local_folder(args.source)
+        summary = convert(args)
+        size = sum(file.stat().st_size for file in args.folder.rglob("*") if file.is_file())
     print(f"wrote {args.output} ({size / 1e6:.1f} MB, {summary})")
     return 0
 

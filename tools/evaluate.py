@@ -27,7 +27,15 @@ import torch
 
 from interdomain.data import Tokenizer
 from interdomain.data.readers import find_inputs, list_spans
-from interdomain.files.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
+from interdomain.files.pretrained import (
+    CONFIG,
+    DTYPES,
+    check_weights,
+    load_checked_tokenizer,
+    load_model,
+    local_folder,
+    read_config,
+)
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.tools import _cli
@@ -45,7 +53,7 @@ PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 def parse(argv) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
-    p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=f"{_cli.STANDALONE}; before all options")
+    p.add_argument("folders", nargs="*", metavar="FOLDER", help=f"{_cli.STANDALONE}; before all options")
     p.add_argument("--output", type=Path, metavar="DIR", help=f"{_cli.RESULTS} (default: outputs/evaluations/TIME)")
     p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
     add_options(p)
@@ -143,12 +151,13 @@ class Folder:
         }
 
 
-def open_folder(path: Path) -> Folder:
+def open_folder(folder: str) -> Folder:
     """Raises: FileNotFoundError, ValueError for a folder that is none, not whole, or not as it was written."""
+    path = local_folder(folder)
     config, record = read_config(path)
-    folder = Folder(path, config, record, load_checked_tokenizer(path, config, record))
+    opened = Folder(path, config, record, load_checked_tokenizer(path, config, record))
     check_weights(path, record)
-    return folder
+    return opened
 
 
 def save(report: results.Report) -> None:

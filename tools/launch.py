@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.storage import is_address
 from interdomain.titan.plan.machines import DEVICES, NETWORK, machines
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
@@ -104,7 +105,13 @@ def refuse_idle_gpus() -> None:
 
 def check_data(job, plan, dry_run: bool = False) -> str:
     """Open the tokenizer and the data, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
-    from interdomain.titan.data.folders import epochs_in_words, open_dataset, open_tokenizer, open_training
+    from interdomain.titan.data.folders import (
+        corpora_named,
+        epochs_in_words,
+        open_dataset,
+        open_tokenizer,
+        open_training,
+    )
     from interdomain.tools import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
@@ -113,6 +120,8 @@ def check_data(job, plan, dry_run: bool = False) -> str:
         print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
+    if dry_run and any(map(is_address, corpora_named(job))):
+        return f"{job.data.corpus}, which every machine fetches first"
     try:
         tokenizer, (train, *later) = open_tokenizer(job), open_training(plan)
     except FileNotFoundError as e:

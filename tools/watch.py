@@ -179,7 +179,7 @@ class Watcher:
                 raise ValueError(f"{folder} is there, and is not made of {milestone}. Give another --exports.") from e
         else:
             convert.to_folder(options)
-        return evaluate.open_folder(folder)
+        return evaluate.open_folder(str(folder))
 
     def draw(self, found: dict[int, dict]) -> None:
         """Draw all results by step into the run's TensorBoard, in the place of what was drawn before.

@@ -1,7 +1,8 @@
 """A rank that waits for jobs: many runs in one process group.
 
-A job is {"output", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and closed as `trainer.run` does
-it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT.rankN.pt:
+A job is {"output", "args": the entry's flags, "probes": [...], "environment": {...}}. Each is parsed, built, trained and
+closed as `trainer.run` does it; only the start of Python and of the process group is shared. What was seen is written to
+OUTPUT.rankN.pt:
 
     log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
     drawn            names of the tensors whose initial values this rank drew
@@ -23,6 +24,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -150,7 +152,7 @@ def watch_scan(trainer, stack, seen):
 
 
 def build(job):
-    if job["stock"]:
+    if job.get("stock"):
         with mock.patch.object(sys, "argv", ["torchtitan.train", *job["args"]]):
             config = ConfigManager().parse_args(job["args"])
             return config.build() if NEW else torchtitan.train.Trainer(config)
@@ -160,23 +162,24 @@ def build(job):
 def run(job):
     seen = {}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, job.get("environment", {})))
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
         stack.enter_context(mock.patch.object(guard, "WINDOW", job["window"] or guard.WINDOW))
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
         seen["drawn"] = [call.args[0] for call in draw.call_args_list]
-        watch(trainer, job["probes"], job["spoil"] or {}, seen)
-        if "scan" in job["probes"]:
+        watch(trainer, job.get("probes", ()), job.get("spoil") or {}, seen)
+        if "scan" in job.get("probes", ()):
             watch_scan(trainer, stack, seen)
-        with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
+        with contextlib.suppress(SystemExit) if job.get("stops") else contextlib.nullcontext():
             trainer.train()
-            assert not job["stops"]
+            assert not job.get("stops")
     seen["timeouts"] = {
         (group.group_desc, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         for group in distributed_c10d._world.pg_map
         if torch.distributed.get_backend(group) == "gloo" and group.size() > 1
     }
-    trainer.close()
+    trainer.close(**{} if job.get("stock") else {"ended": not job.get("stops")})
     calls = compiled.call_args_list
     seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]
     torch._dynamo.reset()

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from interdomain.data import PackedDataset, TokenCorpus, read_manifest
+from interdomain.data import PackedDataset, TokenCorpus, local_corpus, read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
 from interdomain.megatron import DynamicsOnce, contiguous, cpu
 from interdomain.megatron.arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
@@ -163,8 +163,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     layout = {name: getattr(args, name) for name in LAYOUT}
     layers = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
-    corpus, cell = getattr(args, "data.corpus"), (getattr(args, "model.size"), getattr(args, "mixer.condition"))
+    cell = getattr(args, "model.size"), getattr(args, "mixer.condition")
     try:
+        corpus = local_corpus(getattr(args, "data.corpus"))
         corpus_files(corpus, "train")  # refuses a corpus whose loss is that of its answers
         manifest = read_manifest(corpus)
         config = build_config(*cell, vocab_size=manifest["vocab_size"], **layers, **mixer_settings(args))

@@ -70,6 +70,8 @@ NOT_HONOURED = {
     "training.reduce_gradients": "TorchTitan's trainer sums gradients after every micro-batch: start with ./launch.sh.",
     "metrics.notify": "TorchTitan's trainer sends no notes: start with ./launch.sh.",
     **{f"checkpoint.{name}": NO_MILESTONES for name in MILESTONES},
+    "checkpoint.copy_to": "TorchTitan's trainer saves in its folder alone: start with ./launch.sh.",
+    "checkpoint.copy_wait_seconds": "It belongs to checkpoint.copy_to.",
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
     "data.stages": "It is for runs that ./launch.sh starts.",

@@ -22,7 +22,7 @@ from interdomain.data import PackedDataset
 from interdomain.model import Transformer, meta_model
 
 from .data.dataloader import Batch, open_data
-from .data.folders import text_fingerprint
+from .data.folders import fetch_corpora, text_fingerprint
 from .errors import user_errors
 from .host import (
     TRAIN_STATE,
@@ -72,7 +72,7 @@ def run(job: JobConfig) -> None:
         if trainer and isinstance(e, Exception):
             trainer.close()
         raise
-    trainer.close()
+    trainer.close(ended=True)
     finished = trainer.step == trainer.plan.steps
     notify(job, "end", trainer.step, "finished" if finished else "asked to leave: the same command continues the run")
     dist.destroy_process_group()
@@ -130,6 +130,7 @@ class InterdomainTrainer(Trainer):
         self.parallel_dims = self.init_distributed()
         if config.comm.mode == "default":  # else there are no other ranks
             require_shared(config, self.lock)
+            fetch_corpora(config)
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
         take_meshes(self.parallel_dims, self.meshes.axes)
@@ -221,6 +222,9 @@ class InterdomainTrainer(Trainer):
             self.preemption.listen()
             self.first_step = self.step + 1
             self.metrics_processor.begin(self.step + 1)
+            user_errors(refuse_jump)(
+                self.job_config, self.plan.steps, self.plan.warmup_steps
+            )  # of a fetched checkpoint too
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         elif self.step == self.first_step:  # of this start: what is slow once has been done
@@ -233,8 +237,10 @@ class InterdomainTrainer(Trainer):
             self.preemption.leave(self)
         return True
 
-    def close(self) -> None:
-        """Finish what is being written, and release the folder."""
+    def close(self, ended: bool = False) -> None:
+        """Finish what is being written, and release the folder. ended: of its own; then wait for copies. Collective."""
         super().close()
+        if ended:
+            self.checkpointer.finish_copies()
         if self.lock:
             self.lock.release()

@@ -45,12 +45,14 @@ from interdomain.folders import write_whole
 from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from ..plan.device import device_here
+from .copies import Copies
 from .lock import FolderLock
 from .resume_from import (
     ResumePoint,
     data_stage,
     find_resume_point,
     on_rank_0,
+    on_rank_0_at_length,
     require_same_run,
     set_damaged_aside,
     set_later_aside,
@@ -99,6 +101,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     saving = ""  # the folder being written, or written last
     branched_from: int | None = None  # the step that the run last went back to
+    copies: Copies | None = None  # on rank 0, where checkpoint.copy_to is set
 
     def __init__(
         self,
@@ -114,6 +117,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self.record, self.tensors, self.tokenizer, self.lock = record, tensors, tokenizer, lock
         self.milestones = milestones
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
+        if self.enable and checkpoint_config.copy_to and dist.get_rank() == 0:
+            self.copies = Copies(Path(self.folder), checkpoint_config.copy_to, lock)
+        self.copy_wait_seconds = checkpoint_config.copy_wait_seconds
 
     # Saving
 
@@ -241,8 +247,20 @@ class SelfDescribingCheckpoints(CheckpointManager):
         for path in folder.iterdir():
             step = step_of(path)
             if step is not None and step <= current and step not in kept:
+                if self.copies and not self.copies.release(path):
+                    continue  # it is being sent: the next save removes it
                 (path / METADATA).unlink(missing_ok=True)
                 self.purge_queue.put(str(path))
+
+    def close(self) -> None:
+        super().close()
+        if self.copies:
+            self.copies.end()
+
+    def finish_copies(self) -> None:
+        """Wait for the copies of checkpoints, at most checkpoint.copy_wait_seconds. Collective."""
+        if self.enable:
+            on_rank_0_at_length(lambda: self.copies and self.copies.finish(self.copy_wait_seconds))
 
     # Loading
 
@@ -255,17 +273,24 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        folder = Path(self.folder)
-        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path, self.record)):
+        folder, fetch = Path(self.folder), {"fetch": self.copies.fetch} if self.copies else {}
+        find = lambda: find_resume_point(folder, step, self.initial_load_path, self.record, **fetch)  # noqa: E731
+        while point := on_rank_0_at_length(find):
             if (damage := self._load(point)) is None:
                 self.branched_from = point.branched_from
                 if point.source == "load_step":
                     on_rank_0(lambda: set_later_aside(folder, step))
+                self._begin_copies()
                 return True
             if point.source != "latest":
                 stop(f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path.")
             on_rank_0(functools.partial(set_damaged_aside, point.folder, damage))
+        self._begin_copies()
         return False
+
+    def _begin_copies(self) -> None:
+        if self.copies:  # not before the damaged ones are set aside
+            self.copies.start()
 
     def _load(self, point: ResumePoint) -> str | None:
         """Returns what is damaged, on all ranks alike; None: nothing, and it is loaded. Collective."""

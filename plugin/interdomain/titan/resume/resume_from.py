@@ -6,6 +6,7 @@ one that leaves other data out (`data.leave_out`) does.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +15,10 @@ import torch.distributed as dist
 
 from interdomain.files.checkpoint_index import Index, check_lengths, read_index
 from interdomain.files.distributed_checkpoint import finished_steps, latest_checkpoint, read_sidecar
+from interdomain.files.remote_checkpoint import fetch_checkpoint, remote_steps
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
+from interdomain.storage import is_address
 
 from ..errors import user_errors
 from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
@@ -33,6 +36,9 @@ FREE = (
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq", "validation.local_batch_size"),
     "training.reduce_gradients",
 )
+
+
+MEETING_SECONDS = 10
 
 
 class ResumePoint(NamedTuple):
@@ -59,6 +65,22 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
+def at_length(act: Callable[[], Any]) -> "Future[Any]":
+    """The outcome of `act`, when all ranks have theirs. It may take longer than the time limit of a collective: the ranks meet
+    every few seconds. Collective."""
+    with ThreadPoolExecutor(1) as pool:
+        future, done = pool.submit(act), [False]
+        while not all(done):
+            done = [False] * dist.get_world_size()
+            dist.all_gather_object(done, bool(wait([future], MEETING_SECONDS).done))
+    return future
+
+
+def on_rank_0_at_length(act: Callable[[], Any]) -> Any:
+    """`on_rank_0` for what may take long. Collective."""
+    return on_rank_0(at_length(act if dist.get_rank() == 0 else lambda: None).result)
+
+
 @user_errors
 def loads_a_model(job_config) -> bool:
     """True if this start loads a model, and so draws no initial values. If finding out fails, the start ends. Collective."""
@@ -66,20 +88,33 @@ def loads_a_model(job_config) -> bool:
     if not config.enable:
         return False
     folder = Path(job_config.job.dump_folder) / config.folder
-    return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
+    return on_rank_0_at_length(
+        lambda: bool(
+            config.initial_load_path
+            or finished_steps(folder)
+            or (config.copy_to and next(remote_steps(config.copy_to), None))
+        )
+    )
 
 
-def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -> ResumePoint | None:
+def find_resume_point(
+    folder: Path, step: int, initial: str | None, run: dict, fetch: Callable[[int], None] = lambda step: None
+) -> ResumePoint | None:
     """The latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
 
     A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
 
     Args:
         step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path. run: this run's record.
+        fetch: fetches a step (-1: the latest) from checkpoint.copy_to, where the folder has none.
     Raises: ValueError for a checkpoint that cannot be loaded; OSError.
     """
+    if not finished_steps(folder):
+        fetch(-1)
     latest = _latest(folder, above=step)
     if step != -1 and (latest is None or (latest.branched_from, left_out(latest.record)) != (step, left_out(run))):
+        if step not in finished_steps(folder):
+            fetch(step)
         steps = finished_steps(folder)
         if step not in steps:
             others = ", ".join(map(str, sorted(steps))) or "none"
@@ -88,7 +123,7 @@ def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -
             )
         return ResumePoint(steps[step], *_read_checked(steps[step]), "load_step", step)
     if latest is None and initial:
-        start = latest_checkpoint(initial)
+        start = fetch_checkpoint(initial, folder / "initial") if is_address(initial) else latest_checkpoint(initial)
         return ResumePoint(start, *_read_checked(start), "initial")
     if latest and step != -1:
         logger.warning(

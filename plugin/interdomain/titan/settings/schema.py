@@ -39,6 +39,8 @@ Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
+Address = Bound("an address, such as s3://bucket/runs/debug", lambda x: not x or "://" in x)
+Folder = Annotated[str, Bound("a folder, not an address (checkpoint.copy_to takes one)", lambda x: "://" not in x)]
 Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
@@ -76,7 +78,7 @@ class Job:
     """[job]: the folder and the name of a run."""
 
     config_file: str | None = None  # The TOML file to read.
-    dump_folder: str = "./outputs"  # Folder that the run writes everything to.
+    dump_folder: Folder = "./outputs"  # Folder that the run writes everything to.
     description: str = "default job"  # A description of the run; printed at the start.
 
 
@@ -139,12 +141,13 @@ class Mixer:
 class Data:
     """[data]: the text (docs/data.md)."""
 
-    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards. Several are mixed by weight: a list
-    #: in TOML, commas on the command line.
+    #: Folder of a prepared corpus, here or in an object store (s3://bucket/corpus), or a prefix or glob of Megatron .bin/.idx
+    #: shards. Several are mixed by weight: a list in TOML, commas on the command line.
     corpus: str | list[str] = ""
     #: Weights of the corpora in a mixture, in samples. They need not sum to 1.
     weights: list[float] = field(default_factory=list)
-    #: Prefix or glob of validation shards, if `corpus` is shards without a manifest. Empty: the corpora's own split.
+    #: Another corpus to validate on, or validation shards if `corpus` is shards without a manifest. Empty: the corpora's own
+    #: split.
     validation_corpus: str = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: str = ""
@@ -260,9 +263,14 @@ class Checkpoint:
     """[checkpoint]: saving and continuing a run. A damaged checkpoint is skipped."""
 
     enable: bool = False  # Save checkpoints, and continue from the latest.
-    folder: str = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
+    folder: Folder = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
     interval: Count = 500  # Steps between two checkpoints.
-    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own.
+    #: Address in an object store (s3://bucket/runs/debug) that every checkpoint is copied to, beside the training. A start
+    #: whose folder has no checkpoint fetches the latest from there (docs/storage.md). Empty: none.
+    copy_to: Annotated[str, Address] = ""
+    copy_wait_seconds: CountOr0 = 300  # Seconds that the end of a run waits for the copies that are not there yet.
+    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own. Also one
+    #: in an object store.
     initial_load_path: str | None = None
     #: Of initial_load_path, load the weights only: no optimizer state, schedule, data position or step.
     initial_load_model_only: bool = True
