@@ -255,14 +255,15 @@ def test_a_corpus_is_fetched_once_and_checked(server, corpus, tmp_path, monkeypa
     with pytest.raises(ValueError, match="differs from the manifest"):
         local_corpus("s3://bucket/bad")
     assert not [*tmp_path.rglob("manifest.json")]
-    fetched = []
+    fetched, found = [], []
     monkeypatch.setattr(RemoteFolder, "get", lambda remote, folder: fetched.append(GET(remote, folder)))
-    waiting = [threading.Thread(target=local_corpus.__wrapped__, args=("s3://bucket/good",)) for _ in range(3)]
+    act = lambda: found.append(local_corpus.__wrapped__("s3://bucket/good"))  # noqa: E731
+    waiting = [threading.Thread(target=act) for _ in range(3)]
     for thread in waiting:
         thread.start()
     for thread in waiting:
         thread.join()
-    assert len(fetched) == 1
+    assert (len(fetched), len(found), len({*found})) == (1, 3, 1)
     folder = Path(local_corpus("s3://bucket/good"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         path.name: path.read_bytes() for path in corpus.iterdir()
