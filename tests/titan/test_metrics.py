@@ -8,6 +8,7 @@ import torch
 from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
+from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.guard import Guard
 from interdomain.titan.watch import metrics
@@ -54,9 +55,10 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
     ("log_freq", "mixer_freq", "first", "mixer_steps"),
     [(10, 25, 1, [1, 30, 50]), (1, 20, 1, [1, 20, 40]), (10, 0, 7, [])],
 )
-def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, mixer_steps):
-    """A run of 50 steps of two seconds, which validates after step 15 for a hundred seconds. Seconds per step are the same
-    whatever number of steps a log is of; the mixer's frequency need be no multiple of the log's."""
+def test_scalars_of_every_logged_step(monkeypatch, tmp_path, log_freq, mixer_freq, first, mixer_steps):
+    """A run of 50 steps of two seconds, which validates after step 15 for a hundred seconds. After step 25 a step has twice the
+    micro-batches. Seconds per step are the same whatever number of steps a log is of; the mixer's frequency need be no
+    multiple of the log's."""
     clock, seen = SimpleNamespace(now=0.0), {}
     ticking = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     monkeypatch.setattr(metrics, "time", ticking)
@@ -65,15 +67,18 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     monkeypatch.setattr(metrics, "mixer_statistics", lambda *_: {"sign": 1.0})
     this = InterdomainMetrics.__new__(InterdomainMetrics)
     frequencies = [f"--metrics.log_freq={log_freq}", f"--metrics.mixer_freq={mixer_freq}"]
-    this.job_config = read_job_config(["--job.config_file", str(TINY), *frequencies])
-    this.plan = SimpleNamespace(tokens_per_step=512, tokens=25_600, steps=50, accumulation=2)
+    toml = tmp_path / "stages.toml"
+    toml.write_text(TINY.read_text() + "[[data.stages]]\nat_tokens = 12_800\nglobal_batch_size = 16\n")
+    settings = ["--training.local_batch_size=4", "--training.steps=50", "--lr_scheduler.total_steps=50"]
+    this.job_config = read_job_config(["--job.config_file", str(toml), *settings, *frequencies])
+    this.plan = make_plan(this.job_config, 1)
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
     this.model_parts = this.meshes = this.started = None
     this.log = lambda step, *logged: seen.setdefault(step, logged[-1])
-    this.data_loading_times, this.time_last_log, this.step_seconds = [], clock.now, []
+    this.data_loading_times, this.time_last_log, this.step_seconds = [], clock.now, [[], []]
     for step in range(first, 51):
         clock.now += 2
-        this.data_loading_times += [0.25, 0.25]  # two micro-batches
+        this.data_loading_times += [0.25] * (2 if step <= 25 else 4)  # micro-batches
         if this.should_log(step):
             this.log_step(step, 1.0, 1.0, 1.0)
             this.data_loading_times, this.time_last_log = [], clock.now  # as TorchTitan's `log`
@@ -82,7 +87,10 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
             this.log_validation(1.0, step)
     assert list(seen) == [step for step in range(first, 51) if step == 1 or step % log_freq == 0]
     assert {scalars["time_metrics/end_to_end(s)"] for scalars in seen.values()} == {2.0}
-    assert this.step_seconds == [2.0] * (len(seen) - 1)  # without those that compiled
+    # Without those that compiled, or were of both stages.
+    logged = [step for step in list(seen)[1:] if log_freq == 1 or step != 30]
+    assert this.step_seconds == [[2.0] * sum(step <= 25 for step in logged), [2.0] * sum(step > 25 for step in logged)]
+    assert seen[50]["n_tokens_seen"] == 25 * 512 + 25 * 1024
     assert [step for step, scalars in seen.items() if "sign" in scalars] == mixer_steps
 
 

@@ -118,9 +118,12 @@ class RunPlan:
     def describe(self) -> str:
         """The dry run's table."""
         gib = 2**30
-        most = max((stage.memory for stage in self.data_stages), key=lambda parts: sum(parts.values()))
+        most, traffic = (
+            max((getattr(stage, costs) for stage in self.data_stages), key=lambda parts: sum(parts.values()))
+            for costs in ("memory", "traffic")
+        )
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in most.items())
-        received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
+        received = ", ".join(f"{name} {size / gib:.3g}" for name, size in traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
         context = self.topology.context
         if context == 1:
@@ -136,7 +139,8 @@ class RunPlan:
             "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": "; ".join(states),
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
-            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens{' at first' * bool(self.later)} (warmup "
+            f"{self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
             "FLOPs in all": f"{self.flops_at(self.steps):.4g}",
             "batch": self._batch(),
@@ -145,7 +149,7 @@ class RunPlan:
             **({"pipeline": self._stages()} if self.topology.pipeline > 1 else {}),
             "precision": self.precision,
             "memory per device": f"about {sum(most.values()) / gib:.2f} GiB ({memory})",
-            "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
+            "received per step": f"{sum(traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
             **({"gradients": self.reductions} if self.accumulation > 1 else {}),
             "longest sequence": longest,
             **({"milestones": self._milestones()} if self.milestones else {}),

@@ -74,7 +74,8 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         default=job,
         prog="./launch.sh FILE.toml",
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
-        "A flag wins over the file. The defaults shown are those of the file.",
+        "A flag wins over the file. The defaults shown are those of the file. The tables [[data.stages]] stand in the file "
+        "alone.",
     )
     # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
     flags = names_of(arguments)

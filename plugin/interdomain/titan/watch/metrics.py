@@ -46,13 +46,11 @@ class InterdomainMetrics(MetricsProcessor):
         self.job_config, self.logger = job_config, LoggerContainer()
         self.plan, self.meshes = plan, meshes
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
-        self.counted_from = 0  # the step after which what is logged next begins
         # Of each data stage, at each log but the first, whose steps compiled.
         self.step_seconds: list[list[float]] = [[] for _ in plan.data_stages]
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
-        self.counted_from = first_step - 1
         config, folder = self.job_config, Path(self.job_config.job.dump_folder)
         if dist.get_rank() != 0:
             return
@@ -67,7 +65,10 @@ class InterdomainMetrics(MetricsProcessor):
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
         training, guard = self.job_config.training, self.optimizers.guard
-        plan, before = self.plan, self.counted_from
+        plan, before, batches = self.plan, step, len(self.data_loading_times)
+        while batches > 0:  # back to the last log or validation
+            batches -= plan.data_stages[plan.data_stage_of(before)].accumulation
+            before -= 1
         seconds, steps, stage = time.perf_counter() - self.time_last_log, step - before, plan.data_stage_of(step)
         if self.started is not None and plan.data_stage_of(before + 1) == stage:
             self.step_seconds[stage].append(seconds / steps)
@@ -86,7 +87,6 @@ class InterdomainMetrics(MetricsProcessor):
         if self._mixer_is_due(step):
             extra |= mixer_statistics(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
-        self.counted_from = step
         self._log_progress(step)
         skipped = guard.news()
         if skipped:
@@ -100,7 +100,6 @@ class InterdomainMetrics(MetricsProcessor):
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
-        self.counted_from = step
         logger.info("validation perplexity: %.3f", perplexity(loss))
         scalars = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
         if (accuracy := scalars.pop("accuracy", None)) is not None:
