@@ -89,7 +89,7 @@ RESHARD = "parallelism__fsdp_reshard_after_forward"
 SPOIL, TWICE = {2: "loss", 3: "gradient", 5: "both", 6: "loss"}, {3: "loss", 4: "loss"}
 LIMIT = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
 HUGE = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0}
-MUON = {"optimizer__name": "Muon", "mixer__softmax_every": 2} | SAVED | GRADIENTS
+MUON = {"optimizer__name": "Muon", "mixer__softmax_every": 2, "checkpoint__interval": 1} | SAVED | GRADIENTS
 
 RUNS = {
     # One kind of layer; a text's documents are one stream.
@@ -153,10 +153,13 @@ RUNS = {
     "1 text selective": SELECTIVE | steps(2) | BOTH,
     "1 text full": FULL | steps(2) | BOTH,
     "1 s4d selective": condition("s4d") | SELECTIVE | steps(2) | BOTH,
-    # Muon: layers of the recurrence and of softmax; a matrix is 4 x 4, or padded on 3 shards.
+    # Muon, on every axis from one rank's third step on. Layers of the recurrence and of softmax.
     "1 muon": MUON | steps(5),
-    **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(3) for axis in AXES},
-    "4 tensor shards muon": parallel(tensor=2, shards=2) | MUON | steps(5) | {"of": ("2 pipeline muon", 3)},
+    "1 muon again": MUON | steps(5) | {"of": ("1 muon", 3)},
+    **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(4) | {"of": ("1 muon", 3)} for axis in AXES},
+    "4 tensor shards muon": parallel(tensor=2, shards=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
+    "1 muon of adamw": MUON | steps(5) | {"of": ("2 text", 3), "stops": True},
+    "2 spoiled muon": MUON | steps(4) | {"spoil": {2: "loss", 3: "both"}, "probes": ["states"]},
     # Steps that are not finite on rank 1.
     "2 spoiled": SAVED | {"spoil": SPOIL, "probes": ["states"]},
     "2 given up": LIMIT | {"spoil": TWICE, "stops": True, "probes": ["states"]},

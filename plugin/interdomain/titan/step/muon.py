@@ -3,8 +3,8 @@
 Newton-Schulz needs a whole matrix. On DTensors PyTorch's own step would exchange parts in each of its fifteen products. So the step
 is taken apart here: momentum, weight decay and the change are of a rank's own part, and PyTorch's Newton-Schulz runs on whole
 matrices. They pass in rounds of as many as there are ranks that have parts of them (shards, context, tensor). In a round every
-rank gathers all of them, in bfloat16 as Newton-Schulz reads them, computes one, and hands it to the others. Replicas each do the
-same, so that nothing passes between them.
+rank gathers all of them, in bfloat16 as Newton-Schulz reads them, computes one, and hands it to the others. Each replica does so
+for itself, and nothing passes between replicas.
 """
 
 import itertools
@@ -55,20 +55,24 @@ class Muon(torch.optim.Muon):
 def _orthogonalized(updates: Iterator[Tensor], parameters: list[Any], group: dict[str, Any]) -> Iterator[Tensor]:
     """Whole matrices, one after the other. updates: this rank's part of each. Collective."""
     mesh = parameters[0].device_mesh
-    axes = [mesh[name] for name in mesh.mesh_dim_names if name != "replicas"]
+    axes = [mesh[name] for name in mesh.mesh_dim_names if name != "replicas" and mesh[name].size() > 1]
     places = list(itertools.product(*(range(axis.size()) for axis in axes)))
     mine = tuple(axis.get_local_rank() for axis in axes)
     for first in range(0, len(parameters), len(places)):
-        together, own = dict(zip(places, parameters[first:], strict=False)), None
+        together = dict(zip(places, parameters[first:], strict=False))
+        own = torch.empty(0)
         for place, p in together.items():
-            part = DTensor.from_local(next(updates), mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False)
-            whole = part.full_tensor()
+            shape, part = {"shape": p.shape, "stride": p.stride()}, next(updates)
+            whole = DTensor.from_local(part, mesh, p.placements, run_check=False, **shape).full_tensor()
             if place == mine:
                 own = whole
-        if own is not None:  # after all gathers, or each rank's product would hold up the next gather
-            own = _zeropower_via_newtonschulz(own, group["ns_coefficients"], group["ns_steps"], group["eps"]).contiguous()
+        if mine in together:  # after all gathers: a product between two of them would hold up the second on all ranks
+            own = _zeropower_via_newtonschulz(
+                own, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            ).contiguous()
         for place, p in together.items():
-            whole = own if place == mine else torch.empty(p.shape, dtype=torch.bfloat16, device=p.to_local().device)
+            device = p.to_local().device
+            result = own if place == mine else torch.empty(p.shape, dtype=torch.bfloat16, device=device)
             for axis, rank in zip(axes, place, strict=True):
-                dist.broadcast(whole, group=axis.get_group(), group_src=rank)
-            yield whole
+                dist.broadcast(result, group=axis.get_group(), group_src=rank)
+            yield result

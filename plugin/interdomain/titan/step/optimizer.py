@@ -1,5 +1,5 @@
-"""AdamW with a group of its own for the SSM parameters, Muon for the matrices of a run that asks for it, and a schedule with one
-floor (paper, optimizer and schedule)."""
+"""AdamW with a group of its own for the SSM parameters, and a schedule with one floor (paper, optimizer and schedule); Muon for
+the matrices where a run asks for it."""
 
 import functools
 import re
