@@ -29,6 +29,8 @@ WRONG = {
     "--use-mup": dict(use_mup=True),
     "--ffn-hidden-size 3072": dict(ffn_hidden_size=3072),
     "--mtp-num-layers 1": dict(mtp_num_layers=1),
+    "--optimizer muon": {},
+    "--optimizer sgd": {},
     "--ckpt-format torch": {},
     "--ckpt-format torch_dcp": {},
     "--ckpt-format fsdp_dtensor": {},

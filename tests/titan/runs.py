@@ -98,6 +98,7 @@ SPOIL, TWICE = {2: "loss", 3: "gradient", 5: "both", 6: "loss"}, {3: "loss", 4: 
 SPIKES = {"spoil": {5: 1e5, 7: 1e5}, "window": 3, "training__spike_deviations": 50.0}  # with a window of natural losses
 LIMIT = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
 HUGE = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0}
+MUON = {"optimizer__name": "Muon", "mixer__softmax_every": 2, "checkpoint__interval": 1} | SAVED | GRADIENTS
 
 RUNS = {
     # One kind of layer; a text's documents are one stream.
@@ -161,6 +162,13 @@ RUNS = {
     "1 text selective": SELECTIVE | steps(2) | BOTH,
     "1 text full": FULL | steps(2) | BOTH,
     "1 s4d selective": condition("s4d") | SELECTIVE | steps(2) | BOTH,
+    # Muon, on every axis from one rank's third step on. Layers of the recurrence and of softmax.
+    "1 muon": MUON | steps(5),
+    "1 muon again": MUON | steps(5) | {"of": ("1 muon", 3)},
+    **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(4) | {"of": ("1 muon", 3)} for axis in AXES},
+    "4 tensor shards muon": parallel(tensor=2, shards=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
+    "1 muon of adamw": MUON | steps(5) | {"of": ("2 text", 3), "stops": True},
+    "2 spoiled muon": MUON | steps(4) | {"spoil": {2: "loss", 3: "both"}, "probes": ["states"]},
     # Steps that are not finite on rank 1.
     "2 spoiled": SAVED | {"spoil": SPOIL, "probes": ["states"]},
     "2 given up": LIMIT | {"spoil": TWICE, "stops": True, "probes": ["states"]},

@@ -35,6 +35,7 @@ def test_groups_of_ranks(mesh, per_node):
     places = list(itertools.product(*(range(getattr(mesh, axis)) for axis in order)))
     varying = {axis: {axis} for axis in ("pipeline", "replicas", "context", "tensor")}
     varying |= {"shards": {"shards", "context"}, "dynamics": set(order) - {"pipeline"}}
+    varying["matrices"] = {"shards", "context", "tensor"}
     for axis, group in groups_of(mesh, per_node).items():
         fixed = [i for i, name in enumerate(order) if name not in varying[axis]]
         groups = [

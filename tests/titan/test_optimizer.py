@@ -12,7 +12,7 @@ from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.host import translate
 from interdomain.titan.plan.schedule import refuse_jump
 from interdomain.titan.settings.job_config import read_job_config
-from interdomain.titan.step.optimizer import GroupedOptimizers, GroupedSchedulers
+from interdomain.titan.step.optimizer import SSM_PARAMETER, GroupedOptimizers, GroupedSchedulers
 
 from .runs import flags
 
@@ -54,6 +54,37 @@ def test_the_ssm_group_of_every_condition(condition):
         assert list(groups) == ["main", "ssm"]  # TorchTitan logs the first group's rate as "lr"
         assert groups["ssm"] == expected
         assert sorted(groups["main"] + expected) == everything
+
+
+# Maps within a block: wq, wk, wv, wo; the baselines' gates wg, wa, wb and gate_down, gate_up.
+MAPS = {name: ["wk", "wv", "wo"] for name in CONDITIONS if name.startswith(("dual-linear", "s4d"))} | {
+    "gla": ["wq", "wk", "wv", "wo", "wg", "gate_down", "gate_up"],
+    "mamba2": ["wq", "wk", "wv", "wo", "wg", "wa"],
+    "deltanet": ["wq", "wk", "wv", "wo", "wb"],
+    "gated-deltanet": ["wq", "wk", "wv", "wo", "wg", "wa", "wb"],
+}
+
+
+@pytest.mark.parametrize("condition", [*CONDITIONS, "hybrid"])
+def test_the_matrices_that_muon_trains(condition):
+    """And the two groups of AdamW, without them."""
+    every_second = {"softmax_every": 2} if condition == "hybrid" else {}
+    mixer = "interdomain" if condition == "hybrid" else condition
+    model, container = optimizers(mixer, configuration(optimizer__name="Muon"), **every_second)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {group["name"]: {names[id(p)] for p in group["params"]} for group in container.groups}
+    maps = [f"attention.{name}" for name in MAPS.get(mixer, ["wq", "wk", "wv", "wo"])]
+    maps += [f"feed_forward.{name}" for name in ("w1", "w2", "w3")]
+    assert groups.pop("matrices") == {f"layers.{i}.{name}.weight" for i in range(4) for name in maps}
+    _, plain = optimizers(mixer, **every_second)
+    assert groups.get("ssm", set()) == {name for name in names.values() if SSM_PARAMETER.search(name)}
+    assert {group["name"] for group in plain.groups} == groups.keys()
+    adamw, muon = container.optimizers
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert isinstance(muon, torch.optim.Muon)
+    (matrices,) = muon.param_groups
+    chosen = [matrices[name] for name in ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")]
+    assert chosen == [3e-3, 0.1, 0.95, True, "match_rms_adamw"]
 
 
 def test_the_recipe_of_the_groups():

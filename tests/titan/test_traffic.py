@@ -11,6 +11,7 @@ COUNTED = [
     *("2 text", "2 replicas", "2 context layers", "2 tensor layers", "2 pipeline layers", "2 context softmax"),
     *("2 context full", "2 context full long", "2 context softmax long", "2 tensor selective", "2 tensor bfloat16"),
     *("2 context fixed", "2 tensor fixed", "2 zbv layers", "2 once", "2 each bfloat16"),
+    *("2 shards muon", "2 tensor muon", "4 tensor shards muon"),
 ]
 FEW = 200  # bytes: of the sums of a few numbers, such as the gradients' norm
 
@@ -21,7 +22,7 @@ def received(runs, name):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_step_receives_what_the_dry_run_says(runs, name):
-    expected = sum(make_plan(read_job_config(runs.jobs[name]["args"]), 2).traffic.values())
+    expected = sum(make_plan(read_job_config(runs.jobs[name]["args"]), int(name[0])).traffic.values())
     assert 0 <= received(runs, name) - expected < FEW
 
 

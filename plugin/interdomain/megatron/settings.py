@@ -97,6 +97,13 @@ SETTINGS = (
     *_off(IGNORED, ROPE, "--rotary-seq-len-interpolation-factor", "--no-rope-freq"),
     *_off(IGNORED, DOCUMENTS, "--reset-attention-mask", "--reset-position-ids"),
     *_off("stops the run: it divides batches by softmax's work", LEAVE, "--hybrid-context-parallel"),
+    # The optimizer.
+    Setting(
+        "--optimizer",
+        {"optimizer": "adam"},
+        "is not the recipe: Megatron's Muon would orthogonalize the dynamics and biases of two dimensions, too",
+        "adam; for Muon train with TorchTitan (optimizer.name)",
+    ),
     # Precision and files.
     Setting("--transformer-impl", {"transformer_impl": _implementation}, IGNORED, "transformer_engine or local"),
     *_off(IGNORED, LEAVE, "--use-transformer-engine-op-fuser"),

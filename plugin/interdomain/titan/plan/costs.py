@@ -3,14 +3,17 @@
 import bisect
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 from interdomain.model import ModelConfig, Transformer, meta_model
 from interdomain.model.costs.flops import memory_estimate, step_flops_per_token
 from interdomain.model.costs.traffic import Held, held, traffic
+from interdomain.model.shard import split_dimension
 from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
+from ..step.optimizer import group_of
 from .pipeline_order import idle, in_flight, stages_of
 from .topology import Topology
 
@@ -25,6 +28,35 @@ def _model(config: ModelConfig) -> Transformer:
 @functools.lru_cache(maxsize=4096)
 def _held(config: ModelConfig, stages: tuple[tuple[str, ...], ...], tensor: int) -> Held:
     return held(_model(config), stages, tensor)
+
+
+class Matrix(NamedTuple):
+    """A matrix of Muon's. divided: whether tensor parallelism splits it."""
+
+    rows: int
+    columns: int
+    divided: bool
+
+    @property
+    def numbers(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def flops(self) -> int:
+        """Of Newton-Schulz: five times x x^T, its square and a product with x, for the shorter side as rows of x."""
+        m, n = sorted(self[:2])
+        return 5 * (4 * m * m * n + 2 * m**3)
+
+
+@functools.lru_cache(maxsize=4096)
+def _matrices(config: ModelConfig, stages: tuple[tuple[str, ...], ...]) -> list[Matrix]:
+    """Of Muon, in some stages."""
+    model, modules = _model(config), {name for stage in stages for name in stage}
+    return [
+        Matrix(p.shape[0], p.shape[1], split_dimension(model, name.rpartition(".")[0]) is not None)
+        for name, p in model.named_parameters()
+        if ".".join(name.split(".")[:2]) in modules and group_of(name, p, "Muon") == "matrices"
+    ]
 
 
 class Costs:
@@ -44,6 +76,8 @@ class Costs:
         schedule = job.parallelism.pipeline_parallel_schedule if ranks > 1 else "1F1B"
         own = [stages_of(schedule, r, ranks, len(stages)) for r in range(ranks)]
         self.held = [_held(config, tuple(stages[i] for i in numbers), mesh.tensor) for numbers in own]
+        muon = job.optimizer.name == "Muon"
+        self.matrices = [_matrices(config, tuple(stages[i] for i in numbers)) if muon else [] for numbers in own]
         self.turns = [any(i + 1 in numbers for i in numbers) for numbers in own]
         self.in_flight = [in_flight(schedule, r, ranks, len(stages) // ranks, micro_batches) for r in range(ranks)]
         reshard = job.parallelism.fsdp_reshard_after_forward
@@ -106,6 +140,9 @@ class Costs:
             )
             for part, micro_batches in zip(self.held, self.in_flight, strict=True)
         ]
+        for parts, matrices in zip(needed, self.matrices, strict=True):  # Muon has one moment
+            held = sum(x.numbers // (mesh.tensor if x.divided else 1) for x in matrices)
+            parts["optimizer"] -= 4 * held // (mesh.shards * mesh.context)
         return max(needed, key=lambda parts: sum(parts.values()))
 
     def reductions(self) -> str:
@@ -147,7 +184,21 @@ class Costs:
             )
             for part, turn in zip(self.held, self.turns, strict=True)
         ]
+        for axes, matrices in zip(received, self.matrices, strict=True):
+            axes["matrices"] = sum(map(self._exchanged, matrices))
         return max(received, key=lambda axes: sum(axes.values()))
+
+    def _exchanged(self, matrix: Matrix) -> int:
+        """Bytes received for a matrix of Muon: bfloat16, gathered of all that have a part, and the result over each axis."""
+        shards, tensor = self.mesh.shards * self.mesh.context, self.mesh.tensor
+        parts = shards * (tensor if matrix.divided else 1)
+        return 2 * (matrix.numbers - matrix.numbers // parts + matrix.numbers * ((shards > 1) + (tensor > 1)))
+
+    def newton_schulz(self) -> int:
+        """FLOPs of a rank, of the stage that has the most: in each round of matrices those of the largest."""
+        ranks = self.mesh.shards * self.mesh.context * self.mesh.tensor
+        each = [[x.flops for x in matrices] for matrices in self.matrices]
+        return max(sum(max(n[i : i + ranks]) for i in range(0, len(n), ranks)) for n in each)
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that CARD bytes are enough to train on, one at a time; 0 where none is."""

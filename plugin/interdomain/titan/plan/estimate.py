@@ -24,7 +24,7 @@ HIDEABLE = 0.9  # of an exchange behind the computation; the rest is what it tak
 QUERIES = 0.1  # of the computation: what hides the exchange of states, the queries and the gate
 # Latencies in NCCL's own table (tuning.cc, protocol Simple): of a call, and of a hop inside a node and between nodes.
 CALL, HOP_INSIDE, HOP_BETWEEN = 8.4e-6, 3.4e-6, 14e-6
-# AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it.
+# Of Muon two numbers less are read and written, and four of bfloat16 more. AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it.
 OPTIMIZER_BYTES = 40
 
 
@@ -60,6 +60,7 @@ def groups_of(mesh: Topology, per_node: int) -> dict[str, Group]:
         "replicas": (mesh.tensor * shards, mesh.replicas),
         "pipeline": (stage, mesh.pipeline),
         "dynamics": (1, stage),
+        "matrices": (1, mesh.tensor * shards),
     }
     return {axis: _group(*place, mesh.ranks, per_node) for axis, place in placed.items()}
 
@@ -92,7 +93,7 @@ def launches(costs: Costs) -> float:
 def optimizer(costs: Costs, device: Device) -> float:
     shards = costs.mesh.shards * costs.mesh.context
     parameters = max(part.dynamics + (part.parameters - part.dynamics) / shards for part in costs.held)
-    return OPTIMIZER_BYTES * parameters / device.bandwidth
+    return OPTIMIZER_BYTES * parameters / device.bandwidth + costs.newton_schulz() / (UTILISATION * device.flops)
 
 
 def latency(axis: str, group: Group) -> float:
@@ -122,6 +123,7 @@ def messages(costs: Costs) -> dict[str, int]:
         "tensor": n * (layers * (8 + {"none": 0, "full": 4}.get(mode, 2)) + 4),
         "pipeline": 2 * n * len(costs.held[0].layers),
         "dynamics": 1,
+        "matrices": 2 * max(map(len, costs.matrices)),
     }
 
 
@@ -157,7 +159,8 @@ def seconds(costs: Costs, machines: Machines, axes: dict[str, float]) -> tuple[d
     hidden = {axis: min(HIDEABLE * axes[axis], long) for axis, long in (("shards", working), ("replicas", backward))}
     terms |= {axis: axes[axis] - n for axis, n in hidden.items()}
     hidden |= {"launches": host - terms["launches"], "context": states}
-    return terms | {"dynamics": axes["dynamics"], "optimizer": optimizer(costs, machines.device)}, hidden
+    last = {"dynamics": axes["dynamics"], "matrices": axes["matrices"], "optimizer": optimizer(costs, machines.device)}
+    return terms | last, hidden
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.exclude_from_loading = []
         states = self._states_to_load(initial and self.initial_load_model_only)
         continues = TRAIN_STATE in states
-        require_same_run(point, self.record, self.tensors, batch=continues)
+        require_same_run(point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states)
         damaged = [None] * dist.get_world_size()
         dist.all_gather_object(damaged, altered_entry(point.folder, point.index, dist.get_rank(), len(damaged)))
         if any(damaged):

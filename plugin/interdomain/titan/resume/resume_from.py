@@ -200,11 +200,12 @@ def set_later_aside(folder: Path, step: int) -> None:
 
 
 @user_errors
-def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool) -> None:
+def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool, optimizer: bool = False) -> None:
     """Refuse a checkpoint of a model that computes something else, or with another number of tokens per step.
 
     Args:
         run: this run's record. tensors: the whole model's state dict. batch: whether the tokens per step matter.
+        optimizer: whether the optimizer's state is loaded.
     Raises: ValueError.
     """
     record = point.record
@@ -214,6 +215,14 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
             f"{point.folder} was trained with {RESET} = {before[RESET]}, and here it is {now[RESET]}: the model would compute "
             "something else. Restore the setting, or start another run from these weights: --job.dump_folder FOLDER "
             f"--checkpoint.initial_load_path {point.folder}."
+        )
+    names = [settings.get("optimizer.name", "AdamW") for settings in (before, now)]
+    if optimizer and len({name == "Muon" for name in names}) > 1:
+        raise ValueError(
+            f"{point.folder} has the optimizer state of {names[0]}, of which {names[1]} cannot go on. Restore optimizer.name = "
+            f"{names[0]}, or start another run with new state: --job.dump_folder FOLDER --checkpoint.initial_load_path "
+            f"{point.folder} (with --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading optimizer "
+            "it keeps step, schedule and data)."
         )
     # Settings that make another model of the same tensors. The context length does not.
     models = [ModelConfig.from_dict(r["model"]) for r in (record, run)]

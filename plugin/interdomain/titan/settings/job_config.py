@@ -261,6 +261,17 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             f"training.max_spikes = {job_config.training.max_spikes} has no effect while training.spike_deviations is 0: there "
             "are no spikes. Set it, 6 for one, or leave training.max_spikes out."
         )
+    optimizer = job_config.optimizer
+    if optimizer.name != "Muon" and optimizer.momentum != JobConfig().optimizer.momentum:
+        raise ValueError(
+            f"optimizer.momentum = {optimizer.momentum} has no effect with {optimizer.name}, which has beta1. Set "
+            "optimizer.name = Muon, or leave it out."
+        )
+    if optimizer.name == "Muon" and job_config.training.enable_cpu_offload:
+        raise ValueError(
+            "optimizer.name = Muon with training.enable_cpu_offload: the CPU would compute Newton-Schulz of every matrix. Turn "
+            "the offload off, or set AdamW."
+        )
     n_basis, checkpoint = value_of(job_config, "mixer.n_basis"), job_config.checkpoint
     if n_basis is not None and not reads_n_basis(vars(job_config.mixer)):
         raise ValueError(

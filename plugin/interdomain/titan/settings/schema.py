@@ -166,11 +166,14 @@ class Data:
 class Optimizer:
     """[optimizer]: AdamW. The SSM parameters (input norms, Delta, A, C, c) have their own rate and weight decay."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"  # The optimizer.
+    #: The optimizer. Muon: for the matrices of attention and feed-forward; AdamW for all others. Its changes are scaled to the
+    #: size of AdamW's, so that lr and weight_decay hold for both.
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     lr: Positive = 8e-4  # Peak learning rate.
     beta1: Decay = 0.9  # Decay of the running mean of the gradients.
     beta2: Decay = 0.95  # Decay of the running mean of their squares.
     eps: NotNegative = 1e-8  # Added to the root of the mean of squares.
+    momentum: Decay = 0.95  # Of Muon: decay of the running mean of the gradients.
     weight_decay: NotNegative = 0.1  # Weight decay of all parameters but the SSM's.
     ssm_lr: Positive = 1e-3  # The SSM parameters' peak learning rate is min(lr, ssm_lr).
     ssm_weight_decay: NotNegative = 0.0  # Weight decay of the SSM parameters.

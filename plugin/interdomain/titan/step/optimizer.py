@@ -1,4 +1,5 @@
-"""AdamW with a group of its own for the SSM parameters, and a schedule with one floor (paper, optimizer and schedule)."""
+"""AdamW with a group of its own for the SSM parameters, and a schedule with one floor (paper, optimizer and schedule); Muon for
+the matrices where a run asks for it."""
 
 import functools
 import re
@@ -15,13 +16,23 @@ from interdomain.model.initialize import clean_name
 from ..host import LRSchedulersContainer, OptimizersContainer
 from ..plan.schedule import multiple_of_peak
 from .guard import Guard
+from .muon import Muon
 
 # Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
 SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 
+def group_of(name: str, p: Tensor, optimizer: str) -> str:
+    """The group of a parameter. Under Muon the maps within blocks are `matrices`: the attention's and feed-forward's weights of
+    two dimensions. Embedding, head, norms, convolutions and dynamics stay with AdamW."""
+    if SSM_PARAMETER.search(name):
+        return "ssm"
+    return "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
+
+
 class GroupedOptimizers(OptimizersContainer):
-    """Groups are named `main` (its learning rate is logged as "lr") and `ssm` (input norms and dynamics, where there are any).
+    """Groups are named `main` (its learning rate is logged as "lr"), `ssm` (input norms and dynamics, where there are any) and
+    `matrices` (of Muon).
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.
     A step that is not finite on any rank leaves weights and state as they are (`guard`).
@@ -37,24 +48,32 @@ class GroupedOptimizers(OptimizersContainer):
             "fused": config.implementation == "fused",
             "foreach": config.implementation == "foreach",
         }
-        ssm = {"name": "ssm", "lr": min(config.lr, config.ssm_lr), "weight_decay": config.ssm_weight_decay}
-        optimizer = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
-        self.model_parts, self.guard = model_parts, Guard()
+        options = {"ssm": {"lr": min(config.lr, config.ssm_lr), "weight_decay": config.ssm_weight_decay}}
+        optimizer = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
+        self.guard = Guard()
         self.rates: dict[str, float] = {}  # by group, of the last step
-        self.optimizers = []
+        self.model_parts, self.optimizers = [], []  # of each optimizer its part: TorchTitan goes through both together
         for model in model_parts:
-            named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-            of_ssm = [p for name, p in named if SSM_PARAMETER.search(name)]
-            others = [p for name, p in named if not SSM_PARAMETER.search(name)]
-            groups = [{"params": others, "name": "main"}, {"params": of_ssm, **ssm}]
-            self.optimizers.append(optimizer([group for group in groups if group["params"]], **kwargs))
+            groups: dict[str, list[Any]] = {"main": [], "ssm": [], "matrices": []}
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    groups[group_of(clean_name(name), p, config.name)].append(p)
+            matrices = groups.pop("matrices")
+            grouped = [{"params": own, "name": name, **options.get(name, {})} for name, own in groups.items() if own]
+            self.optimizers.append(optimizer(grouped, **kwargs))
+            if matrices:
+                # So scaled, a change is as large as AdamW's: one learning rate and weight decay serve both.
+                muon = {"lr": config.lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+                group: Any = {"params": matrices, "name": "matrices"}
+                self.optimizers.append(Muon([group], **muon, adjust_lr_fn="match_rms_adamw"))
+            self.model_parts += [model] * (len(self.optimizers) - len(self.model_parts))
         self._post_init([p for group in self.groups for p in group["params"]], kwargs)
 
     def step(self, skip: Tensor | None = None) -> None:
         """skip: 1.0 on the device for a step that changes nothing (`Guard.verdict`)."""
         # Of the step now taken: by the time that metrics are logged, the schedule has moved on to the next.
         self.rates = {group["name"]: group["lr"] for group in self.groups}
-        if self.optimizers[0].defaults["fused"]:
+        if self.optimizers[0].defaults["fused"]:  # AdamW's, and Muon here decides as it does
             for optimizer in self.optimizers:
                 optimizer.found_inf = skip
         elif skip is not None and skip.item():  # only the fused implementation can decide on the device
