@@ -24,8 +24,8 @@ HIDEABLE = 0.9  # of an exchange behind the computation; the rest is what it tak
 QUERIES = 0.1  # of the computation: what hides the exchange of states, the queries and the gate
 # Latencies in NCCL's own table (tuning.cc, protocol Simple): of a call, and of a hop inside a node and between nodes.
 CALL, HOP_INSIDE, HOP_BETWEEN = 8.4e-6, 3.4e-6, 14e-6
-# AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it. Muon reads
-# and writes two numbers less, and four of bfloat16 more.
+# AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it. Muon
+# reads and writes two numbers less, and four of bfloat16 more.
 OPTIMIZER_BYTES = 40
 
 
