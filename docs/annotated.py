@@ -24,7 +24,6 @@ SIGNED = LinearSegmentedColormap.from_list("signed", [ORANGE, ORANGE + "00", BLU
 SMALL = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}  # letters as text
 TOKENS = 0, 5, 10, 15, 19
 VALUES = dict(xlabel="angle of the key", ylabel="value", ylim=(-0.4, 3.9))
-KEPT = 1, 2, 4, 8, 12, 20  # coefficients
 
 
 def of_the_page() -> SimpleNamespace:
@@ -36,8 +35,8 @@ def of_the_page() -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-def points(axis, page, upto: int = 20) -> None:
-    axis.plot(page.angle[:upto], page.v[:upto], "o", color=GREY, markersize=3.5)
+def points(axis, page) -> None:
+    axis.plot(page.angle, page.v, "o", color=GREY, markersize=3.5)
     axis.set(**VALUES)
 
 
@@ -59,7 +58,7 @@ def features(page, figure) -> None:
     gaussian = (-(page.q - page.q[at]).square().sum(1) / 8**0.5).exp()
     left.plot(page.asked, gaussian, color=GREY, label="kernel")
     left.plot(page.asked, page.fq @ page.fq[at], color=BLUE, label="256 features")
-    left.set(title=r"kernel of two angles", xlabel="angle between query and key")
+    left.set(title="kernel of two angles", xlabel="angle between query and key")
     points(right, page)
     right.plot(page.asked, page.mean, color=GREY, label="equation 1")
     right.plot(page.asked, page.mean_4, color=BLUE, label="equation 4")
@@ -80,9 +79,9 @@ def basis(page, figure) -> None:
 
 
 def fit(page, figure) -> None:
-    for M, frame in zip(KEPT, figure.subfigures(2, 3).flat, strict=True):
+    for (M, error), frame in zip(page.errors.items(), figure.subfigures(2, 3).flat, strict=True):
         top, bottom = frame.subplots(2, 1)
-        frame.suptitle(f"M = {M}   (error {page.errors[M]:.2g})", fontsize=10)
+        frame.suptitle(f"M = {M}   (error {error:.2g})", fontsize=10)
         _, waves, C = page.basis(M)
         phi = waves @ C.T
         kept = (phi.conj() @ (phi.T @ page.v.to(phi.dtype))).real
