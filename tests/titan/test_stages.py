@@ -114,7 +114,7 @@ def test_what_a_run_says_of_its_stages(staged):
     log = staged.seen("2 stages")["log"]
     assert [scalars["n_tokens_seen"] for scalars in log.values()] == TOKENS
     assert [scalars["data_stage"] for scalars in log.values()] == [1, 1, 2, 2, 3, 3]
-    assert all(5 < scalars["loss"] < 6.5 for scalars in log.values())  # of a label of the step: log 512 = 6.2 at the start
+    assert all(5 < scalars["loss"] < 6.5 for scalars in log.values())  # of a label: log 512 = 6.2 at the start
     said = staged.said("2 stages")
     assert "data from step 3: " in said
     assert "2,816 of 3,584 tokens, data stage 3 of 3" in said
