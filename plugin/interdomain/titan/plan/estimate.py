@@ -24,7 +24,7 @@ HIDEABLE = 0.9  # of an exchange behind the computation; the rest is what it tak
 QUERIES = 0.1  # of the computation: what hides the exchange of states, the queries and the gate
 # Latencies in NCCL's own table (tuning.cc, protocol Simple): of a call, and of a hop inside a node and between nodes.
 CALL, HOP_INSIDE, HOP_BETWEEN = 8.4e-6, 3.4e-6, 14e-6
-# Of Muon two numbers less are read and written, and four of bfloat16 more. AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it.
+# AdamW and clipping, a parameter: read it, its gradient and two moments, write three; read the gradient, and scale it.
 OPTIMIZER_BYTES = 40
 
 
@@ -91,6 +91,7 @@ def launches(costs: Costs) -> float:
 
 
 def optimizer(costs: Costs, device: Device) -> float:
+    """Seconds. Of Muon the parameters' traffic as of AdamW, and Newton-Schulz."""
     shards = costs.mesh.shards * costs.mesh.context
     parameters = max(part.dynamics + (part.parameters - part.dynamics) / shards for part in costs.held)
     return OPTIMIZER_BYTES * parameters / device.bandwidth + costs.newton_schulz() / (UTILISATION * device.flops)

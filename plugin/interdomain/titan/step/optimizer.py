@@ -52,13 +52,15 @@ class GroupedOptimizers(OptimizersContainer):
         optimizer = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.guard = Guard()
         self.rates: dict[str, float] = {}  # by group, of the last step
+        # The same on all stages of a pipeline, whatever parameters they have.
+        self.names = ("main", "ssm", "matrices") if config.name == "Muon" else ("main", "ssm")
         self.model_parts, self.optimizers = [], []  # of each optimizer its part: TorchTitan goes through both together
         for model in model_parts:
-            groups: dict[str, list[Any]] = {"main": [], "ssm": [], "matrices": []}
+            groups: dict[str, list[Any]] = {name: [] for name in self.names}
             for name, p in model.named_parameters():
                 if p.requires_grad:
                     groups[group_of(clean_name(name), p, config.name)].append(p)
-            matrices = groups.pop("matrices")
+            matrices = groups.pop("matrices", [])
             grouped = [{"params": own, "name": name, **options.get(name, {})} for name, own in groups.items() if own]
             self.optimizers.append(optimizer(grouped, **kwargs))
             if matrices:
