@@ -36,7 +36,7 @@ DEFAULTS = {
     **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "softmax-type": "vanilla"},
     **{"rotary-base": 10000, "rotary-percent": 1.0, "num-query-groups": 1, "seed": 1234, "min-lr": 0.0},
     **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
-    **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine"},
+    **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine", "optimizer": "adam"},
 }
 NAMES = {"fp8-format": "fp8", "fp4-format": "fp4", "apply-layernorm-1p": "layernorm_zero_centered_gamma"}
 

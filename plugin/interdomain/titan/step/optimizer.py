@@ -2,7 +2,6 @@
 the matrices where a run asks for it."""
 
 import functools
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,20 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from interdomain.model.initialize import clean_name
 
 from ..host import LRSchedulersContainer, OptimizersContainer
-from ..plan.schedule import multiple_of_peak
+from ..plan.schedule import group_of, multiple_of_peak
 from .guard import Guard
 from .muon import Muon
-
-# Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
-SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
-
-
-def group_of(name: str, p: Tensor, optimizer: str) -> str:
-    """The group of a parameter. Under Muon the maps within blocks are `matrices`: the attention's and feed-forward's weights of
-    two dimensions. Embedding, head, norms, convolutions and dynamics stay with AdamW."""
-    if SSM_PARAMETER.search(name):
-        return "ssm"
-    return "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
 
 
 class GroupedOptimizers(OptimizersContainer):
