@@ -172,6 +172,7 @@ class Watcher:
         """The milestone's standalone folder, in `place`. Raises: ValueError for one that is there and not of this milestone."""
         folder = place / milestone.name
         options = convert.parse([str(milestone), "--output", str(folder)])
+        options.place, options.folder = milestone, folder
         if folder.exists():
             try:
                 convert.check_folder(folder, open_checkpoint(milestone, None)[0], options)

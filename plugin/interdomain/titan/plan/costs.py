@@ -13,8 +13,8 @@ from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
-from ..step.optimizer import group_of
 from .pipeline_order import idle, in_flight, stages_of
+from .schedule import group_of
 from .topology import Topology
 
 CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be

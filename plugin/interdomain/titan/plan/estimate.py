@@ -92,6 +92,7 @@ def launches(costs: Costs) -> float:
 
 
 def optimizer(costs: Costs, device: Device) -> float:
+    """Seconds. Of Muon the parameters' traffic as of AdamW, and Newton-Schulz."""
     shards = costs.mesh.shards * costs.mesh.context
     parameters = max(part.dynamics + (part.parameters - part.dynamics) / shards for part in costs.held)
     return OPTIMIZER_BYTES * parameters / device.bandwidth + costs.newton_schulz() / (UTILISATION * device.flops)

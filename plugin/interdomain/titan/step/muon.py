@@ -1,10 +1,9 @@
 """PyTorch's Muon for matrices of which each rank has a part.
 
-Newton-Schulz needs a whole matrix. On DTensors PyTorch's own step would exchange parts in each of its fifteen products. So the
-step is taken apart here: momentum, weight decay and the change are of a rank's own part, and PyTorch's Newton-Schulz runs on
-whole matrices. They pass in rounds of as many as there are ranks that have parts of them (shards, context, tensor). In a round
-every rank gathers all of them, in bfloat16 as Newton-Schulz reads them, computes one, and hands it to the others. Each replica
-does so for itself, and nothing passes between replicas.
+Newton-Schulz needs a whole matrix. On DTensors PyTorch's own step would exchange parts in each of its fifteen products. So here
+momentum, weight decay and the change are of a rank's own part, and PyTorch's Newton-Schulz runs on whole matrices. They pass in
+rounds of as many as there are ranks that have parts of them (shards, context, tensor). In a round every rank gathers all,
+in bfloat16 as Newton-Schulz reads them, computes one, and hands it to the others. Each replica does so for itself.
 """
 
 import itertools

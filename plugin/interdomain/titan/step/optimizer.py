@@ -2,7 +2,6 @@
 the matrices where a run asks for it."""
 
 import functools
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,20 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from interdomain.model.initialize import clean_name
 
 from ..host import LRSchedulersContainer, OptimizersContainer
-from ..plan.schedule import multiple_of_peak
+from ..plan.schedule import group_of, multiple_of_peak
 from .guard import Guard
 from .muon import Muon
-
-# Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
-SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
-
-
-def group_of(name: str, p: Tensor, optimizer: str) -> str:
-    """The group of a parameter. Under Muon the maps within blocks are `matrices`: the attention's and feed-forward's weights of
-    two dimensions. Embedding, head, norms, convolutions and dynamics stay with AdamW."""
-    if SSM_PARAMETER.search(name):
-        return "ssm"
-    return "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
 
 
 class GroupedOptimizers(OptimizersContainer):
@@ -52,13 +40,15 @@ class GroupedOptimizers(OptimizersContainer):
         optimizer = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
         self.guard = Guard()
         self.rates: dict[str, float] = {}  # by group, of the last step
+        # The same on all stages of a pipeline, whatever parameters they have.
+        self.names = ("main", "ssm", "matrices") if config.name == "Muon" else ("main", "ssm")
         self.model_parts, self.optimizers = [], []  # of each optimizer its part: TorchTitan goes through both together
         for model in model_parts:
-            groups: dict[str, list[Any]] = {"main": [], "ssm": [], "matrices": []}
+            groups: dict[str, list[Any]] = {name: [] for name in self.names}
             for name, p in model.named_parameters():
                 if p.requires_grad:
                     groups[group_of(clean_name(name), p, config.name)].append(p)
-            matrices = groups.pop("matrices")
+            matrices = groups.pop("matrices", [])
             grouped = [{"params": own, "name": name, **options.get(name, {})} for name, own in groups.items() if own]
             self.optimizers.append(optimizer(grouped, **kwargs))
             if matrices:

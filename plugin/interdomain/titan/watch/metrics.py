@@ -151,7 +151,7 @@ def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float,
 
     total: the norm of all, before clipping.
     """
-    groups: dict[str, list[Tensor]] = {"main": [], "ssm": [], "matrices": []}  # on every stage of a pipeline
+    groups: dict[str, list[Tensor]] = {name: [] for name in optimizers.names}
     for group in optimizers.groups:
         groups[group["name"]] += [p.grad for p in group["params"] if p.grad is not None]
     clipped = min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_ scaled them
