@@ -1,4 +1,4 @@
-"""The steps of a run, its warmup and its milestones; the learning rate of each step; the optimizer's group of each parameter."""
+"""The steps of a run, its warmup and milestones; the learning rate of each step; the optimizer's group of each parameter."""
 
 import json
 import math
