@@ -10,7 +10,7 @@ ENV PIP_EXTRA_INDEX_URL=${INDEX}
 # A compiler and Python's headers: Triton builds small C programs.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates g++ git python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get clean
 WORKDIR /interdomain
 COPY . .
 RUN ./launch.sh --flags > /dev/null
