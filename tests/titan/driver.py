@@ -164,7 +164,7 @@ def run(job):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, job.get("environment", {})))
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
-        stack.enter_context(mock.patch.object(guard, "WINDOW", job["window"] or guard.WINDOW))
+        stack.enter_context(mock.patch.object(guard, "WINDOW", job.get("window") or guard.WINDOW))
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
         seen["drawn"] = [call.args[0] for call in draw.call_args_list]
