@@ -95,12 +95,12 @@ def parse(argv):
     return args
 
 
-def to_folder(args) -> str:
-    checkpoint, tokenizer = open_checkpoint(args.place, args.tokenizer)
+def to_folder(source: Path, output: Path, args) -> str:
+    checkpoint, tokenizer = open_checkpoint(source, args.tokenizer)
     config, record = checkpoint.config, checkpoint.record
     expected = meta_model(config).state_dict()
     checkpoint.check_bytes(list(expected))
-    with new_folder(args.folder) as folder:
+    with new_folder(output) as folder:
         with tqdm(total=len(expected), desc=checkpoint.folder.name, unit=" tensors", disable=None) as bar:
 
             def read(names):
@@ -187,22 +187,22 @@ def require_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> Non
         raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
 
 
-def read_folder(args):
+def read_folder(folder: Path):
     """(configuration, record, tensors, tokenizer) of a standalone folder, all of it checked."""
-    config, record = pretrained.read_config(args.place)
-    tensors = pretrained.read_tensors(args.place)
-    pretrained.check_tensors(args.place, config, tensors)
-    tokenizer = pretrained.load_checked_tokenizer(args.place, config, record)
-    pretrained.check_weights(args.place, record)
+    config, record = pretrained.read_config(folder)
+    tensors = pretrained.read_tensors(folder)
+    pretrained.check_tensors(folder, config, tensors)
+    tokenizer = pretrained.load_checked_tokenizer(folder, config, record)
+    pretrained.check_weights(folder, record)
     # Training keeps its master weights in float32.
     return config, record, {name: tensor.float() for name, tensor in tensors.items()}, tokenizer
 
 
-def to_megatron(args) -> str:
-    config, _, tensors, tokenizer = read_folder(args)
+def to_megatron(source: Path, output: Path, args) -> str:
+    config, _, tensors, tokenizer = read_folder(source)
     hybrid = args.to_megatron == "hybrid"
     pattern = f' --hybrid-layer-pattern "{hybrid_pattern(config)}"' if hybrid else ""
-    with new_folder(args.folder) as folder:
+    with new_folder(output) as folder:
         write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid)
         place = find_checkpoint(folder)
         assert place is not None
@@ -212,8 +212,8 @@ def to_megatron(args) -> str:
     return f"{len(tensors)} tensors; start with Megatron's --load {args.output}{pattern}"
 
 
-def to_checkpoint(args) -> str:
-    config, record, tensors, tokenizer = read_folder(args)
+def to_checkpoint(source: Path, output: Path, args) -> str:
+    config, record, tensors, tokenizer = read_folder(source)
     facts, copied = record.get("facts", {}), f"{len(tensors)} tensors"
     if args.uptrain:
         config, tensors, copied = uptrained(args.uptrain, config, tensors)
@@ -227,7 +227,7 @@ def to_checkpoint(args) -> str:
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
-    with new_folder(args.folder) as folder:
+    with new_folder(output) as folder:
         checkpoints.write_record(folder, sidecar, tokenizer)
         checkpoints.write_tensors(folder, tensors)
         index = checkpoints.tensor_index(folder)
@@ -267,15 +267,13 @@ def uptrained(
 def main(argv=None) -> int:
     args = parse(argv)
     convert = to_checkpoint if args.to_checkpoint else to_megatron if args.to_megatron else to_folder
-    with tempfile.TemporaryDirectory() as temporary, output_folder(args.output, pretrained.CONFIG) as args.folder:
-        if not is_address(args.source):
-            args.place = Path(args.source)
-        elif convert is to_folder:
-            args.place = fetch_checkpoint(args.source, Path(temporary))
+    with tempfile.TemporaryDirectory() as temporary, output_folder(args.output, pretrained.CONFIG) as output:
+        if is_address(args.source) and convert is to_folder:
+            source = fetch_checkpoint(args.source, Path(temporary))
         else:
-            args.place = pretrained.local_folder(args.source)
-        summary = convert(args)
-        size = sum(file.stat().st_size for file in args.folder.rglob("*") if file.is_file())
+            source = pretrained.local_folder(args.source)
+        summary = convert(source, output, args)
+        size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     print(f"wrote {args.output} ({size / 1e6:.1f} MB, {summary})")
     return 0
 

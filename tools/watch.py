@@ -172,14 +172,13 @@ class Watcher:
         """The milestone's standalone folder, in `place`. Raises: ValueError for one that is there and not of this milestone."""
         folder = place / milestone.name
         options = convert.parse([str(milestone), "--output", str(folder)])
-        options.place, options.folder = milestone, folder
         if folder.exists():
             try:
                 convert.check_folder(folder, open_checkpoint(milestone, None)[0], options)
             except ValueError as e:
                 raise ValueError(f"{folder} is there, and is not made of {milestone}. Give another --exports.") from e
         else:
-            convert.to_folder(options)
+            convert.to_folder(milestone, folder, options)
         return evaluate.open_folder(str(folder))
 
     def draw(self, found: dict[int, dict]) -> None:
@@ -201,7 +200,7 @@ class Watcher:
 
 
 def identity(folder: Path) -> tuple[int, int] | None:
-    """What a folder keeps when it is renamed. None: there is none."""
+    """Device and inode of a folder, which a rename keeps. None: there is no folder."""
     try:
         status = folder.stat()
     except FileNotFoundError:

@@ -123,7 +123,7 @@ def _within(seconds: float, act: Callable[[], T]) -> T:
     def work() -> None:
         try:
             results.put((act(), None))
-        except Exception as e:
+        except Exception as e:  # of whatever kind: it is raised in the caller's thread
             results.put((None, e))
 
     threading.Thread(target=work, daemon=True).start()

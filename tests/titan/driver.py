@@ -101,7 +101,7 @@ def watch(trainer, probes, spoil, seen):
 
 
 def spoil_losses(trainer, spoil):
-    """Of rank 1. spoil: {step: "loss" | "gradient" | "both" | a number that is added}."""
+    """Change losses of rank 1. spoil: {step: "loss" | "gradient" | "both" | a number that is added}."""
 
     def spoiled(model, inputs, loss):
         what = spoil.get(trainer.step)

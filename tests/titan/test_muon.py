@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.titan.plan.parameter_groups import group_of
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.plan.schedule import group_of
 from interdomain.titan.settings.job_config import read_job_config
 
 from .runs import AXES, assert_same_run, assert_same_tensors, flags

@@ -10,7 +10,8 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_s
 from interdomain.files.distributed_checkpoint import METADATA, SIDECAR
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.host import translate
-from interdomain.titan.plan.schedule import SSM_PARAMETER, refuse_jump
+from interdomain.titan.plan.parameter_groups import SSM_PARAMETER
+from interdomain.titan.plan.schedule import refuse_jump
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.optimizer import GroupedOptimizers, GroupedSchedulers
 

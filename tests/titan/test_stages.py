@@ -194,11 +194,12 @@ def test_the_data_of_a_stage_that_cannot_be(corpus, pairs, tmp_path, alone, caps
 def test_the_tokens_of_the_past_are_no_setting(tmp_path, alone, capsys):
     """A record of 1,000 steps of 512 tokens and then steps of 1,024."""
 
-    def resume(step, *stages):
+    run = {"data_stages": [{"begins": 0, "tokens_per_step": 512}, {"begins": 1_000, "tokens_per_step": 1_024}]}
+
+    def resume(step, *stages, run=run):
         each = [{"begins": begins, "tokens_per_step": tokens} for begins, tokens in stages]
-        before = [{"begins": 0, "tokens_per_step": 512}, {"begins": 1_000, "tokens_per_step": 1_024}]
         model = {"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"}
-        record, now = (model | {"run": {"data_stages": stages}} for stages in (before, each))
+        record, now = (model | {"run": facts} for facts in (run, {"data_stages": each}))
         point = ResumePoint(tmp_path, as_arrays(Metadata({}, storage_data={})), record | {"step": step}, "latest")
         require_same_run(point, now, {}, batch=True)
 
@@ -208,6 +209,8 @@ def test_the_tokens_of_the_past_are_no_setting(tmp_path, alone, capsys):
     assert "tokens_per_step is 1024 there and 512 here" in refusal(capsys, resume, 1_001, (0, 512))
     moved = refusal(capsys, resume, 1_001, (0, 512), (999, 1_024))
     assert "the number of tokens at step 1001 is 513024 there and 513536 here" in moved
+    made_by_convert = {"started_from": {}}  # which trained nothing
+    assert "tokens_per_step is 0 there and 512 here" in refusal(capsys, resume, 0, (0, 512), run=made_by_convert)
 
 
 def test_a_changed_past_is_no_continuation(corpus, alone, capsys):

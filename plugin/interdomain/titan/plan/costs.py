@@ -13,8 +13,8 @@ from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
+from .parameter_groups import group_of
 from .pipeline_order import idle, in_flight, stages_of
-from .schedule import group_of
 from .topology import Topology
 
 CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be
@@ -43,14 +43,14 @@ class Matrix(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of Newton-Schulz: five times x x^T, its square and a product with x, for the shorter side as rows of x."""
+        """FLOPs of Newton-Schulz: five times x x^T, its square and a product with x, for the shorter side as rows of x."""
         m, n = sorted(self[:2])
         return 5 * (4 * m * m * n + 2 * m**3)
 
 
 @functools.lru_cache(maxsize=4096)
 def _matrices(config: ModelConfig, stages: tuple[tuple[str, ...], ...]) -> list[Matrix]:
-    """Of Muon, in some stages."""
+    """Matrices of Muon in some stages."""
     model, modules = _model(config), {name for stage in stages for name in stage}
     return [
         Matrix(p.shape[0], p.shape[1], split_dimension(model, name.rpartition(".")[0]) is not None)

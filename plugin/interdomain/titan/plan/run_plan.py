@@ -27,8 +27,6 @@ from .pipeline_order import stages_of
 from .schedule import first_steps, milestone_steps, run_length
 from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
 
-CHECKPOINT_BYTES = 12  # per parameter: the weight and the optimizer's two means, in float32
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -159,7 +157,9 @@ class RunPlan:
 
     def _milestones(self) -> str:
         """The checkpoints that are never removed, in words."""
-        n, size = len(self.milestones), CHECKPOINT_BYTES * self.n_params / 1e9
+        # Per parameter the weight and the optimizer's two means, of Muon's matrices one, in float32.
+        muons = sum(matrix.numbers for rank in self.costs.matrices for matrix in rank)
+        n, size = len(self.milestones), (12 * self.n_params - 4 * muons) / 1e9
         return f"{n} checkpoint(s) of {size:.3g} GB, {n * size:.3g} GB in all; the first after step {min(self.milestones):,}"
 
     def _batch(self) -> str:

@@ -1,31 +1,18 @@
-"""The steps of a run, its warmup and milestones; the learning rate of each step; the optimizer's group of each parameter."""
+"""The steps of a run, of its warmup and its milestones, and the learning rate of each."""
 
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from interdomain.files.distributed_checkpoint import SIDECAR, finished_steps
 
 from ..host import logger
 from ..settings.schema import JobConfig
 
-# Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
-SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 JUMP = 2  # factor between two learning rates of one step that is taken for a mistake
-
-
-def group_of(name: str, p: Tensor, optimizer: str) -> str:
-    """The group of a parameter. Under Muon the maps within blocks are `matrices`: the attention's and feed-forward's weights of
-    two dimensions. Embedding, head, norms, convolutions and dynamics stay with AdamW."""
-    if SSM_PARAMETER.search(name):
-        return "ssm"
-    return "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
 
 
 def first_steps(job_config: JobConfig, tokens_per_step: Sequence[int]) -> list[int]:

@@ -253,7 +253,7 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
 
 def data_stage(run: dict, step: int) -> tuple[dict[str, Any], int]:
     """Facts of the data stage of a step by a record's "run", and the tokens up to that step."""
-    stages = run.get("data_stages") or [{"begins": 0, "tokens_per_step": run["tokens_per_step"]}]
+    stages = run.get("data_stages") or [{"begins": 0, "tokens_per_step": run.get("tokens_per_step", 0)}]
     begun = [stage for stage in stages if stage["begins"] < step] or stages[:1]
     ends = [*(stage["begins"] for stage in begun[1:]), step]
     tokens = sum((end - s["begins"]) * s["tokens_per_step"] for s, end in zip(begun, ends, strict=True))

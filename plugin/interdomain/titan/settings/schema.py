@@ -164,7 +164,7 @@ class Data:
 
 @dataclass
 class Optimizer:
-    """[optimizer]: AdamW. The SSM parameters (input norms, Delta, A, C, c) have their own rate and weight decay."""
+    """[optimizer]: AdamW or Muon. The SSM parameters (input norms, Delta, A, C, c) have their own rate and weight decay."""
 
     #: The optimizer. Muon: for the matrices of attention and feed-forward; AdamW for all others. Its changes are scaled to the
     #: size of AdamW's, so that lr and weight_decay hold for both.

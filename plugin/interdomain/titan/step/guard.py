@@ -65,7 +65,7 @@ class Guard:
         return skip.float(), sums[2], sums[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint's record keeps. JSON holds these floats to the bit."""
+        """Entries for a checkpoint's record. JSON holds these floats to the bit."""
         not_finite, spikes, row = self.counts.tolist()
         state = {"skipped_steps": not_finite + spikes, "skipped_in_a_row": row, "spikes": spikes}
         losses, norms = self.window[:, self.window[0].isfinite()].tolist()
@@ -90,7 +90,7 @@ class Guard:
         return {f"skipped_steps/{name}": float(n) for name, n in counts.items()}
 
     def news(self) -> str:
-        """What was skipped since the last call, in words; empty: nothing."""
+        """Words for the steps skipped since the last call; empty: none."""
         counts = tuple(self.counts.tolist()[:2])
         not_finite, spikes = (now - before for now, before in zip(counts, self.known, strict=True))
         self.known = counts

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from interdomain.model.initialize import clean_name
 
 from ..host import LRSchedulersContainer, OptimizersContainer
-from ..plan.schedule import group_of, multiple_of_peak
+from ..plan.parameter_groups import group_of
+from ..plan.schedule import multiple_of_peak
 from .guard import Guard
 from .muon import Muon
 
