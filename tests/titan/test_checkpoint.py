@@ -119,9 +119,16 @@ def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
     run = start("step-2", tokens_per_step=1024)
     assert run.manager.load()
     assert (run.model.weight.unique().item(), run.trainer.step) == (2, 0)
+    run.save(1)
+    assert record(tmp_path / "other", 1)["run"]["started_from"]["step"] == 2
+    onward = start("step-2", tokens_per_step=1024)
+    assert onward.load() == 1
+    assert onward.manager.record["run"]["started_from"]["step"] == 2  # a resumed run knows, too
+    shutil.rmtree(tmp_path / "other" / "step-1")
     run = start("step-2", initial_load_model_only=False, exclude_from_loading=["dataloader"])
     assert run.manager.load()
     assert (run.trainer.step, run.others["optimizers"].step, run.others["dataloader"].step) == (2, 2, 0)
+    assert "started_from" not in run.manager.record["run"]  # the same run goes on
     run.save(3)
     again = start("step-2", initial_load_model_only=False, exclude_from_loading=["dataloader"])
     assert again.load() == 3  # its own, with all parts
@@ -130,6 +137,19 @@ def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
     assert "its shard" in refusal(capsys, start("step-2").load)
     assert "nowhere" in refusal(capsys, start("nowhere").load)
     assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+def test_no_code_in_a_checkpoint_runs(new, folder, tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    run = new()
+    run.others["dataloader"].state_dict = lambda: {"step": Planted()}
+    run.save(4)
+    with pytest.raises(BaseException, match="mkdir"):
+        new().load()
+    assert not (tmp_path / "planted").exists()
 
 
 # Going back
