@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.environment import environment
@@ -17,6 +18,8 @@ from ..errors import stop
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
 from ..plan.run_plan import RunPlan
+from ..settings.job_config import pairs
+from ..settings.schema import JobConfig
 
 # TorchTitan's tags -> ours: the custom scalars' charts stay empty where a tag has parentheses.
 RENAMED = {
@@ -30,7 +33,6 @@ CHARTS = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
         "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
-        "Validation loss by position in the window": [r"validation_position/\d+-\d+"],
         "Validation: answers that are right (corpora that have answers)": ["validation_metrics/accuracy"],
         "Gradient norm, before clipping": ["grad_norm"],
         "Gradient norm of the SSM group": ["grad_norm/ssm"],
@@ -72,9 +74,10 @@ class RunLog(BaseLogger):
         self.writer.add_custom_scalars(
             {
                 category: {chart: ["Multiline", [f"{tag}$" for tag in tags]] for chart, tags in charts.items()}
-                for category, charts in CHARTS.items()
+                for category, charts in charts_of(job_config).items()
             }
         )
+        self.writer.add_text("overview/settings", overview(plan, job_config), first_step)  # TensorBoard sorts by name
         for tag, facts in facts_of(plan, job_config, fingerprints).items():
             text = facts if isinstance(facts, str) else json.dumps(facts, indent=2 * (tag == "configuration") or None)
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
@@ -87,6 +90,16 @@ class RunLog(BaseLogger):
             for tag, value in with_our_tags(metrics, self.plan).items():
                 self.writer.add_scalar(tag, value, step)
             self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
+
+    def log_samples(self, text: str, maps: Tensor | None, step: int) -> None:
+        """text: Markdown; maps: an image, [height, width, 3] uint8."""
+        if self.writer is None:
+            return
+        with self._until_it_fails():
+            self.writer.add_text("samples/text", text, step)
+            if maps is not None:
+                self.writer.add_image("samples/maps", maps, step, dataformats="HWC")
+            self.writer.flush()
 
     def close(self) -> None:
         if self.writer is not None:
@@ -147,6 +160,45 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     if "throughput(tps)" in metrics:  # of one rank
         metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
+
+
+def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
+    """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
+    by_position, end = {}, 0
+    while job_config.validation.enable and end < job_config.validation.seq_len:
+        title = f"Tokens {end:,} to {min(2 * end or 1, job_config.validation.seq_len) - 1:,} of the window"
+        by_position[title] = [rf"validation_position/{end:04d}-\d+"]
+        end = 2 * end or 1
+    return CHARTS | ({"Validation loss by position": by_position} if by_position else {})
+
+
+def overview(plan: RunPlan, job_config: Any) -> str:
+    """Settings and machine of a start as Markdown tables: first what is not as by default. What a setting leaves to the size,
+    the condition or the ranks is written as it was chosen."""
+    settings, defaults = dict(pairs(job_config.to_dict())), dict(pairs(JobConfig().to_dict()))
+    changed = [name for name in settings if settings[name] != defaults.get(name)]
+    for name, value in list(settings.items()):
+        section, _, key = name.partition(".")
+        if section == "model" and value == 0:
+            settings[name] = getattr(plan.config, key)
+        elif section == "mixer" and value is None and hasattr(plan.config.mixers[0], key):
+            settings[name] = ", ".join(dict.fromkeys(str(getattr(mixer, key)) for mixer in plan.config.mixers))
+    settings |= {"training.global_batch_size": plan.global_batch, "training.tokens": plan.tokens}
+    settings["parallelism.data_parallel_shard_degree"] = plan.topology.shards
+    tables = {
+        "Settings of this run": {name: settings[name] for name in changed},
+        "Machine": environment(device_here()),
+        "Settings as by default": {name: value for name, value in settings.items() if name not in changed},
+    }
+    lines = []
+    for title, table in tables.items():
+        lines += [f"**{title}**", "", "| name | value |", "|---|---|"]
+        for name, value in table.items():
+            lines.append(
+                f"| {name} | {'-' if value in (None, '', [], 'None') else str(value).replace('|', '&#124;')} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
 
 
 def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> dict[str, Any]:
