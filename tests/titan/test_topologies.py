@@ -46,11 +46,11 @@ def test_the_references_learn_and_differ(runs):
     assert len({text["log"][1]["loss"], *others}) == 4
 
 
-@pytest.mark.parametrize(("axis", "calls"), [("shards", 4), ("context", 4), ("tensor", 4), ("pipeline", 2 * 4)])
+@pytest.mark.parametrize(("axis", "calls"), [("shards", 2), ("context", 2), ("tensor", 2), ("pipeline", 4)])
 def test_compilation_and_selective_checkpointing(runs, axis, calls):
     """Whole blocks are compiled. The scan's output is saved: it runs once for each of a rank's layers and micro-batches."""
     ours = runs.seen(f"2 {axis} answers")
-    layers = 2 if axis == "pipeline" else 4
+    layers = 1 if axis == "pipeline" else 2
     assert [(call["fullgraph"], call["backend"]) for call in ours["compiled"]] == [(True, "aot_eager")] * layers
     assert {step: n for step, n in ours["calls"].items() if step != "validation"} == dict.fromkeys(ours["log"], calls)
 
@@ -71,7 +71,7 @@ def test_a_backward_pass_in_two_halves(runs):
     assert calls == [[4, 12], [8, 8]]  # four micro-batches of each rank's layers
 
 
-@pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline answers", 2)])
+@pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline layers", 2)])
 def test_the_dynamics_are_computed_once_a_step(runs, name, stages):
     """One fold of each of a rank's stages, for all four micro-batches."""
     for seen in runs.every(name):
