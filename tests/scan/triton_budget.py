@@ -214,7 +214,7 @@ def exceeds(report) -> bool:
     # On Hopper, transpositions of registers are what compilers get wrong. Elsewhere loaded tiles take that path, too.
     hopper = (report["capability"], report["dtype"], family) == (90, "bf16", "")
     too_many = report["registers"] > REGISTERS or report["spill"] > spill or report["shared"] > shared
-    return bool(too_many or hopper and report["transposed"] or report["serialized"])
+    return bool(too_many or (hopper and report["transposed"]) or report["serialized"])
 
 
 def reports(*arguments):

@@ -1,18 +1,24 @@
 """Small runs by name, of which the first word is the number of ranks. None begins before a test asks for what it saw."""
 
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.run as torch_run
 
 from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.tools._start import torchrun
 
 from ..common import REPOSITORY
-from ..ranks import Ranks, environment
+from ..ranks import Ranks, environment, forks
 from . import driver
 
 TINY = Path(__file__).parent / "tiny.toml"
@@ -39,12 +45,48 @@ def flags(corpus, folder, toml=TINY, **settings):
     return arguments
 
 
-def torchrun_agent(plan, *options):
-    """torchrun on two ranks that are forks of it: all import what they need once. plan: of disturbed.py, for each start."""
-    agent = "import interdomain.titan.trainer; from torch.distributed.run import main; main()"
-    torchrun = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", "--local-ranks-filter=0"]
-    program = [str(Path(__file__).parent / "disturbed.py"), str(plan)]
-    return [sys.executable, "-c", agent, *torchrun, *options, *program]
+class Forked:
+    """subprocess.Popen of torchrun, whose process and ranks are forks of one that has imported what they need."""
+
+    def __init__(self, arguments, env):
+        self.pid = os.fork()
+        if not self.pid:
+            os.environ |= env
+            torch_run.main(arguments)
+            os._exit(0)
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def be_torchrun(output, arguments, largest):
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    with mock.patch.object(torchrun, "subprocess", SimpleNamespace(Popen=Forked)):
+        sys.exit(torchrun.run(arguments, torchrun.ELASTIC | environment()))
+
+
+def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):
+    """(exit status, output) of torchrun on two ranks, when all its processes have ended.
+
+    plan: of disturbed.py, for each start. largest: bytes of a file.
+    """
+    options = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", "--local-ranks-filter=0"]
+    program = [str(Path(__file__).parent / "disturbed.py"), str(plan), *flags]
+    ours, theirs = forks().Pipe(duplex=False)
+    arguments = [*options, f"--max-restarts={restarts}", *program]
+    process = forks().Process(target=be_torchrun, args=(theirs, arguments, largest))
+    process.start()
+    theirs.close()
+    with open(os.dup(ours.fileno())) as output:
+        said = output.read()
+    process.join()
+    return process.exitcode, said
 
 
 def start_launcher(corpus, folder, *options, output=subprocess.PIPE, **settings):

@@ -63,10 +63,12 @@ def test_gradients_summed_in_bf16(runs):
 
 
 def test_a_backward_pass_in_two_halves(runs):
-    """The same bits as one pass in bf16, whose sums over micro-batches are float32; and the scan goes backward once."""
+    """The same as one pass in bf16, whose sums over micro-batches are float32; and the scan goes backward once. The factor of
+    clipping may differ in its last bit: of norms by stage, and there are two or four."""
     ours, whole = ("2 zbv bfloat16", "2 pipeline bfloat16")
     gradients, expected = runs.whole(ours, "gradients"), runs.whole(whole, "gradients")
-    assert not [name for name, g in expected.items() if not torch.equal(gradients[name], g)]
+    for name, g in expected.items():
+        torch.testing.assert_close(gradients[name], g, rtol=3e-7, atol=0, msg=name)
     calls = [[seen["backward"][1] for seen in runs.every(name)] for name in (ours, whole)]
     assert calls == [[4, 12], [8, 8]]  # four micro-batches of each rank's layers
 
