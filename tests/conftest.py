@@ -21,13 +21,12 @@ import pytest
 TITAN, MEGATRON = "tests/titan/", "tests/megatron/"
 LONGEST = (
     TITAN,
-    "tests/scan/test_triton_compile",
+    "tests/ptx/",
     MEGATRON,
     "tests/docs/test_blocks",
     "tests/hf/test_alone",
     "tests/tools/test_launch",
     "tests/scan/test_triton_gpu",
-    "tests/ptx/",
 )
 
 HOSTS = {"titan": "torchtitan", "docs": "torchtitan", "megatron": "megatron"}

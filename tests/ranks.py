@@ -1,5 +1,6 @@
 """Ranks that are forks of one process, which has imported what they need: they start without torchrun's seconds."""
 
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -11,6 +12,8 @@ from unittest import mock
 from torch.distributed import TCPStore
 
 from .common import REPOSITORY, TIMEOUT
+
+PR_SET_PDEATHSIG = 1
 
 
 def environment():
@@ -69,19 +72,40 @@ def launch(log, ranks, *program):
     return log.read_text()
 
 
+def fork_ranks(serve, given):
+    """The ranks of a process that has imported what they need, and ends with them."""
+    context = multiprocessing.get_context("fork")
+    running = [context.Process(target=be_rank, args=(serve, given, rank)) for rank in range(len(given))]
+    for process in running:
+        process.start()
+    for *_, jobs, _ in given:
+        jobs.close()
+    for process in running:
+        process.join()
+
+
+def be_rank(serve, given, rank):
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for *_, jobs, _ in (*given[:rank], *given[rank + 1 :]):
+        jobs.close()
+    serve(*given[rank])
+
+
 class Ranks:
-    """Processes of one process group that take jobs, one after the other. path: what is imported from before all else."""
+    """Processes of one process group that take jobs, one after the other.
+
+    context: "spawn" for packages that the forks' parent must not have; path: where those are, before all else.
+    """
 
     def __init__(self, serve, ranks, log, context, path=()):
         self.log, self.ended, self.store = log, False, new_store()
         pipes = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in pipes]
         given = [(rank, ranks, self.store.port, theirs, log) for rank, (_, theirs) in enumerate(pipes)]
-        self.processes = [context.Process(target=serve, args=args, daemon=True) for args in given]
+        self.parent = context.Process(target=fork_ranks, args=(serve, given))
         log.touch()
         with mock.patch.dict(os.environ, environment()), mock.patch.object(sys, "path", [*path, *sys.path]):
-            for process in self.processes:
-                process.start()
+            self.parent.start()
         for _, theirs in pipes:
             theirs.close()
 
@@ -105,6 +129,5 @@ class Ranks:
 
     def end(self):
         self.ended = True
-        for process in self.processes:
-            process.kill()
-            process.join()
+        self.parent.kill()
+        self.parent.join()

@@ -304,10 +304,10 @@ def python(code, cwd, **env):
 
 def tools(lines, cwd, wheel, without=()):
     """(status, output, errors) of `python -m interdomain.tools.LINE` for each line, from the wheel, as if the packages
-    `without` were not installed. Each is a fork of one process that has imported PyTorch."""
+    `without` were not installed. Each is a fork of one process that has imported what they need."""
     log = tempfile.mkdtemp(dir=wheel.parent)
     code = f"""
-import os, runpy, sys, torch
+import os, runpy, sys, {"torch" if without else "interdomain.titan.settings.job_config"}
 sys.modules.update(dict.fromkeys({sorted(without)!r}))  # imports fail, find_spec finds nothing
 for i, line in enumerate({lines!r}):
     if not os.fork():

@@ -11,7 +11,7 @@ _MULTIPROCESSORS = 132  # assumed where there is no GPU to ask: Triton's interpr
 
 
 class Plan(NamedTuple):
-    """Tile sizes. The budget behind them, checked by compilation in tests/scan/test_triton_compile.py: at most 255
+    """Tile sizes. The budget behind them, checked by compilation in tests/ptx/test_ptx.py: at most 255
     registers and 256 bytes of spills per thread, and shared memory for two programs per multiprocessor on sm_90
     (113 KB each), for one on sm_80 and sm_89 (99 KB)."""
 

@@ -98,7 +98,13 @@ def corpus(tmp_path_factory):
 def titan(tmp_path_factory, corpus):
     """A run of TorchTitan's trainer, of the model, batches and learning rates that ranks.py calls "torchtitan": what it saw."""
     runs = Runs(tmp_path_factory.mktemp("titan"), {"text": corpus}, forks())
-    runs.add("1 ten", training__steps=ranks.STEPS, lr_scheduler__total_steps=ranks.STEPS, model__vocab_size=ranks.VOCAB)
+    runs.add(
+        "1 ten",
+        training__steps=ranks.STEPS,
+        lr_scheduler__total_steps=ranks.STEPS,
+        model__vocab_size=ranks.VOCAB,
+        model__n_layers=4,
+    )
     seen = runs.seen("1 ten")
     runs.end()
     start = ranks.plain_model("torchtitan").named_parameters()

@@ -1,6 +1,7 @@
 """Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave."""
 
 import math
+import multiprocessing
 import shutil
 import warnings
 from argparse import Namespace
@@ -18,7 +19,7 @@ from interdomain.model.config import FIXED_STATE
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
-from ..ranks import forks
+from ..ranks import become, forks, new_store
 
 RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
 LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
@@ -159,6 +160,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
     cpu.install()
     stand_ins.install()
+    save_from_forks()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
     seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "folds": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
@@ -346,15 +348,41 @@ def compute(folder: Path, corpus: Path) -> Path:
     for case in ("interdomain", "torchtitan", *CASES):
         write_start(folder / "start" / case, case)
     shutil.copytree(corpus, folder / "corpus")
-    parent = forks().Process(target=fork_ranks, args=(folder,))
-    parent.start()
-    parent.join()
-    assert parent.exitcode == 0
+    start(run_rank, RANKS, folder)
     return folder
 
 
-def fork_ranks(folder: Path) -> None:
-    """All ranks, from one process that has imported Megatron-Core."""
-    import megatron.core.models.gpt  # noqa: F401
+def run_own_program(argv: list[str], log: Path) -> str:
+    """What interdomain.megatron.train says on two ranks."""
+    store = new_store()
+    start(run_own_program_rank, 2, store.port, argv, log)
+    return log.read_text()
 
-    torch.multiprocessing.start_processes(run_rank, (folder,), nprocs=RANKS, start_method="fork")
+
+def run_own_program_rank(rank: int, port: int, argv: list[str], log: Path) -> None:
+    from interdomain.megatron import train
+
+    become(rank, 2, port, log)
+    save_from_forks()
+    train.main(argv)
+
+
+def save_from_forks() -> None:
+    """Megatron's own queue of what was written is of a new process, which imports PyTorch anew."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
+def start(target, ranks: int, *args) -> None:
+    """target(rank, *args) on each rank: forks of one process that has imported Megatron-Core."""
+    parent = forks().Process(target=fork_ranks, args=(target, ranks, args))
+    parent.start()
+    parent.join()
+    assert parent.exitcode == 0
+
+
+def fork_ranks(target, ranks: int, args: tuple) -> None:
+    import interdomain.megatron.train  # noqa: F401
+
+    torch.multiprocessing.start_processes(target, args, nprocs=ranks, start_method="fork")

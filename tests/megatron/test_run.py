@@ -20,8 +20,7 @@ from interdomain.model.costs.flops import train_flops_per_token
 from interdomain.titan.plan.schedule import multiple_of_peak
 from interdomain.titan.settings.schema import LRScheduler
 
-from ..ranks import launch
-from . import stand_ins
+from . import ranks, stand_ins
 from .conftest import GOOD
 
 LR = 3e-3
@@ -224,9 +223,8 @@ def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_
 
     def start(name, *layout):
         given = f"--data.corpus {corpus} --save {tmp_path} --save-interval 2 --micro-batch 2 --global-batch 4 --steps 4"
-        log = launch(
-            tmp_path / name, 2, train.__file__, *given.split(), "--warmup-steps", 1, "--log-interval", 1, *layout
-        )
+        argv = [*given.split(), "--warmup-steps", "1", "--log-interval", "1", *layout]
+        log = ranks.run_own_program(argv, tmp_path / name)
         return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", log)}
 
     first = start("first", "--tensor-parallel", "2")

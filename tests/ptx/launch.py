@@ -9,6 +9,7 @@ no result, since numbers are not computed.
 
 import contextlib
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -64,21 +65,22 @@ class Followed:
         key = repr((launch, self.capability))
         if key not in self.compiled:
             compiled = triton_budget.compile_launch(launch, self.capability)
-            self.compiled[key] = parse(compiled.asm["ptx"]), compiled.metadata.shared
-        code, shared = self.compiled[key]
+            self.compiled[key] = parse(compiled.asm["ptx"]), triton_budget.report(launch, compiled, self.capability)
+        code, report = self.compiled[key]
         values = dict(zip(self.kernel.arg_names, args, strict=False))
         passed = [values[n] for n in launch[1]]  # what is no constant, in order
-        self.findings.append((code.name, follow(code, passed, (0, grid - 1), shared)))
+        self.findings.append((report, follow(code, passed, (0, grid - 1), report["shared"])))
 
 
 @contextlib.contextmanager
-def emulated(capability):
-    """-> a list of (kernel, Findings), one for each launch."""
+def emulated(capability, only=""):
+    """-> a list of (report of triton_budget, Findings), one for each launch. only: the one kernel that is compiled."""
     findings = []
     with pytest.MonkeyPatch.context() as patch:
         for name, kernel in vars(triton_launch).copy().items():
             if name.endswith("_kernel"):
-                patch.setattr(triton_launch, name, Followed(kernel, capability, findings))
+                followed = Followed(kernel, capability, findings) if only in ("", name) else mock.MagicMock()
+                patch.setattr(triton_launch, name, followed)
         patch.setattr(triton_plan, "capability", lambda device: divmod(capability, 10))
         patch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))
         yield findings

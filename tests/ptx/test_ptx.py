@@ -1,12 +1,16 @@
-"""Races in shared memory: what Triton compiles for `chunkwise` has none, and the emulator finds those that are made here."""
+"""What Triton compiles keeps the budget of registers, spills and shared memory, and has no race in shared memory; the emulator
+finds those that are made here. No GPU needed."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from interdomain.scan import triton_chunkwise
+from triton.backends.nvidia.compiler import CUDABackend
 
+from interdomain.scan import triton_chunkwise, triton_plan
+
+from ..scan import triton_budget
 from ..scan.common import Case, op_inputs, run_op
 from ..scan.test_documents import packed
 from .launch import emulated, follow
@@ -141,35 +145,73 @@ def test_loops_of_different_length():
     assert torch.equal(out[:64], (t * (t + 1) // 2).int())
 
 
-def findings_of(capability, T, *, R=64, M=64, linear=False, documents=False):
-    """{(kernel, kind)} of one forward and backward in bf16."""
-    inputs, cotangents = op_inputs(Case(T=T, H=1, R=R, D=R, M=M), torch.float32, torch.bfloat16, linear)
-    numbers = packed(T)[:1] if documents else None
-    with emulated(capability) as found:
+COMPILED = pytest.mark.slow_group("kernels/", "tests/ptx/", "tests/scan/", "tests/features/")
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    """Triton's cache gets no kernels without a cubin: `report` calls ptxas itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CUDABackend, "make_cubin", lambda *args: b"")
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def followed(capability, case, linear=False, documents=False, only=""):
+    """(report, Findings) of each launch of one forward and backward in bf16."""
+    inputs, cotangents = op_inputs(case, torch.float32, torch.bfloat16, linear)
+    numbers = packed(case.T)[: case.B] if documents else None
+    with emulated(capability, only) as found:
         run_op(inputs, cotangents, linear, backend="chunkwise", documents=numbers)
-    assert len(found) > 5
-    return {(kernel, kind) for kernel, findings in found for kind, _ in findings}
+    return found
 
 
-@pytest.mark.slow_group("kernels/", "tests/ptx/")
+ROWS = {  # beside what is followed. R x D x M; of each kernel the launch that does most
+    (90, "bf16"): [
+        *("96x96x64:most", "64x64x64:shards+sweeps", "step/64x64x64"),
+        *("features/64x64x64:k", "features_step/64x64x64"),
+    ],
+    (90, "fp32"): ["64x64x64:ragged+most"],
+    (80, "bf16"): ["64x64x64:ragged+most", "features/96x96x64:k+past+documents"],
+    (89, "fp32"): ["step/128x129x128:G2"],
+}
+SCAN = ("contract", "expand", "mix", "adjoint", "tables", "chain", "sum", "contract_step", "expand_step")
+KERNELS = {f"{name}_kernel" for name in (*SCAN, "forward", "backward", "step")}  # the last three are of the features
+
+
+@COMPILED
+def test_the_other_kernels_keep_the_budget(compiler, monkeypatch):
+    monkeypatch.setattr(triton_plan, "capability", None)
+    arguments = [x for (capability, dtype), shapes in ROWS.items() for x in (str(capability), dtype, *shapes)]
+    reports = [*triton_budget.reports(*arguments)]
+    assert {r["kernel"] for r in reports if r["capability"] == 90} == KERNELS
+    assert not [r for r in reports if triton_budget.exceeds(r)]
+
+
+@COMPILED
 @pytest.mark.parametrize(
-    ("capability", "settings"),
+    ("capability", "case", "kinds"),
     [
-        (90, dict(T=150)),  # wgmma; three chunks, the last one ragged
-        (90, dict(T=70, documents=True)),
-        (90, dict(T=70, linear=True)),
-        (80, dict(T=70, R=16, M=16)),  # mma and cp.async, W in a pass of its own; small, which compiles fast
+        (90, Case(T=128, B=2, R=64, D=64, M=64, state=False), {}),  # wgmma, whole chunks, as in training
+        (90, Case(T=150, B=2, R=64, D=64, M=64), {"documents": True}),  # three chunks, the last one ragged
+        (90, Case(T=70, B=2, R=64, D=64, M=64), {"linear": True}),
+        (80, Case(T=70, B=2, R=16, D=16), {}),  # mma and cp.async, W in a pass of its own; small, which compiles fast
     ],
     ids=str,
 )
-def test_compiled_kernels_have_no_race(capability, settings):
-    assert findings_of(capability, **settings) == set()
+def test_compiled_kernels_have_no_race_and_keep_the_budget(capability, case, kinds, compiler):
+    found = followed(capability, case, **kinds)
+    assert len(found) > 5
+    for report, findings in found:
+        assert not findings, report["kernel"]
+        assert not triton_budget.exceeds(report | {"dtype": "bf16", "shape": ""}), report
 
 
-@pytest.mark.slow_group("kernels/", "tests/ptx/")
-def test_the_race_that_one_stage_avoids(monkeypatch):
+@COMPILED
+def test_the_race_that_one_stage_avoids(compiler, monkeypatch):
     """Triton loads the next chunk of 32 over what wgmma still reads, if a plan for sm_90 has chunks of 32 and two stages."""
     make_plan = triton_chunkwise.make_plan
     plan = dict(chunk=32, mix=(8192, 4, 2), held=False)
     monkeypatch.setattr(triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(**plan))
-    assert ("mix_kernel", "write to what wgmma still reads") in findings_of(90, T=100)
+    found = followed(90, Case(T=100, H=1, R=64, D=64, M=64), only="mix_kernel")
+    assert "write to what wgmma still reads" in {kind for _, findings in found for kind, _ in findings}

@@ -1,9 +1,8 @@
 """Where the tests of the Triton kernels run: on a GPU, or without one in a process of their own under Triton's interpreter.
 
-It has to be chosen before triton is imported. What is only compiled runs in a process without it.
+It has to be chosen before triton is imported.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -65,9 +64,3 @@ def in_process(*command, **environment):
     done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
-
-
-def compiled(folder, module, *arguments):
-    """The reports of a `triton_budget` module. folder: for Triton's cache."""
-    printed = in_process("-m", module, *arguments, TRITON_CACHE_DIR=str(folder), TRITON_DEFAULT_FP_FUSION="1")
-    return [json.loads(line) for line in printed.splitlines()]

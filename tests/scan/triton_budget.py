@@ -27,6 +27,14 @@ from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, trito
 
 from ..features.common import EPS, MIXES, Case, documents, make
 
+# Bytes of shared memory of a program of `chunkwise`. sm_90 has 227 KB for two programs; sm_89 99 KB, which sm_80 has, too.
+SHARED = {90: 113 * 1024, 89: 99 * 1024, 80: 99 * 1024}
+REGISTERS = 255  # of a thread, at 128 threads and two programs per multiprocessor
+# Bytes per thread: a few loads per chunk of 800 instructions. fp32 is there to check with; 3xTF32 holds operands twice.
+SPILL = {"bf16": 256, "fp32": 512}
+# Of the other kernels: spilled bytes, shared memory. `features` has 1 KB before the loop, and spills 136 bytes, in Triton 3.6.
+OTHERS = {"step": (64, 48 * 1024), "features": (144, 2048), "features_step": (0, 2048)}
+
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -175,8 +183,7 @@ def compile_launch(launch, capability):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def report(launch, capability):
-    compiled = compile_launch(launch, capability)
+def report(launch, compiled, capability):
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel")
@@ -188,6 +195,7 @@ def report(launch, capability):
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     return {
         "kernel": launch[0].__name__,
+        "capability": capability,
         "constants": {n: v for n, v in launch[3].items() if not n.startswith("stride")},
         "registers": int(re.search(r"Used (\d+) registers", log).group(1)),
         "spill": max(int(stores), int(loads)),
@@ -199,18 +207,34 @@ def report(launch, capability):
     }
 
 
-def main(argv=None) -> int:
-    CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
+def exceeds(report) -> bool:
+    """True if a report with its dtype and shape is beyond the budget."""
+    family = report["shape"].rpartition("/")[0]
+    spill, shared = OTHERS.get(family, (SPILL[report["dtype"]], SHARED[report["capability"]]))
+    # On Hopper, transpositions of registers are what compilers get wrong. Elsewhere loaded tiles take that path, too.
+    hopper = (report["capability"], report["dtype"], family) == (90, "bf16", "")
+    too_many = report["registers"] > REGISTERS or report["spill"] > spill or report["shared"] > shared
+    return bool(too_many or (hopper and report["transposed"]) or report["serialized"])
+
+
+def reports(*arguments):
+    """A report for each launch that the arguments name, with its dtype and its argument (`shape`)."""
     capability, dtype = 0, ""
-    for argument in argv or sys.argv[1:]:
+    for argument in arguments:
         if argument.isdigit():
             capability = int(argument)
         elif argument in DTYPES:
             dtype = argument
         else:
             for launch in launches(capability, DTYPES[dtype], argument):
-                case = {"capability": capability, "dtype": dtype, "shape": argument}
-                print(json.dumps(case | report(launch, capability)), flush=True)
+                compiled = compile_launch(launch, capability)
+                yield {"dtype": dtype, "shape": argument, **report(launch, compiled, capability)}
+
+
+def main(argv=None) -> int:
+    CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
+    for one in reports(*(argv or sys.argv[1:])):
+        print(json.dumps(one), flush=True)
     return 0
 
 

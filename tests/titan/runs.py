@@ -1,18 +1,24 @@
 """Small runs by name, of which the first word is the number of ranks. None begins before a test asks for what it saw."""
 
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.run as torch_run
 
 from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.tools._start import torchrun
 
 from ..common import REPOSITORY
-from ..ranks import Ranks, environment
+from ..ranks import Ranks, environment, forks
 from . import driver
 
 TINY = Path(__file__).parent / "tiny.toml"
@@ -39,12 +45,48 @@ def flags(corpus, folder, toml=TINY, **settings):
     return arguments
 
 
-def torchrun_agent(plan, *options):
-    """torchrun on two ranks that are forks of it: all import what they need once. plan: of disturbed.py, for each start."""
-    agent = "import interdomain.titan.trainer; from torch.distributed.run import main; main()"
-    torchrun = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", "--local-ranks-filter=0"]
-    program = [str(Path(__file__).parent / "disturbed.py"), str(plan)]
-    return [sys.executable, "-c", agent, *torchrun, *options, *program]
+class Forked:
+    """subprocess.Popen of torchrun, whose process and ranks are forks of one that has imported what they need."""
+
+    def __init__(self, arguments, env):
+        self.pid = os.fork()
+        if not self.pid:
+            os.environ |= env
+            torch_run.main(arguments)
+            os._exit(0)
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def be_torchrun(output, arguments, largest):
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    with mock.patch.object(torchrun, "subprocess", SimpleNamespace(Popen=Forked)):
+        sys.exit(torchrun.run(arguments, torchrun.ELASTIC | environment()))
+
+
+def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):
+    """(exit status, output) of torchrun on two ranks, when all its processes have ended.
+
+    plan: of disturbed.py, for each start. largest: bytes of a file.
+    """
+    options = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", "--local-ranks-filter=0"]
+    program = [str(Path(__file__).parent / "disturbed.py"), str(plan), *flags]
+    ours, theirs = forks().Pipe(duplex=False)
+    arguments = [*options, f"--max-restarts={restarts}", *program]
+    process = forks().Process(target=be_torchrun, args=(theirs, arguments, largest))
+    process.start()
+    theirs.close()
+    with open(os.dup(ours.fileno())) as output:
+        said = output.read()
+    process.join()
+    return process.exitcode, said
 
 
 def start_launcher(corpus, folder, *options, output=subprocess.PIPE, **settings):
@@ -81,12 +123,13 @@ INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # 
 LOOPED_ZERO_BUBBLE = {"parallelism__pipeline_parallel_schedule": "InterleavedZeroBubble"}
 ZBV = {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
 SCAN, GRADIENTS, TRAFFIC = {"probes": ["scan"]}, {"probes": ["gradients", "traffic"]}, {"probes": ["traffic"]}
-BOTH = {"probes": ["scan", "gradients"]}
+BOTH, ALL = {"probes": ["scan", "gradients"]}, {"probes": ["scan", "gradients", "traffic"]}
 DOCUMENTS = {"data__reset_state_at_documents": True, "data": "short"}
 NORM = {"mixer__readout": "hermitian", "mixer__output_norm": "soft"}
-HYBRID = {"mixer__softmax_every": 2, "mixer__window": 16} | NORM | DOCUMENTS
+FOUR = {"model__n_layers": 4}  # for two stages on each rank of a pipeline
+HYBRID = {"mixer__softmax_every": 2, "mixer__window": 16} | FOUR | NORM | DOCUMENTS
 BASELINES = ["gla", "mamba2", "deltanet", "gated-deltanet"]
-FIXED = DOCUMENTS | {"mixer__layers": BASELINES, "mixer__state_heads": 4}
+FIXED = DOCUMENTS | FOUR | {"mixer__layers": BASELINES, "mixer__state_heads": 4}
 LAYERS = HYBRID | SAVED | VALIDATED | GRADIENTS
 ANSWERS = {"data": "pairs", "model__vocab_size": 8} | VALIDATED | steps(3)
 EACH = {"training__reduce_gradients": "micro-batch", "training__local_batch_size": 1}
@@ -98,6 +141,7 @@ SPOIL, TWICE = {2: "loss", 3: "gradient", 5: "both", 6: "loss"}, {3: "loss", 4: 
 SPIKES = {"spoil": {5: 1e5, 7: 1e5}, "window": 3, "training__spike_deviations": 50.0}  # with a window of natural losses
 LIMIT = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
 HUGE = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0}
+MUON_AXES = ("pipeline", "replicas", "shards", "tensor")  # to Muon's matrices context parallelism is as shards
 MUON = {"optimizer__name": "Muon", "mixer__softmax_every": 2, "checkpoint__interval": 1} | SAVED | GRADIENTS
 
 RUNS = {
@@ -114,7 +158,7 @@ RUNS = {
     # A DTensor must not enter what is compiled: softmax layers cannot save its mesh.
     "2 tensor layers": parallel(tensor=2) | LAYERS | COMPILED | steps(3),
     "2 tensor softmax": parallel(tensor=2) | condition("softmax") | COMPILED | FULL | steps(2),
-    "2 pipeline layers": parallel(pipeline=2) | INTERLEAVED | LAYERS | steps(3),
+    "2 pipeline layers": parallel(pipeline=2) | INTERLEAVED | LAYERS | ALL | steps(3),
     "2 zbv layers": parallel(pipeline=2) | ZBV | LAYERS | SAMPLED | steps(3),
     "4 zero bubble layers": parallel(pipeline=2, shards=2) | LOOPED_ZERO_BUBBLE | LAYERS | steps(2),
     "4 replicas shards layers": parallel(replicas=2, shards=2) | LAYERS | steps(3),
@@ -129,14 +173,14 @@ RUNS = {
     "2 shards answers": parallel(shards=2) | ANSWERS | COMPILED | DRAWN | SCAN,
     "2 context answers": parallel(context=2) | ANSWERS | COMPILED | SCAN,
     "2 tensor answers": parallel(tensor=2) | ANSWERS | COMPILED | SCAN,
-    "2 pipeline answers": parallel(pipeline=2) | INTERLEAVED | ANSWERS | COMPILED | SCAN,
+    "2 pipeline answers": parallel(pipeline=2) | ANSWERS | COMPILED | SCAN,
     # Gradients that are summed over the ranks after each micro-batch, and once a step.
     "4 each": parallel(replicas=2, shards=2) | EACH | steps(2) | GRADIENTS,
     "2 each bfloat16": parallel(shards=2) | EACH | steps(2) | GRADIENTS | {"training__mixed_precision_reduce": "bf16"},
     "2 once": parallel(shards=2) | EACH | {"training__reduce_gradients": "step"} | steps(2) | GRADIENTS,
     # The second half of a backward pass adds up as the whole does.
-    "2 pipeline bfloat16": parallel(pipeline=2) | BFLOAT16 | steps(1) | BOTH,
-    "2 zbv bfloat16": parallel(pipeline=2) | ZBV | BFLOAT16 | steps(1) | BOTH,
+    "2 pipeline bfloat16": parallel(pipeline=2) | FOUR | BFLOAT16 | steps(1) | BOTH,
+    "2 zbv bfloat16": parallel(pipeline=2) | ZBV | FOUR | BFLOAT16 | steps(1) | BOTH,
     # Other layers.
     "1 softmax": condition("softmax") | steps(2),
     "1 s4d": condition("s4d") | steps(2) | BOTH,
@@ -166,7 +210,7 @@ RUNS = {
     # Muon, on every axis from one rank's third step on. Layers of the recurrence and of softmax.
     "1 muon": MUON | steps(5),
     "1 muon again": MUON | steps(5) | {"of": ("1 muon", 3)},
-    **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(4) | {"of": ("1 muon", 3)} for axis in AXES},
+    **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(4) | {"of": ("1 muon", 3)} for axis in MUON_AXES},
     "4 tensor shards muon": parallel(tensor=2, shards=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
     "1 muon of adamw": MUON | steps(5) | {"of": ("2 text", 3), "stops": True},
     "2 spoiled muon": MUON | steps(4) | {"spoil": {2: "loss", 3: "both"}, "probes": ["states"]},

@@ -174,7 +174,7 @@ def test_the_fastest_topology_is_the_fastest_of_all_that_fit(monkeypatch):
 
 
 def test_where_nothing_fits():
-    job = read_job_config(flags("corpus", "folder", model__flavor="70B"))
+    job = read_job_config(flags("corpus", "folder", model__flavor="70B", model__n_layers=80))
     with pytest.raises(ValueError, match="no topology of 2 H100 fits"):
         search.fastest(job, 2, H100, Fit())
 

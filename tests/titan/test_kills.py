@@ -4,10 +4,8 @@ Real processes, real signals (disturbed.py). It validates after every step, so t
 validation, and ends with the same bits and curves as the run that nobody disturbed, and with no validation missing.
 """
 
-import contextlib
 import json
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +15,11 @@ from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps,
 from interdomain.titan.resume.lock import NAME
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
-from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE
 
 from ..common import REPOSITORY
-from ..ranks import environment, forks
-from .runs import SAVED, SPIKES, assert_same_tensors, flags, steps, torchrun_agent
+from ..ranks import forks
+from .runs import SAVED, SPIKES, assert_same_tensors, flags, run_disturbed, steps
 from .test_stages import toml_of
 
 pytestmark = pytest.mark.e2e
@@ -51,7 +48,7 @@ def watch_beside(arguments):
 def story(tmp_path_factory, corpus):
     """Record of each start of torchrun: its exit status, its output, and the files in the checkpoint folder after it."""
     folder = tmp_path_factory.mktemp("kills")
-    run, plan, log = folder / "run", folder / "plan.json", folder / "log.txt"
+    run, plan = folder / "run", folder / "plan.json"
     settings = SAVED | DEVIATIONS | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
     settings |= {"training__local_batch_size": 4, "metrics__enable_tensorboard": True}
@@ -66,12 +63,8 @@ def story(tmp_path_factory, corpus):
             shard = run / "checkpoint" / "step-5" / "__1_0.distcp"
             os.truncate(shard, shard.stat().st_size - 1)
         plan.write_text(json.dumps({"starts": starts, **SPIKE}))
-        agent = torchrun_agent(plan, f"--max-restarts={len(starts) - 1}")
-        to_log = ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(log)]
-        status = torchrun.run([*to_log, *agent, *given], torchrun.ELASTIC | environment())
-        seen = {"status": status, "said": log.read_text(), "held": (run / NAME).exists()}
-        while remaining(plan):  # for the moment that a signal takes
-            time.sleep(0.05)
+        status, said = run_disturbed(plan, len(starts) - 1, *given)
+        seen = {"status": status, "said": said, "held": (run / NAME).exists()}
         found = finished_steps(run / "checkpoint")
         validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(SimpleNamespace(found=set(found), validated=validated, **seen))
@@ -93,15 +86,6 @@ def undisturbed(runs, corpus):
     folder = runs.at("2 story")
     assert watch.main([*watching(folder), "--once"]) == 0
     return folder
-
-
-def remaining(word):
-    """True if processes have this word on their command line."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it is gone
-            lines.append(path.read_bytes())
-    return any(str(word).encode() in line for line in lines)
 
 
 def loaded(chapter):

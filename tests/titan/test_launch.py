@@ -3,15 +3,12 @@
 Two nodes of a SLURM allocation: real processes of this machine (slurm_stand_in.py), two torchrun agents of one rank each.
 """
 
-import functools
 import json
 import math
 import re
-import resource
 import shutil
 import signal
 import statistics
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +17,7 @@ from interdomain.tools import compare_runs, launch
 from interdomain.tools._curves import curves_of, read_events
 
 from .. import slurm_stand_in
-from ..common import REPOSITORY, TIMEOUT
-from ..ranks import environment
-from .runs import flags, start_launcher, torchrun_agent
+from .runs import flags, run_disturbed, start_launcher
 
 pytestmark = pytest.mark.e2e
 
@@ -75,7 +70,7 @@ def test_tensorboard_shows_the_run_and_the_mixers_life_signs(nodes):
         for step, value in curves[f"{kind}/perplexity"].items():
             assert value == pytest.approx(math.exp(losses[step]), rel=1e-4)
     signs = ("timescale_tokens_min", "timescale_tokens_max", "one_minus_abs_lambda_min", "share_at_decay_bound")
-    for name in (f"mixer/layer_{layer:02d}/{sign}" for layer in range(4) for sign in signs):
+    for name in (f"mixer/layer_{layer:02d}/{sign}" for layer in range(2) for sign in signs):
         assert [*curves[name]][:4] == [1, 2, 4, 6]  # mixer_freq 2
 
 
@@ -98,13 +93,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
         f'echo "$INTERDOMAIN_EVENT $INTERDOMAIN_STEP $INTERDOMAIN_MESSAGE" >> {tmp_path}/notes'
     )
     (plan := tmp_path / "plan.json").write_text('{"starts": [null]}')  # a refusal is not tried again
-    done = subprocess.run(
-        [*torchrun_agent(plan, "--max-restarts=1"), *flags(corpus, tmp_path, **settings)],
-        preexec_fn=functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
-        **{"env": environment(), "cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": TIMEOUT},
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode != 0
+    status, text = run_disturbed(plan, 1, *flags(corpus, tmp_path, **settings), largest=limit)
+    assert status == launch.torchrun.REFUSED
     assert "Training starts at step 4" in text
     assert text.count("\nerror: ") == 1
     paragraph = text.partition("\nerror: ")[2].partition("\n")[0]
@@ -115,5 +105,5 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     assert fails == f"failure 4 {paragraph}"
     for line in text.partition("ChildFailedError")[0].splitlines():
         if line.lstrip().startswith("File "):
-            assert "titan" not in line, line
+            assert "interdomain/titan" not in line, line
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]

@@ -10,10 +10,10 @@ from interdomain.titan.plan.parameter_groups import group_of
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
 
-from .runs import AXES, assert_same_run, assert_same_tensors, flags
+from .runs import MUON_AXES, assert_same_run, assert_same_tensors, flags
 
 e2e = pytest.mark.e2e
-NAMES = ["1 muon again", *(f"2 {axis} muon" for axis in AXES), "4 tensor shards muon"]
+NAMES = ["1 muon again", *(f"2 {axis} muon" for axis in MUON_AXES), "4 tensor shards muon"]
 
 
 def saved(folder):
@@ -27,7 +27,7 @@ def test_a_step_is_pytorchs_own_to_the_bit(runs, name):
     """From one rank's checkpoint of step 3, with the gradients that this topology has in step 4."""
     before, after = saved(runs.checkpoint("1 muon", 3)), saved(runs.checkpoint(name, 4))
     gradients, log = runs.whole(name, "gradients"), runs.seen(name)["log"][4]
-    assert len(gradients) > 40
+    assert len(gradients) > 20
     matrices = 0
     for parameter, gradient in gradients.items():
         p = torch.nn.Parameter(before[parameter])
@@ -43,7 +43,7 @@ def test_a_step_is_pytorchs_own_to_the_bit(runs, name):
         assert torch.equal(p.data, after[parameter]), parameter
         for each in moments:
             assert torch.equal(optimizer.state[p][each], after[f"optimizer.state.{parameter}.{each}"]), parameter
-    assert matrices == 4 * 7
+    assert matrices == 2 * 7
 
 
 @e2e
@@ -89,4 +89,4 @@ def test_the_plan_counts_one_moment():
         ).memory["optimizer"]
         for name in ("AdamW", "Muon")
     )
-    assert adamw - muon == 4 * 4 * (4 * 128 * 128 + 3 * 128 * 384) // 2
+    assert adamw - muon == 4 * 2 * (4 * 128 * 128 + 3 * 128 * 384) // 2

@@ -17,7 +17,7 @@ CONFIGS, GIB = REPOSITORY / "train_configs", 2**30
 
 
 def arguments(**settings):
-    return flags("corpus", "folder", **{"training__local_batch_size": 4, **settings})
+    return flags("corpus", "folder", **{"training__local_batch_size": 4, "model__n_layers": 4, **settings})
 
 
 def parse(**settings):

@@ -7,7 +7,7 @@ from .runs import assert_same_run
 
 pytestmark = pytest.mark.e2e
 
-LAYERS = 4
+LAYERS = 2
 FLOAT32, BFLOAT16 = "torch.float32", "torch.bfloat16"
 
 

@@ -53,7 +53,7 @@ AXES = {  # runs of TorchTitan's trainer: their settings, and ours that do the s
     "2 stock replicas": (parallel(replicas=2) | SAVED | IN_HF, "2 text"),
     "2 stock context": (parallel(context=2) | WINDOWS, "2 text"),
     "2 stock tensor": (parallel(tensor=2) | HYBRID, "1 layers"),
-    "2 stock pipeline": (parallel(pipeline=2) | INTERLEAVED | MICRO, "2 text"),
+    "2 stock pipeline": (parallel(pipeline=2) | INTERLEAVED | MICRO | HYBRID, "1 layers"),
     "2 stock compiled": (COMPILED, "2 text"),
 }
 

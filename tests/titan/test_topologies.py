@@ -46,11 +46,11 @@ def test_the_references_learn_and_differ(runs):
     assert len({text["log"][1]["loss"], *others}) == 4
 
 
-@pytest.mark.parametrize(("axis", "calls"), [("shards", 4), ("context", 4), ("tensor", 4), ("pipeline", 2 * 4)])
+@pytest.mark.parametrize(("axis", "calls"), [("shards", 2), ("context", 2), ("tensor", 2), ("pipeline", 4)])
 def test_compilation_and_selective_checkpointing(runs, axis, calls):
     """Whole blocks are compiled. The scan's output is saved: it runs once for each of a rank's layers and micro-batches."""
     ours = runs.seen(f"2 {axis} answers")
-    layers = 2 if axis == "pipeline" else 4
+    layers = 1 if axis == "pipeline" else 2
     assert [(call["fullgraph"], call["backend"]) for call in ours["compiled"]] == [(True, "aot_eager")] * layers
     assert {step: n for step, n in ours["calls"].items() if step != "validation"} == dict.fromkeys(ours["log"], calls)
 
@@ -63,15 +63,17 @@ def test_gradients_summed_in_bf16(runs):
 
 
 def test_a_backward_pass_in_two_halves(runs):
-    """The same bits as one pass in bf16, whose sums over micro-batches are float32; and the scan goes backward once."""
+    """The same as one pass in bf16, whose sums over micro-batches are float32; and the scan goes backward once. The factor of
+    clipping may differ in its last bit: of norms by stage, and there are two or four."""
     ours, whole = ("2 zbv bfloat16", "2 pipeline bfloat16")
     gradients, expected = runs.whole(ours, "gradients"), runs.whole(whole, "gradients")
-    assert not [name for name, g in expected.items() if not torch.equal(gradients[name], g)]
+    for name, g in expected.items():
+        torch.testing.assert_close(gradients[name], g, rtol=3e-7, atol=0, msg=name)
     calls = [[seen["backward"][1] for seen in runs.every(name)] for name in (ours, whole)]
     assert calls == [[4, 12], [8, 8]]  # four micro-batches of each rank's layers
 
 
-@pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline answers", 2)])
+@pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline layers", 2)])
 def test_the_dynamics_are_computed_once_a_step(runs, name, stages):
     """One fold of each of a rank's stages, for all four micro-batches."""
     for seen in runs.every(name):
