@@ -125,7 +125,7 @@ def to_folder(source: Path, output: Path, args) -> str:
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
-        write_card(folder, config, args.dtype, tokenizer, facts, args.license)
+        write_card(folder, config, args.dtype, tokenizer, facts, record.get("configuration", {}), args.license)
         difference = check_folder(folder, checkpoint, args)
     return f"{count} tensors, step {record['step']}, {difference}"
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from interdomain.data import IndexedDatasetWriter, TokenCorpus
+from interdomain.data.corpus import sources
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
 
@@ -37,6 +38,23 @@ def test_a_prepared_folder_and_its_shards_alone(folder):
     prefixes[0].with_suffix(".bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"train-00000\.bin is missing"):
         TokenCorpus(f"{folder}/train-*")
+
+
+def test_sources_in_words():
+    """Of the hub's data sets the names too, without revision and split; many files are counted."""
+    files = [{"file": f"{i:02}.jsonl", "bytes": 1_500_000} for i in range(21)]
+    hub = [{"dataset": name} for name in ("HuggingFaceFW/fineweb-edu@main:sample-10BT:train", "allenai/c4:en")]
+    assert sources({"inputs": [{"stdlib": "3.11.2"}, *hub, files[0]], "max_bytes": 2_000}) == {
+        "sources": [
+            "Python 3.11.2's standard library",
+            *(f"{item['dataset']} (Hugging Face hub)" for item in hub),
+            "00.jsonl (1.5 MB)",
+            "of these the first 2,000 bytes",
+        ],
+        "datasets": ["HuggingFaceFW/fineweb-edu", "allenai/c4"],
+    }
+    assert sources({"inputs": files})["sources"] == ["21 files, 00.jsonl to 20.jsonl (31.5 MB)"]
+    assert sources({"synthetic": "mqar", "items": 8, "seed": 0})["sources"] == ["synthetic mqar (items 8, seed 0)"]
 
 
 def test_what_is_no_corpus(folder, tmp_path):

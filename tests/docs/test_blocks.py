@@ -172,6 +172,10 @@ def test_a_model_card_s_example_runs(workspace, capsys):
     (example,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"]
     exec(example.text.replace("path/to/this/folder", "exports/debug"), {})
     assert "Once upon a time" in capsys.readouterr().out
+    (command,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "bash"]
+    program, *words = shlex.split(command.text.replace("path/to/this/folder", "exports/debug"))
+    assert (program, tools.main([*words, "--max-tokens", "2"])) == ("interdomain", 0)
+    assert "Once upon a time" in capsys.readouterr().out
 
 
 OTHER_PAGES = [

@@ -119,9 +119,16 @@ def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
     run = start("step-2", tokens_per_step=1024)
     assert run.manager.load()
     assert (run.model.weight.unique().item(), run.trainer.step) == (2, 0)
+    run.save(1)
+    assert record(tmp_path / "other", 1)["run"]["started_from"]["step"] == 2
+    onward = start("step-2", tokens_per_step=1024)
+    assert onward.load() == 1
+    assert onward.manager.record["run"]["started_from"]["step"] == 2  # a resumed run knows, too
+    shutil.rmtree(tmp_path / "other" / "step-1")
     run = start("step-2", initial_load_model_only=False, exclude_from_loading=["dataloader"])
     assert run.manager.load()
     assert (run.trainer.step, run.others["optimizers"].step, run.others["dataloader"].step) == (2, 2, 0)
+    assert "started_from" not in run.manager.record["run"]  # the same run goes on
     run.save(3)
     again = start("step-2", initial_load_model_only=False, exclude_from_loading=["dataloader"])
     assert again.load() == 3  # its own, with all parts

@@ -91,6 +91,9 @@ def test_a_run_goes_from_one_trainer_to_the_other_and_back(stock, tmp_path):
     assert convert.main([str(stock.checkpoint("2 stock again", 6)), "--output", str(tmp_path / "folder")]) == 0
     facts = json.loads((tmp_path / "folder" / "config.json").read_text())["facts"]
     assert (facts["step"], facts["tokens"]) == (6, 6 * 512)
+    (corpus,) = facts["run"]["corpora"]
+    assert (corpus["name"], corpus["share"]) == ("tiny", "1")
+    assert corpus["sources"][1:] == ["of these the first 400,000 bytes"]
 
 
 def test_weights_go_to_and_from_an_exported_folder(stock):
@@ -122,6 +125,7 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
     assert convert.main([str(runs.at("1 stock data")), "--output", str(tmp_path / "folder")]) == 0
     kept = load_tokenizer(tmp_path / "folder")
     assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
+    assert "| c4_test | 0 | 1 | not recorded | not recorded |" in (tmp_path / "folder" / "README.md").read_text()
 
 
 def stock_config(corpus="corpus", **settings):

@@ -3,8 +3,11 @@
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
+import tomllib
+from dataclasses import asdict
 from unittest import mock
 
 import pytest
@@ -13,10 +16,12 @@ from safetensors.torch import load_file
 
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import megatron_checkpoint as megatron
+from interdomain.files.model_card import BIBTEX
 from interdomain.files.pretrained import BASE, read_config
 from interdomain.model import Transformer, cell_of, count_parameters
 from interdomain.tools import convert
 
+from ..common import REPOSITORY
 from .checkpoints import small_model, write_checkpoint
 
 
@@ -139,6 +144,9 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
     assert_same(of_checkpoint(tmp_path / "start"), {**drawn.state_dict(), **model.state_dict()})
     file.write_text(file.read_text().replace("n_heads = 4", "n_heads = 2"))
     refused(tmp_path / "folder", "n_heads 4 in the folder, 2 in", "--to-checkpoint", "--uptrain", file)
+    run(tmp_path / "start", tmp_path / "again")
+    origin = f"{cell_of(model.config, 'debug')}: step 100, tokens: 204,800"
+    assert f"| started from | {origin} |" in (tmp_path / "again" / "README.md").read_text()
 
 
 def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refused):
@@ -146,12 +154,32 @@ def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refu
     # As the condition was once written, whatever n_basis is.
     edit_record(checkpoint, lambda record: record.update(condition="interdomain"))
     (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
+    web = {"name": "web", "share": "3/4", "tokens": 9_000, "sources": ["a/b (Hugging Face hub)"], "datasets": ["a/b"]}
+    code = {"name": "code", "share": "1/4", "tokens": 800, "sources": ["a|b.txt (0.1 MB)"], "datasets": []}
+    stages = [{"begins": begins, "corpora": corpora} for begins, corpora in ((0, [web]), (60, [web, code]), (100, []))]
+    edit_record(checkpoint, lambda record: record["run"].update(data_stages=stages))
+    recipe = {"optimizer": {"lr": 3e-3}, "training": {"dataset_path": "mine", "steps": 400, "tokens": None}}
+    edit_record(checkpoint, lambda record: record.update(configuration={**recipe, "job": {"dump_folder": "mine"}}))
     run(checkpoint, output, "--license", "cc-by-4.0")
     config, record = read_config(output)
     assert record["facts"]["validation"]["perplexity"] == 20.25
-    card = (output / "README.md").read_text()
-    assert card.startswith("---\nlicense: cc-by-4.0\n")
+    hub = pytest.importorskip("huggingface_hub")
+    card = hub.ModelCard.load(output / "README.md")
+    assert (card.data.license, card.data.library_name, card.data.datasets) == ("cc-by-4.0", "transformers", ["a/b"])
+    assert card.data.tags == ["interdomain-attention", "interdomain"]
+    card = card.content
+    settings = tomllib.loads(re.search(r"```toml\n(.*?)```", card, re.DOTALL)[1])
+    assert settings == {
+        "model": {name: x for name, x in config.to_dict().items() if name != "mixer"},
+        "mixer": {name: x for name, x in asdict(config.mixers[0]).items() if x is not None},
+        "optimizer": {"lr": 3e-3},
+        "training": {"steps": 400},
+    }
     for line in (
+        "| web | 0 | 3/4 | 9,000 | a/b (Hugging Face hub) |",
+        "| web | 60 | 3/4 | 9,000 | a/b (Hugging Face hub) |",
+        "| code | 60 | 1/4 | 800 | a\\|b.txt (0.1 MB) |",
+        "| validation loss | 3.0000 nats per token |",
         f"# Interdomain Attention, {cell_of(config, 'debug')}",
         f"| parameters | {count_parameters(small_model()):,} |",
         "| step | 100 of 400 |",
@@ -160,6 +188,17 @@ def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refu
     ):
         assert line + "\n" in card
     assert f"trust_remote_code=True,prefix_token_id={tokenizer.eos_id} --tasks" in card
+
+
+def test_the_card_cites_what_the_repository_cites():
+    paper = (REPOSITORY / "CITATION.cff").read_text().partition("preferred-citation:")[2]
+    names = re.findall(r"family-names: ([^,]+), given-names: ([^}]+)", paper)
+    title, number = (re.search(pattern, paper)[1] for pattern in (r'title: "(.+)"', r"arxiv.org/abs/([\d.]+)"))
+    bibtex = " ".join(BIBTEX.split())
+    assert f"title = {{{title}}}" in bibtex
+    assert f"author = {{{' and '.join(map(', '.join, names))}}}" in bibtex
+    assert f"arXiv:{number}" in bibtex
+    assert bibtex in " ".join((REPOSITORY / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -288,7 +327,9 @@ def test_logits_are_not_certified_where_megatron_s_settings_are_not_recorded(tmp
     out, err = capsys.readouterr()
     assert "logits not certified" in out
     assert "the run had --swiglu" in err
-    assert "the run's logits may differ" in (output / "README.md").read_text()
+    card = (output / "README.md").read_text()
+    for words in ("the run's logits may differ", "does not record its corpus", "| tokens trained on | not recorded |"):
+        assert words in card
     assert read_config(output)[1]["facts"]["run"]["settings_recorded"] is False
     assert_same(stored(output), small_model().state_dict())
 

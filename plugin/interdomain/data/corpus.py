@@ -25,6 +25,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from interdomain.storage import fetch_folder, is_address
 
 MANIFEST = "manifest.json"
 ANSWERS = "-answers"  # after a split's name: the split of its marks
+NAMED = 20  # files of a corpus that `sources` names
 FORMAT, FORMAT_VERSION = "interdomain-corpus", 1
 
 
@@ -61,6 +63,26 @@ def read_manifest(folder: Path | str) -> dict:
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is damaged or of another version ({e}); prepare the corpus again.") from e
     return manifest
+
+
+def sources(source: dict) -> dict[str, list[str]]:
+    """A manifest's field "source" for a run's record: `sources` in words, and `datasets`, those of the Hugging Face hub."""
+    if "synthetic" in source:
+        options = ", ".join(f"{name} {x}" for name, x in source.items() if name != "synthetic")
+        return {"sources": [f"synthetic {source['synthetic']} ({options})"], "datasets": []}
+    inputs = source.get("inputs", [])
+    hub = [item["dataset"] for item in inputs if "dataset" in item]
+    words = [f"Python {item['stdlib']}'s standard library" for item in inputs if "stdlib" in item]
+    words += [f"{name} (Hugging Face hub)" for name in hub]
+    files = [item for item in inputs if "file" in item]
+    if len(files) > NAMED:
+        size = sum(item["bytes"] for item in files)
+        words.append(f"{len(files):,} files, {files[0]['file']} to {files[-1]['file']} ({size / 1e6:,.1f} MB)")
+    else:
+        words += [f"{item['file']} ({item['bytes'] / 1e6:,.1f} MB)" for item in files]
+    if words and source.get("max_bytes"):
+        words.append(f"of these the first {source['max_bytes']:,} bytes")
+    return {"sources": words, "datasets": [*dict.fromkeys(re.split("[@:]", name)[0] for name in hub)]}
 
 
 @functools.cache  # one answer of the store for a process
@@ -115,6 +137,7 @@ class TokenCorpus:
         num_tokens, num_documents: of the split.
         fingerprint: sha256 of the manifest; of bare shards, of their names, sizes and index heads.
         answers: which tokens are answers; None if the corpus records none.
+        source: what the corpus was made of, as its manifest has it; empty for bare shards.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -128,7 +151,7 @@ class TokenCorpus:
         vocab_size: int | None = None,
         verify: bool = False,
     ) -> None:
-        self.split, self.vocab_size = split, vocab_size
+        self.split, self.vocab_size, self.source = split, vocab_size, {}
         self.answers: Answers | None = None
         if isinstance(source, str | os.PathLike) and os.path.isdir(source):
             self.shards = self._open_folder(Path(source), verify)
@@ -146,7 +169,7 @@ class TokenCorpus:
     def _open_folder(self, folder: Path, verify: bool) -> list[IndexedDataset]:
         manifest = read_manifest(folder)
         self.fingerprint = file_sha256(folder / MANIFEST)
-        self.vocab_size = manifest["vocab_size"]
+        self.vocab_size, self.source = manifest["vocab_size"], manifest.get("source", {})
         if "answers" in manifest and not self.split.endswith(ANSWERS):
             marks = TokenCorpus(folder, self.split + ANSWERS, verify=verify)
             self.answers = Answers(marks, **manifest["answers"])

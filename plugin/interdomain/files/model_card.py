@@ -1,28 +1,49 @@
 """README.md of an exported folder: a model card as the Hugging Face hub reads it, of what the run recorded."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from interdomain.model import ModelConfig, count_parameters, meta_model
 
+RECIPE = ("optimizer", "lr_scheduler", "training")  # sections of a run's configuration
+RESET = "reset_state_at_documents"  # the one setting of [data] that changes what the model computes
+
 CARD = """---
-{license}library_name: transformers
-pipeline_tag: text-generation
-tags:
-- interdomain-attention
-- {tag}
+{header}
 ---
 
 # Interdomain Attention, {size}, {condition}
 
-A decoder of the study in *Interdomain Attention: Beyond Token-Level Key-Value Memory* (2026).
+A decoder of the study in
+[*Interdomain Attention: Beyond Token-Level Key-Value Memory*](https://arxiv.org/abs/2605.24330) (2026).
 
 | | |
 |---|---|
 {facts}
 
+## Data
+
+{corpora}
+
+## Settings
+
+As the run resolved them. A setting that is not named is not set.
+
+<details>
+<summary>All settings</summary>
+
+```toml
+{settings}
+```
+
+</details>
+
 ## Use
+
+### transformers
 
 Needs Python 3.11, torch 2.11 and transformers 4.57 or later, and nothing else. The code is in this folder,
 five files of plain PyTorch: read it before you trust it. With the package `interdomain` installed it runs that package's
@@ -60,6 +81,22 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
 - lm-evaluation-harness:
   `lm_eval --model hf --model_args pretrained=path/to/this/folder,trust_remote_code=True{evaluated} --tasks lambada_openai`
 
+### The package `interdomain`
+
+```bash
+interdomain generate path/to/this/folder --prompt "Once upon a time"
+```
+
+`interdomain.files.pretrained.load_pretrained(folder)` returns the model and the tokenizer, for Python without transformers.
+{vllm}
+## Citation
+
+Cite the paper; the code by `CITATION.cff` in its repository.
+
+```bibtex
+{bibtex}
+```
+
 ## Licence
 
 The code in this folder is under Apache-2.0 (`LICENSE`). {weights}
@@ -70,26 +107,67 @@ A base model of a study: trained to predict text, not to follow instructions and
 and is often wrong. Its sequences were {seq_len} tokens long in training; quality beyond that is for you to measure.
 """
 
+BIBTEX = """\
+@article{kiyohara2026interdomain,
+  title   = {Interdomain Attention: Beyond Token-Level Key-Value Memory},
+  author  = {Kiyohara, Naoki and Zhu, Harrison Bo Hua and El Hassanin, Riccardo and Sun, Zhuo and
+             Chen, Wenlong and Bhatt, Samir and Li, Yingzhen},
+  journal = {arXiv preprint arXiv:2605.24330},
+  year    = {2026}
+}"""
+
+VLLM = """
+### vLLM
+
+With `interdomain` installed beside vLLM (its extra `vllm` has the versions): `vllm serve path/to/this/folder`.
+"""
+
 NO_TOKENIZER = """
 transformers has no exact counterpart of this folder's tokenizer, `{file}`, and `AutoTokenizer` refuses the folder: below,
 encode and decode with the library that made the file, or with `interdomain.data.load_tokenizer(folder)`.
 """
 
 
-def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict, license: str | None) -> None:
-    """README.md. license: of the weights, an identifier of the Hugging Face hub, or None."""
-    run, validation, eos = facts["run"], facts["validation"], tokenizer.eos_id is not None
+def write_card(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    tokenizer: Any,
+    facts: dict[str, Any],
+    configuration: dict[str, Any],
+    license: str | None,
+) -> None:
+    """Write README.md.
+
+    facts: of the run, as config.json has them. configuration: of the run, empty where it is not recorded.
+    license: of the weights, an identifier of the Hugging Face hub, or None.
+    """
+    run, validation, eos = facts["run"], facts["validation"] or {}, tokenizer.eos_id is not None
+    corpora, conditions = _corpora(run, facts["step"]), facts["condition"].partition(",")[0].split(" + ")
+    header = {
+        "license": license,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "datasets": [*dict.fromkeys(name for corpus in corpora for name in corpus["datasets"])],
+        "tags": ["interdomain-attention", *dict.fromkeys(conditions), *["hybrid"] * (len(config.mixers) > 1)],
+    }
+    in_transformers = (folder / "tokenizer.json").is_file()
     rows = {
         "parameters": f"{count_parameters(meta_model(config)):,}",
         "stored as": f"{dtype} (parameters of a recurrence: float32)",
         "vocabulary": f"{config.vocab_size:,} ({tokenizer.vocab_size:,} in use)",
-        "tokens trained on": "not recorded" if facts["tokens"] is None else f"{facts['tokens']:,}",
+        "tokens trained on": _tokens(facts),
         "step": f"{facts['step']} of {run.get('planned_steps', 'an unknown number')}",
         "tokens per sequence": f"{run.get('seq_len', config.max_seq_len):,}",
         "data (fingerprint)": run.get("data_fingerprint", "not recorded"),
+        "validation loss": f"{validation['loss']:.4f} nats per token" if validation else "not recorded",
         "validation perplexity": f"{validation['perplexity']:.3f}" if validation else "not recorded",
         "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
     }
+    if "accuracy" in validation:
+        rows["validation accuracy of answers"] = f"{validation['accuracy']:.4f}"
+    if origin := _origins(run):
+        rows["started from"] = origin
     if not run.get("settings_recorded", True):
         rows["Megatron's settings"] = "not recorded: the run's logits may differ from this folder's"
     linears = {
@@ -98,14 +176,18 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         if isinstance(module, nn.Linear)
     }
     text = CARD.format(
-        license=f"license: {license}\n" if license else "",
+        # JSON is YAML.
+        header="\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items() if value),
         weights=f"The weights are under {license}." if license else "No licence of the weights was given.",
         linears=", ".join(f'"{name}"' for name in sorted(linears)),
         size=facts["size"],
         condition=facts["condition"],
-        tag=facts["condition"].partition(",")[0],
         facts="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        tokenizer="" if (folder / "tokenizer.json").is_file() else NO_TOKENIZER.format(file=tokenizer.file),
+        corpora=_table(corpora) if corpora else "The checkpoint does not record its corpus.",
+        settings=_settings(config, configuration),
+        vllm=VLLM if in_transformers else "",
+        bibtex=BIBTEX,
+        tokenizer="" if in_transformers else NO_TOKENIZER.format(file=tokenizer.file),
         dtype=dtype,
         start="# Every text of the training data followed an end-of-text token: begin with one." if eos else "",
         first="[tokenizer.eos_token_id] + " if eos else "",
@@ -113,3 +195,56 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         seq_len=rows["tokens per sequence"],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _corpora(run: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """The corpora of the data stages that had begun at a step, each with `begins`, the first step after which it was read."""
+    stages = run.get("data_stages") or [{"begins": 0, **run}]
+    begun = [stage for stage in stages if stage["begins"] < max(step, 1)]
+    return [corpus | {"begins": stage["begins"]} for stage in begun for corpus in stage.get("corpora", ())]
+
+
+def _table(corpora: list[dict[str, Any]]) -> str:
+    lines = ["| corpus | from step | share of the samples | its training tokens | made of |", "|---|---|---|---|---|"]
+    for corpus in corpora:
+        tokens = "not recorded" if corpus["tokens"] is None else f"{corpus['tokens']:,}"
+        cells = (
+            corpus["name"],
+            corpus["begins"],
+            corpus["share"],
+            tokens,
+            "; ".join(corpus["sources"]) or "not recorded",
+        )
+        lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _tokens(facts: dict[str, Any]) -> str:
+    return "not recorded" if facts["tokens"] is None else f"{facts['tokens']:,}"
+
+
+def _origins(run: dict[str, Any]) -> str:
+    """Models whose weights the run began with, the latest first; not those that `convert` made and nobody trained."""
+    words = []
+    while origin := run.get("started_from"):
+        if origin["step"]:
+            name = f"{origin['size']}, {origin['condition']}"
+            words.append(f"{name}: step {origin['step']}, tokens: {_tokens(origin)}")
+        run = origin["run"]
+    return "; before that ".join(words)
+
+
+def _settings(config: ModelConfig, configuration: dict[str, Any]) -> str:
+    """TOML of the model's settings and of the run's recipe."""
+    model = config.to_dict()
+    mixers = model.pop("mixer")
+    tables = [("[model]", model)]
+    tables += [("[[mixer]]", mixer) for mixer in mixers] if isinstance(mixers, list) else [("[mixer]", mixers)]
+    tables += [(f"[{name}]", configuration[name]) for name in RECIPE if name in configuration]
+    if RESET in configuration.get("data", {}):
+        tables.append(("[data]", {RESET: configuration["data"][RESET]}))
+    texts = []
+    for head, table in tables:
+        named = {name: x for name, x in table.items() if x is not None and not name.endswith("path")}
+        texts.append("\n".join([head, *(f"{name} = {json.dumps(x)}" for name, x in named.items())]))
+    return "\n\n".join(texts)

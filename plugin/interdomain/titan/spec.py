@@ -26,7 +26,7 @@ from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
 from interdomain.model.costs.flops import train_flops_per_token
 
 from .data.dataloader import open_data
-from .data.folders import open_dataset, open_tokenizer
+from .data.folders import data_record, open_dataset, open_tokenizer
 from .errors import user_errors
 from .host import (
     BaseModelArgs,
@@ -202,14 +202,15 @@ def build_tokenizer(job_config: Any) -> Any:
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
     """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
-    fingerprint = ""
     if job_config.data.corpus:
         tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
-        fingerprint = loader.stages[0].dataset.fingerprint
+        data = data_record(job_config, loader.stages[0].dataset)
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         tokenizer = as_trained(tokenizer)
-    record_run(job_config, plan_of(job_config), fingerprint, tokenizer)
+        named = {"name": job_config.training.dataset, "share": "1", "tokens": None, "sources": [], "datasets": []}
+        data = {"data_fingerprint": "", "corpora": [named]}
+    record_run(job_config, plan_of(job_config), data, tokenizer)
     return loader
 
 

@@ -15,7 +15,7 @@ import tyro
 from torch import nn
 
 from .data.dataloader import PackedLoader, open_data
-from .data.folders import open_tokenizer
+from .data.folders import data_record, open_tokenizer
 from .errors import user_errors
 from .host import (
     SECTIONS,
@@ -96,7 +96,7 @@ def configuration(file: str) -> Any:
 
     def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
         tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, packed.stages[0].dataset.fingerprint, tokenizer)
+        record_run(job, spec.model.plan, data_record(job, packed.stages[0].dataset), tokenizer)
         return packed
 
     spec = ModelSpec(

@@ -22,7 +22,7 @@ from interdomain.data import PackedDataset
 from interdomain.model import Transformer, meta_model
 
 from .data.dataloader import Batch, open_data
-from .data.folders import fetch_corpora, text_fingerprint
+from .data.folders import data_record, fetch_corpora, text_fingerprint
 from .errors import user_errors
 from .host import (
     TRAIN_STATE,
@@ -149,8 +149,9 @@ class InterdomainTrainer(Trainer):
         self.optimizers.guard.deviations = config.training.spike_deviations
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
+        facts = [data_record(stage.costs.job, data) for stage, data in zip(plan.data_stages, datasets, strict=True)]
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, config, [data.fingerprint for data in datasets], tokenizer),
+            record=describe_run(plan, config, facts, tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             milestones=plan.milestones,

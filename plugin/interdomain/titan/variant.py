@@ -105,8 +105,8 @@ class FolderNames(StateDictAdapter):
         return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
 
 
-def record_run(job_config: Any, plan: RunPlan, fingerprint: str, tokenizer: Any) -> None:
+def record_run(job_config: Any, plan: RunPlan, data: dict[str, Any], tokenizer: Any) -> None:
     """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own."""
     if job_config.checkpoint.enable and dist.get_rank() == 0:
-        record = describe_run(plan, job_config, [fingerprint], tokenizer)
+        record = describe_run(plan, job_config, [data], tokenizer)
         write_record(Path(job_config.job.dump_folder), record, tokenizer)

@@ -5,7 +5,8 @@ import hashlib
 import itertools
 import json
 import os
-from typing import cast
+from pathlib import PurePath
+from typing import Any, cast
 
 from interdomain.data import (
     MixtureDataset,
@@ -17,6 +18,7 @@ from interdomain.data import (
     local_corpus,
     read_manifest,
 )
+from interdomain.data.corpus import sources
 from interdomain.storage import is_address
 
 from ..errors import user_errors
@@ -138,6 +140,16 @@ def epochs_in_words(plan: RunPlan, datasets: list[PackedDataset | MixtureDataset
         named = zip(folders_of(stage.costs.job.data.corpus), epochs, strict=True)
         said.append(", ".join(f"{name} for {words}" for name, words in named))
     return said
+
+
+def data_record(job_config: JobConfig, dataset: PackedDataset | MixtureDataset) -> dict[str, Any]:
+    """Facts of a data stage for the run's record: a fingerprint, and of each corpus name, share, tokens and sources."""
+    named = zip(folders_of(job_config.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True)
+    corpora = [
+        {"name": PurePath(name).name, "share": share, "tokens": part.num_tokens, **sources(part.corpus.source)}
+        for name, share, part in named
+    ]
+    return {"data_fingerprint": dataset.fingerprint, "corpora": corpora}
 
 
 def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:

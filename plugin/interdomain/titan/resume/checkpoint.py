@@ -33,6 +33,7 @@ from interdomain.files.distributed_checkpoint import (
     DOCUMENTS,
     KEEP,
     METADATA,
+    SIDECAR_FACTS,
     SIDECAR_VERSION,
     VALIDATION,
     finished_steps,
@@ -62,15 +63,14 @@ from .resume_from import (
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_run(plan, job_config, fingerprints: list[str], tokenizer) -> dict:
+def describe_run(plan, job_config, data: list[dict], tokenizer) -> dict:
     """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts.
 
-    fingerprints: of the data of each data stage. Batch, length and data are those of the stage that a checkpoint's step is in.
+    data: `data_record` of each data stage. Batch, length and data are those of the stage that a checkpoint's step is in.
     """
     stages = [
-        {name: getattr(stage, name) for name in ("begins", "seq_len", "global_batch", "tokens_per_step")}
-        | {"data_fingerprint": fingerprint}
-        for stage, fingerprint in zip(plan.data_stages, fingerprints, strict=True)
+        {name: getattr(stage, name) for name in ("begins", "seq_len", "global_batch", "tokens_per_step")} | facts
+        for stage, facts in zip(plan.data_stages, data, strict=True)
     ]
     run = {"seed": plan.seed, "precision": plan.precision, "planned_steps": plan.steps}
     run |= {name: fact for name, fact in stages[0].items() if name != "begins"}
@@ -307,10 +307,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
             return next(filter(None, damaged))
         load_part(point.folder, point.index, states)
         self.states[MODEL].load_state_dict(states)
+        origin = {name: point.record[name] for name in SIDECAR_FACTS}
         if continues:
+            origin = point.record["run"].get("started_from")
             if dist.get_rank() == 0:
                 warn_of_changes(point, self.record)
             self.states[OPTIMIZER].guard.load_state_dict(point.record)
+        self.record["run"] |= {"started_from": origin} if origin else {}
         gc.collect()  # the trainer has turned off Python's own collections
         return None
 
