@@ -1,4 +1,7 @@
-"""The machine and the versions that a result depends on. No host name, no user, no path."""
+"""The machine and the versions that a result depends on. No host name, no user, no path.
+
+`python -m interdomain.environment` prints them.
+"""
 
 import importlib.metadata
 import os
@@ -44,3 +47,8 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+if __name__ == "__main__":  # .github/ISSUE_TEMPLATE asks for it
+    for name, fact in environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")).items():
+        print(f"{name}: {fact}")

@@ -5,6 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config
 from interdomain.model.config import FIXED_STATE
+from interdomain.model.feature_maps import FEATURE_MAPS
 
 SMALL = dict(dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128)
 # Two heads of 16; of Mamba-2, whose keys are 8 wide, four.
@@ -39,6 +40,14 @@ OPTIONS = {
     "conv": dict(conv_width=3),
 }
 
+
+# A map without an option of its own; test_mixer.py has the formula of each.
+options_of_maps = {options.get("feature_map") for options in OPTIONS.values()}
+OPTIONS |= {
+    name: dict(feature_map=name, normalize=xi.needs_ratio)
+    for name, xi in FEATURE_MAPS.items()
+    if xi and name not in options_of_maps
+}
 
 # Every condition, every switch, and where a switch meets other code in another condition.
 VARIANTS = [

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from interdomain.model.feature_maps import MAX_GAIN, PositiveRandomFeatures, divided, feature_map
+from interdomain.model import Execution
+from interdomain.model.feature_maps import FEATURE_MAPS, MAX_GAIN, PositiveRandomFeatures, divided, feature_map
 from interdomain.model.initialize import initial_value
+from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from .common import lively, random_tokens, small_config
 
@@ -17,7 +19,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 def favor(heads: int, width: int = R) -> PositiveRandomFeatures:
     config = small_config("interdomain", dim=width, n_heads=1, head_dim=width, feature_map="favor", normalize=True)
-    module = PositiveRandomFeatures(heads, width, width)
+    module = PositiveRandomFeatures(heads, width)
     module.frequencies = initial_value("feature_map.frequencies", module.frequencies.shape, config, 0)
     return module
 
@@ -72,7 +74,7 @@ def test_the_denominator_is_held_only_where_the_output_would_be_too_large():
     assert torch.equal(divided(o, v[:1, :1, :1].float()), torch.zeros(1, 1, 1, 8))
 
 
-@pytest.mark.parametrize("options", [dict(feature_map=name) for name in ("rff", "elu", "softplus", "favor")])
+@pytest.mark.parametrize("options", [dict(feature_map=name) for name, xi in FEATURE_MAPS.items() if xi])
 def test_no_scale_matters(options):
     """Exactly: of C, of the features or of the values, by powers of two. The first token's output is its value."""
     model = lively(small_config("interdomain", normalize=True, **options), torch.float32)
@@ -96,3 +98,14 @@ def test_no_scale_matters(options):
         mixer.wv.weight.mul_(2.0**9)
         assert torch.equal(output(), 2**9 * first)
     torch.testing.assert_close(2**9 * first[:, 0], values[0][:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_the_triton_kernel_is_refused_for_a_map_that_it_does_not_have():
+    for name, xi in FEATURE_MAPS.items():
+        config = small_config("interdomain", feature_map=name, normalize=True)
+        InterdomainMixer(config, Execution(features="auto"))
+        if xi is None:
+            InterdomainMixer(config, Execution(features="triton"))
+            continue
+        with pytest.raises(ValueError, match=f"mixer.feature_map = '{name}': the kernel has silu alone"):
+            InterdomainMixer(config, Execution(features="triton"))

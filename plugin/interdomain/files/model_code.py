@@ -7,11 +7,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent
 PLAIN = "plain_interdomain.py"
 PARTS = (  # Python and torch alone; each needs only what stands before it
+    "model/feature_maps.py",
     "model/settings.py",
     "scan/tables.py",
     "scan/step.py",
     "features/plain.py",
-    "model/feature_maps.py",
     "model/mixers/fixed_state_scan.py",
 )
 

@@ -83,7 +83,7 @@ def from_transformers(record: dict[str, Any]) -> ModelConfig:
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a tensor in a model of this one: the dynamics and random frequencies are never less than float32."""
-    spared = ".attention.ssm." in name or name.endswith(".feature_map.frequencies")
+    spared = ".attention.ssm." in name or ".feature_map." in name
     return torch.promote_types(dtype, torch.float32) if spared else dtype
 
 

@@ -235,6 +235,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             init.constant_(module.weight, module.start)
         elif isinstance(module, RandomFeatures):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
+            if not getattr(module.frequencies, "_is_hf_initialized", False):  # transformers' mark of a loaded one
+                module.frequencies.copy_(module.drawn(module.frequencies))
         elif isinstance(module, SSMDynamics | StepSize):
             module.init_values()
         elif isinstance(module, FixedStateMixer) and module.kind == "gla":

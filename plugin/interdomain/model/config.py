@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from interdomain import features, scan
 
+from .feature_maps import FEATURE_MAPS
 from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, from_version_1, one_of, setting
 
 FORMAT_VERSION = 2  # 1: without output_norm, and conv_width said nothing for gla
@@ -41,6 +42,15 @@ class Execution:
         choices=features.BACKENDS,
     )
     bf16_products: bool = False  # of float32 parameters in bfloat16, under autocast
+
+    def refuse_map(self, mixer: MixerConfig) -> None:
+        """Raises: ValueError for the Triton kernel of the features and a map that it does not have."""
+        if self.features == "triton" and FEATURE_MAPS[mixer.feature_map]:
+            raise ValueError(
+                f"mixer.features = 'triton' with mixer.feature_map = {mixer.feature_map!r}: the kernel has silu alone, and the "
+                "other maps are plain PyTorch. Set mixer.features = 'auto', which takes the kernel for what comes before the "
+                "map where it can, or 'torch'."
+            )
 
 
 EXECUTION_SETTINGS = {f.name: f for f in fields(Execution) if f.metadata}

@@ -41,30 +41,49 @@ class KeptInFloat32(nn.Module):
 
 
 class FeatureMap(KeptInFloat32):
-    """xi of paper eq. 3 as a function of R numbers: x [B, T, H, R] -> [B, T, H, R], of queries or of keys.
+    """xi of paper eq. 3 as a function of R numbers, in plain PyTorch on every device. FEATURE_MAPS has all of them.
 
-    heads: which part of the heads x has (`shard.Part`), where a model computes a part.
+    Attributes of a class:
+        about: a few words, for the help of `mixer.feature_map`.
+        needs_ratio: a query's features have a factor that cancels only in the ratio of eq. 9 (`mixer.normalize`).
+        vectors: random vectors of each head of keys, as a share of R.
     """
 
+    about, needs_ratio, vectors = "", False, 0.0
+
+    def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+
+    @staticmethod
+    def drawn(normal: Tensor) -> Tensor:
+        """The random vectors [H_kv, vectors, R], made of normal ones with variance R^(-1/2)."""
+        return normal
+
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
+        """x [B, T, H, R], queries or keys -> [B, T, H, R] in x's dtype.
+
+        heads: which part of the heads x has (`shard.Part`), where a model computes a part.
+        """
         raise NotImplementedError
 
 
-POINTWISE = {  # positive functions of a number
-    "elu": lambda y: F.relu(y) + y.clamp(max=0).exp(),  # elu + 1. F.elu(y) + 1 would round to zero below -17
-    "softplus": F.softplus,
-}
-
-
 class PointwiseFeatures(FeatureMap):
-    """xi(x) = f(x) / sqrt(R), positive: f is elu + 1 (Katharopoulos et al., 2020) or softplus."""
+    """xi(x) = f(x) / sqrt(R), of a positive function f of a number."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
+    f: Any
 
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
-        return (POINTWISE[self.name](widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
+        return (self.f(widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
+
+
+class EluFeatures(PointwiseFeatures):
+    about = "elu + 1, positive"  # Katharopoulos et al., 2020
+    f = staticmethod(lambda y: F.relu(y) + y.clamp(max=0).exp())  # F.elu(y) + 1 would round to zero below -17
+
+
+class SoftplusFeatures(PointwiseFeatures):
+    about = "positive"
+    f = staticmethod(F.softplus)
 
 
 class RandomFeatures(FeatureMap):
@@ -74,10 +93,11 @@ class RandomFeatures(FeatureMap):
     inner product would estimate nothing.
     """
 
-    def __init__(self, n_kv_heads: int, vectors: int, head_dim: int) -> None:
-        super().__init__()
+    def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__(n_kv_heads, head_dim)
         self.frequencies: Tensor
-        self.register_buffer("frequencies", torch.empty(n_kv_heads, vectors, head_dim, dtype=torch.float32))
+        shape = n_kv_heads, int(self.vectors * head_dim), head_dim
+        self.register_buffer("frequencies", torch.empty(shape, dtype=torch.float32))
 
     def projected(self, x: Tensor, heads: Any) -> Tensor:
         """w.x, [B, T, H, vectors], of x [B, T, H, R] with H a multiple of H_kv, or `heads` of them."""
@@ -90,6 +110,8 @@ class RandomFeatures(FeatureMap):
 
 class RandomFourierFeatures(RandomFeatures):
     """xi(x) = sqrt(2 / R) [cos(w.x), sin(w.x)] of R / 2 vectors (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel."""
+
+    about, vectors = "random Fourier features; paper eq. 5", 0.5
 
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
         angles = self.projected(x, heads)
@@ -104,6 +126,16 @@ class PositiveRandomFeatures(RandomFeatures):
     with the key: their exponent is at most sqrt(R) |w|^2 / 2, about 32 for R = 64. Near overflow it is cut off.
     """
 
+    about, needs_ratio, vectors = "softmax's kernel, positive", True, 1.0
+
+    @staticmethod
+    def drawn(normal: Tensor) -> Tensor:
+        """Each still normal, those of a head orthogonal."""
+        columns = normal.double().mT
+        q, r = torch.linalg.qr(columns)  # q does not depend on the columns' lengths, which are those of r
+        q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+        return (q * columns.norm(dim=1, keepdim=True)).mT.float()
+
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
         R, exponent = x.shape[-1], self.projected(x, heads)
         if query:
@@ -114,18 +146,20 @@ class PositiveRandomFeatures(RandomFeatures):
         return (exponent.exp() * R**-0.5).to(x.dtype)
 
 
+# By name, the values of `mixer.feature_map`. None: SiLU with the l2 norm, within `interdomain.features`, before input norms.
+FEATURE_MAPS: dict[str, type[FeatureMap] | None] = {
+    "silu": None,
+    "rff": RandomFourierFeatures,
+    "elu": EluFeatures,
+    "softplus": SoftplusFeatures,
+    "favor": PositiveRandomFeatures,
+}
+
+
 def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
-    """The map `MixerConfig.feature_map`; None for `silu`, which `interdomain.features` computes. Raises:
-    ValueError."""
-    if name == "silu":
-        return None
-    if name == "rff":
-        return RandomFourierFeatures(n_kv_heads, head_dim // 2, head_dim)
-    if name == "favor":
-        return PositiveRandomFeatures(n_kv_heads, head_dim, head_dim)
-    if name in POINTWISE:
-        return PointwiseFeatures(name)
-    raise ValueError(f"there is no feature map {name!r}: use one of silu, rff, favor, {', '.join(POINTWISE)}.")
+    """The map `MixerConfig.feature_map` of a layer; None for `silu`."""
+    made = FEATURE_MAPS[name]
+    return made and made(n_kv_heads, head_dim)
 
 
 GATES = {"sigmoid": torch.sigmoid, "silu": F.silu}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .feature_maps import FEATURE_MAPS
 from .settings import OUTPUT_NORM_SCALE
 
 # Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
@@ -117,21 +118,14 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             return normal(n_basis**-0.5 if mixer.linear_scale is None else mixer.linear_scale)
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
-            drawn = normal(config.head_dim**-0.25)
-            return _orthogonal(drawn) if mixer.feature_map == "favor" else drawn
+            xi = FEATURE_MAPS[mixer.feature_map]
+            assert xi is not None
+            return xi.drawn(normal(config.head_dim**-0.25))
         case "tok_embeddings" | "output" | "wq" | "wk" | "wv" | "wg" | "w1" | "w3", "weight":
             return normal(0.02)
         case "wa" | "wb" | "gate_down" | "gate_up", "weight":  # gates of the fixed-state baselines
             return normal(0.02)
     raise AssertionError(f"no initialisation rule for {name}")
-
-
-def _orthogonal(drawn: Tensor) -> Tensor:
-    """Normal vectors [H, R, R] -> each still normal, those of a head orthogonal (Choromanski et al., 2021)."""
-    columns = drawn.double().mT
-    q, r = torch.linalg.qr(columns)  # q does not depend on the columns' lengths, which are those of r
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-    return (q * columns.norm(dim=1, keepdim=True)).mT.float()
 
 
 def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,15 @@
 """Settings of a token mixer, each declared once: type, default, text, and the values that it may have.
 
 [mixer] of a TOML file, the flags of both hosts, config.json of an exported folder and the documentation's table are made of
-`MixerConfig`. A folder has a copy of this file, which imports Python's standard library alone.
+`MixerConfig`. A folder has a copy of this file, which imports the standard library and the table of feature maps.
 """
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
+
+from .feature_maps import FEATURE_MAPS
 
 LARGEST = 2**20  # of a size: a damaged number would take all memory, or for ever
 
@@ -72,12 +74,13 @@ class MixerConfig:
     )
     feature_map: str = setting(
         "silu",
-        "Features of queries and keys. silu: SiLU, then l2 norm (paper eq. 10). Without input norms: rff (random Fourier "
-        "features; paper eq. 5), or a positive map: elu (elu + 1), softplus, favor (softmax kernel; docs/kernel-view.md).",
-        choices=("silu", "rff", "elu", "softplus", "favor"),
+        "Features of queries and keys (docs/kernel-view.md). silu: SiLU, then l2 norm (paper eq. 10). Without input norms: "
+        + ", ".join(f"{name} ({xi.about})" for name, xi in FEATURE_MAPS.items() if xi)
+        + ".",
+        choices=tuple(FEATURE_MAPS),
     )
     normalize: bool = setting(
-        False, "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, and favor needs it."
+        False, "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some of which need it."
     )
     output_gate: bool = setting(
         False, "Multiply the output by sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
@@ -122,10 +125,11 @@ class MixerConfig:
         check_fields("mixer.", self)
         if self.dt_min > self.dt_max:
             raise ValueError(f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}.")
-        if self.feature_map == "favor" and not self.normalize:
+        xi = FEATURE_MAPS[self.feature_map]
+        if xi and xi.needs_ratio and not self.normalize:
             raise ValueError(
-                "mixer.feature_map = 'favor' scales each query by a factor that cancels only in the ratio of eq. 9: set "
-                "mixer.normalize = true with it, or choose another map."
+                f"mixer.feature_map = {self.feature_map!r} scales each query by a factor that cancels only in the ratio of "
+                "eq. 9: set mixer.normalize = true with it, or choose another map."
             )
         for name, why in self.without_meaning().items():
             if getattr(self, name) != getattr(MixerConfig, name):

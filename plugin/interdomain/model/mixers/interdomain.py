@@ -18,7 +18,7 @@ from interdomain.scan import (
 )
 
 from ..config import Execution, MixerConfig, ModelConfig
-from ..feature_maps import GATES, divided, feature_map, widened
+from ..feature_maps import FEATURE_MAPS, GATES, divided, feature_map, widened
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
 from ..shard import Part, receive_tail, send_tail, shard_of
@@ -41,6 +41,7 @@ class InterdomainMixer(Mixer):
         mixer = config.mixer
         self.config, self.layer = mixer, config
         self.execution = execution or Execution()
+        self.execution.refuse_map(mixer)
         self.head_dim = config.head_dim
         self.n_heads = config.n_heads if mixer.query_readout else 0
         self.n_kv_heads = config.n_kv_heads
@@ -274,7 +275,8 @@ class InterdomainMixer(Mixer):
         """The core by the chunkwise passes of docs/kernels.md."""
         m, H, G, R = config.mixer, config.n_heads, config.n_kv_heads, config.head_dim
         D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)
-        vectors = {"rff": R // 2, "favor": R}.get(m.feature_map, 0)  # of width R, per head of query and key features
+        xi = FEATURE_MAPS[m.feature_map]
+        vectors = int(xi.vectors * R) if xi else 0  # of width R, per head of query and key features
         linear = (H * m.query_readout + G * m.dual_input) * R * vectors
         if not m.query_readout:  # a Toeplitz product within the chunk; state update and readout across chunks
             return {"linear": linear, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}

@@ -15,6 +15,7 @@ from interdomain import features, scan
 from interdomain.model import SIZES, Cell, Execution, ModelConfig, build_config, cell_of, count_parameters
 from interdomain.model.config import EXECUTION_SETTINGS, FIXED_STATE
 from interdomain.model.costs.flops import state_size, train_flops_per_token
+from interdomain.model.feature_maps import FEATURE_MAPS
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.transformer import mixer_class
 
@@ -211,6 +212,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
+    for mixer in config.mixers:
+        execution.refuse_map(mixer)
 
     def plan(costs: Costs, begins: int) -> RunPlan:
         local, seq_len = costs.job.training.local_batch_size, costs.job.training.seq_len
@@ -288,7 +291,10 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
     words["features"] = execution.features
     if execution.features == "auto":
         width = max(mixer.conv_width or 0 for mixer in config.mixers)
-        words["features"] = features.resolve_backend(device, config.head_dim, width, dtype=dtype)[1]
+        chosen, words["features"] = features.resolve_backend(device, config.head_dim, width, dtype=dtype)
+        plain = dict.fromkeys(m.feature_map for m in recurrent if FEATURE_MAPS[m.feature_map])
+        if chosen == "triton" and plain:
+            words["features"] += f"; then {', '.join(plain)} in plain PyTorch"
     if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
         words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
     return words
