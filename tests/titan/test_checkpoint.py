@@ -139,6 +139,19 @@ def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
+def test_no_code_in_a_checkpoint_runs(new, folder, tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "planted"),)
+
+    run = new()
+    run.others["dataloader"].state_dict = lambda: {"step": Planted()}
+    run.save(4)
+    with pytest.raises(BaseException, match="mkdir"):
+        new().load()
+    assert not (tmp_path / "planted").exists()
+
+
 # Going back
 
 

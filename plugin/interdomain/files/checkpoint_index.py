@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -172,3 +173,8 @@ class _PartialPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         # Before the reader looks at the same object.
         vars(metadata).update(vars(overlapping(self.index, self.state_dict)))
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises for all but tensors, numbers, texts and their containers
+        value.seek(0)
+        super().load_bytes(read_item, value)
