@@ -162,7 +162,7 @@ def write_card(
         "data (fingerprint)": run.get("data_fingerprint", "not recorded"),
         "validation loss": f"{validation['loss']:.4f} nats per token" if validation else "not recorded",
         "validation perplexity": f"{validation['perplexity']:.3f}" if validation else "not recorded",
-        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+        "versions": ", ".join(f"{name} {x}" for name, x in facts["versions"].items()) or "not recorded",
     }
     if "accuracy" in validation:
         rows["validation accuracy of answers"] = f"{validation['accuracy']:.4f}"
