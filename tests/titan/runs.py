@@ -141,7 +141,7 @@ SPOIL, TWICE = {2: "loss", 3: "gradient", 5: "both", 6: "loss"}, {3: "loss", 4: 
 SPIKES = {"spoil": {5: 1e5, 7: 1e5}, "window": 3, "training__spike_deviations": 50.0}  # with a window of natural losses
 LIMIT = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
 HUGE = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0}
-MUON_AXES = ("pipeline", "replicas", "shards", "tensor")  # to Muon's matrices context parallelism is as shards
+MUON_AXES = ("pipeline", "replicas", "shards", "tensor")  # "4 tensor context muon" has the other
 MUON = {"optimizer__name": "Muon", "mixer__softmax_every": 2, "checkpoint__interval": 1} | SAVED | GRADIENTS
 
 RUNS = {
@@ -211,7 +211,7 @@ RUNS = {
     "1 muon": MUON | steps(5),
     "1 muon again": MUON | steps(5) | {"of": ("1 muon", 3)},
     **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(4) | {"of": ("1 muon", 3)} for axis in MUON_AXES},
-    "4 tensor shards muon": parallel(tensor=2, shards=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
+    "4 tensor context muon": parallel(tensor=2, context=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
     "1 muon of adamw": MUON | steps(5) | {"of": ("2 text", 3), "stops": True},
     "2 spoiled muon": MUON | steps(4) | {"spoil": {2: "loss", 3: "both"}, "probes": ["states"]},
     # Steps that are not finite on rank 1.
