@@ -67,7 +67,7 @@ VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
 
 @pytest.mark.skipif(not os.environ.get(VERSION_4), reason=f"{VERSION_4} names no folder with transformers 4")
 def test_the_others_on_transformers_4():
-    """With one condition of each kind of state, for transformers calls all in the same way; without what is a matter of PyTorch.
+    """With one condition of each kind of state, for transformers calls all in the same way; without what is of PyTorch.
 
     The folder: pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
     """

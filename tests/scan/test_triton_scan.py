@@ -204,9 +204,8 @@ def test_documents(segments, dtype, linear, kernels, small_chunks, monkeypatch):
     ("segments", "dtype", "linear", "documents"),
     [
         (1, BF16, False, None),
-        (3, FP32, False, None),
+        (3, FP32, False, True),
         (3, FP32, True, True),
-        (1, FP32, False, True),
     ],
     ids=str,
 )

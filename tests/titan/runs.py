@@ -1,5 +1,7 @@
 """Small runs by name, of which the first word is the number of ranks. None begins before a test asks for what it saw."""
 
+import contextlib
+import ctypes
 import os
 import re
 import resource
@@ -22,6 +24,7 @@ from ..ranks import Ranks, environment, forks
 from . import driver
 
 TINY = Path(__file__).parent / "tiny.toml"
+PR_SET_CHILD_SUBREAPER = 36  # Linux: orphans become children of this process
 AXES = {  # as the plan calls them, outermost first: their settings
     "pipeline": "pipeline_parallel",
     "replicas": "data_parallel_replicate",
@@ -63,12 +66,17 @@ class Forked:
 
 
 def be_torchrun(output, arguments, largest):
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     with mock.patch.object(torchrun, "subprocess", SimpleNamespace(Popen=Forked)):
-        sys.exit(torchrun.run(arguments, torchrun.ELASTIC | environment()))
+        status = torchrun.run(arguments, torchrun.ELASTIC | environment())
+    with contextlib.suppress(ChildProcessError):
+        while True:  # a rank that has ended counts as alive until someone waits for it
+            os.wait()
+    sys.exit(status)
 
 
 def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):
@@ -141,7 +149,7 @@ SPOIL, TWICE = {2: "loss", 3: "gradient", 5: "both", 6: "loss"}, {3: "loss", 4: 
 SPIKES = {"spoil": {5: 1e5, 7: 1e5}, "window": 3, "training__spike_deviations": 50.0}  # with a window of natural losses
 LIMIT = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
 HUGE = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0}
-MUON_AXES = ("pipeline", "replicas", "shards", "tensor")  # to Muon's matrices context parallelism is as shards
+MUON_AXES = ("pipeline", "replicas", "shards", "tensor")  # "4 tensor context muon" has the other
 MUON = {"optimizer__name": "Muon", "mixer__softmax_every": 2, "checkpoint__interval": 1} | SAVED | GRADIENTS
 
 RUNS = {
@@ -210,7 +218,7 @@ RUNS = {
     "1 muon": MUON | steps(5),
     "1 muon again": MUON | steps(5) | {"of": ("1 muon", 3)},
     **{f"2 {axis} muon": parallel(**{axis: 2}) | MUON | steps(4) | {"of": ("1 muon", 3)} for axis in MUON_AXES},
-    "4 tensor shards muon": parallel(tensor=2, shards=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
+    "4 tensor context muon": parallel(tensor=2, context=2) | MUON | steps(5) | {"of": ("1 muon", 3)},
     "1 muon of adamw": MUON | steps(5) | {"of": ("2 text", 3), "stops": True},
     "2 spoiled muon": MUON | steps(4) | {"spoil": {2: "loss", 3: "both"}, "probes": ["states"]},
     # Steps that are not finite on rank 1.

@@ -13,7 +13,7 @@ from interdomain.titan.settings.job_config import read_job_config
 from .runs import MUON_AXES, assert_same_run, assert_same_tensors, flags
 
 e2e = pytest.mark.e2e
-NAMES = ["1 muon again", *(f"2 {axis} muon" for axis in MUON_AXES), "4 tensor shards muon"]
+NAMES = ["1 muon again", *(f"2 {axis} muon" for axis in MUON_AXES), "4 tensor context muon"]
 
 
 def saved(folder):

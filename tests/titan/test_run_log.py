@@ -78,7 +78,10 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
     assert "6 of 512 tokens" in events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
     facts = facts_of(events, "hyperparameters")
-    assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
+    assert (facts["model"], facts["condition"]) == (
+        "debug with n_layers 2, vocab_size 512, max_seq_len 64",
+        "interdomain",
+    )
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
     assert facts["fingerprints"] == {"train": "text"}
     assert (facts["n_basis"], facts["dt_min"], facts["a_init"]) == (32, 1e-3, "s4d-inv")
