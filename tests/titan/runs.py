@@ -1,5 +1,7 @@
 """Small runs by name, of which the first word is the number of ranks. None begins before a test asks for what it saw."""
 
+import contextlib
+import ctypes
 import os
 import re
 import resource
@@ -22,6 +24,7 @@ from ..ranks import Ranks, environment, forks
 from . import driver
 
 TINY = Path(__file__).parent / "tiny.toml"
+PR_SET_CHILD_SUBREAPER = 36  # Linux: orphans become children of this process
 AXES = {  # as the plan calls them, outermost first: their settings
     "pipeline": "pipeline_parallel",
     "replicas": "data_parallel_replicate",
@@ -63,12 +66,17 @@ class Forked:
 
 
 def be_torchrun(output, arguments, largest):
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     with mock.patch.object(torchrun, "subprocess", SimpleNamespace(Popen=Forked)):
-        sys.exit(torchrun.run(arguments, torchrun.ELASTIC | environment()))
+        status = torchrun.run(arguments, torchrun.ELASTIC | environment())
+    with contextlib.suppress(ChildProcessError):
+        while True:  # a rank that has ended counts as alive until someone waits for it
+            os.wait()
+    sys.exit(status)
 
 
 def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):

@@ -83,7 +83,10 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert [rows[name] for name in ("model.dim", "mixer.n_basis", "mixer.window")] == ["128", "32", "-"]
     assert tables.index("optimizer.lr |") < tables.index("PyTorch |") < tables.index("optimizer.eps |")
     facts = facts_of(events, "hyperparameters")
-    assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
+    assert (facts["model"], facts["condition"]) == (
+        "debug with n_layers 2, vocab_size 512, max_seq_len 64",
+        "interdomain",
+    )
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
     assert facts["fingerprints"] == {"train": "text"}
     assert (facts["n_basis"], facts["dt_min"], facts["a_init"]) == (32, 1e-3, "s4d-inv")

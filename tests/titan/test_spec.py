@@ -21,6 +21,7 @@ from interdomain.tools import convert
 from .conftest import refusal
 from .runs import (
     COMPILED,
+    FOUR,
     FULL,
     GRADIENTS,
     HYBRID,
@@ -53,7 +54,7 @@ AXES = {  # runs of TorchTitan's trainer: their settings, and ours that do the s
     "2 stock replicas": (parallel(replicas=2) | SAVED | IN_HF, "2 text"),
     "2 stock context": (parallel(context=2) | WINDOWS, "2 text"),
     "2 stock tensor": (parallel(tensor=2) | HYBRID, "1 layers"),
-    "2 stock pipeline": (parallel(pipeline=2) | INTERLEAVED | MICRO | HYBRID, "1 layers"),
+    "2 stock pipeline": (parallel(pipeline=2) | INTERLEAVED | MICRO | FOUR, "1 four"),
     "2 stock compiled": (COMPILED, "2 text"),
 }
 
@@ -61,6 +62,7 @@ AXES = {  # runs of TorchTitan's trainer: their settings, and ours that do the s
 @pytest.fixture(scope="module")
 def stock(runs):
     """The same runs, and those under TorchTitan's trainer."""
+    runs.add("1 four", **FOUR | STEPS | GRADIENTS)
     tokens = toml_of(runs.folder / "tokens.toml", **TOKENS)
     for name, (settings, _) in AXES.items():
         runs.add(name, toml=tokens, **STEPS | GRADIENTS | settings, stock=True)
