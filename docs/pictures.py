@@ -7,18 +7,16 @@ study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
 
 import itertools
 import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from interdomain.tools._study.definition import VALIDATION
-from interdomain.tools._study.tables import ACCURACY, at_best_rates
+from interdomain.tools._plots import figure_of
+from interdomain.tools._study.tables import panels as panels_of
 from interdomain.tools.study import shown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,65 +32,12 @@ LOOK = {"svg.hashsalt": "interdomain", "font.size": 9, "grid.color": GREY, "grid
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
-FAMILIES = {  # colour and line of a condition
-    "softmax": (GREY, "-"),
-    "interdomain": (BLUE, "-"),
-    "interdomain-norope": (BLUE, "--"),
-    "single-query": (BLUE, ":"),
-    "interdomain, S4D's scale": (BLUE, "-."),
-    "hybrid": (PINK, "-"),
-    "s4d": (ORANGE, "-"),
-    "dual-linear": (ORANGE, "--"),
-    "s4d, linear_scale 0.7071": (ORANGE, "-."),
-    "gla": (GREEN, "--"),
-    "gated-deltanet": (GREEN, "-"),
-}
-
-
 def study(path: Path) -> None:
-    """Validation perplexity and accuracy, by condition and by tokens."""
-    groups = {group[-1]: cells for group, cells in at_best_rates(shown([STUDY])).items()}
-    rows = {
-        "text": (VALIDATION, lambda cell: cell.perplexity, "validation perplexity (less is better)"),
-        "mqar": (ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy on associative recall (more is better)"),
-        "mqar, three times as long": (ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy, three times as long"),
-    }
-    figure = Figure(figsize=(9.2, 3.6 * len(rows) + 0.3), layout="constrained")
-    axes = figure.subplots(len(rows), 2)
-    for (setting, (tag, value, label)), (dots, curves) in zip(rows.items(), axes, strict=True):
-        cells = sorted(groups[setting], key=lambda cell: value(cell)[0], reverse=setting == "text")
-        _dots(dots, cells, value, label)
-        _curves(curves, cells, tag)
-    figure.supxlabel("number in brackets: seeds; bars: standard deviation over seeds", fontsize=8)
-    figure.savefig(path)
-
-
-def _dots(axis, cells: list, value: Callable, label: str) -> None:
-    for i, cell in enumerate(cells):
-        mean, deviation = value(cell)
-        axis.errorbar(mean, i, xerr=deviation or None, fmt="o", color=FAMILIES[cell.label][0], markersize=6, capsize=3)
-        axis.annotate(f"{mean:.2f}", (mean, i), (0, 6), textcoords="offset points", fontsize=7, ha="center")
-    axis.set_yticks(range(len(cells)), [f"{cell.label} ({len(cell.runs)})" for cell in cells])
-    axis.set(xlabel=label, ylim=(-0.6, len(cells) - 0.2))
-    axis.margins(x=0.12)
-    axis.grid(axis="x")
-
-
-def _curves(axis, cells: list, tag: str) -> None:
-    for cell in reversed(cells):
-        points = [*cell.curve(tag).items()][1:]  # the first is of the untrained model
-        y = [math.exp(mean) if tag == VALIDATION else mean for _, (mean, _) in points]
-        colour, line = FAMILIES[cell.label]
-        axis.plot([n / 1e6 for n, _ in points], y, line, color=colour, linewidth=1.5, label=cell.label)
-    if tag == VALIDATION:
-        axis.set_yscale("log")
-        low, high = axis.get_ylim()
-        ticks = [tick for tick in (8, 10, 12, 15, 20, 25, 30, 40, 50, 70) if low <= tick <= high]
-        axis.set_yticks(ticks, map(str, ticks))
-        axis.minorticks_off()
-    axis.set(xlabel="tokens (millions)", ylabel="validation perplexity" if tag == VALIDATION else "accuracy")
-    axis.grid()
-    axis.legend(fontsize=7.5, frameon=False, handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
+    """Perplexity on text and accuracy on recall, by condition and by tokens."""
+    panels = panels_of(shown([STUDY]))
+    groups = ("debug text", "debug mqar", "debug mqar, three times as long")
+    note = "number in brackets: seeds; bars: standard deviation over seeds"
+    figure_of([panels[group][:2] for group in groups], note=note).savefig(path)
 
 
 def cpu(path: Path) -> None:
@@ -125,13 +70,13 @@ def context(path: Path) -> None:
     """Seconds of a training step by length, the sequence over two processes."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axis = figure.subplots()
-    for mixer in ("softmax", "interdomain"):
+    for mixer, colour in (("softmax", GREY), ("interdomain", BLUE)):
         tables = json.loads((CONTEXT / mixer / "training.json").read_text())["tables"]
         rows = [
             (re.findall(r"x ([\d,]+) ", name)[0].replace(",", ""), table["rows"][0]) for name, table in tables.items()
         ]
         points = [(int(tokens), row["ms a step"] / 1e3) for tokens, row in rows if "ms a step" in row]
-        axis.plot(*zip(*points, strict=True), "o-", color=FAMILIES[mixer][0], markersize=4, label=mixer)
+        axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=mixer)
     lengths = [4096, 16_384, 65_536, 262_144]
     axis.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="seconds of a training step")
     axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])

@@ -27,7 +27,7 @@ import torch
 from interdomain.folders import require_empty
 from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._cli import OUTPUT, Help, argument_parser, require_at_least, user_errors
-from interdomain.tools._plots import draw
+from interdomain.tools._plots import figure_of
 
 # Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def parse(argv) -> argparse.Namespace:
     show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
     text = "a study's file, or the folder of a run (job.dump_folder), finished or not"
     show.add_argument("runs", nargs="+", type=Path, metavar="STUDY.toml|RUN", help=text)
-    text = f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png"
+    text = f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png"
     show.add_argument("--output", type=Path, metavar="DIR", help=text)
     args = p.parse_args(argv)
     if args.command == "run":
@@ -105,9 +105,9 @@ def shown(paths: list[Path]) -> "list[Run]":
     runs = []
     for path in paths:
         if path.suffix != ".toml":
-            runs.append(Run.of(str(path), record_of(path)))
+            runs.append(Run.of(str(path), record_of(path), path))
         elif done := [run for run in read_study(path).runs if run.is_finished]:
-            runs += [Run.of(run.name, json.loads(run.record.read_text())) for run in done]
+            runs += [Run.of(run.name, json.loads(run.record.read_text()), run.record) for run in done]
         else:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
     return runs
@@ -117,7 +117,7 @@ def shown(paths: list[Path]) -> "list[Run]":
 def main(argv=None) -> int:
     args = parse(argv)
 
-    from interdomain.tools._study import tables
+    from interdomain.tools._study import report, tables
     from interdomain.tools._study.run import require_data, run_here, submit
 
     if args.command == "plan":
@@ -149,8 +149,13 @@ def main(argv=None) -> int:
         contents = {"cells": tables.rows(runs), "runs": [asdict(run) for run in runs]}
         (args.output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
         (args.output / "study.md").write_text(text)
-        drawn = draw(args.output / "study.png", tables.panels(runs))
-        print(f"wrote {args.output}" + ("" if drawn else ", without a figure: matplotlib is not installed"))
+        title = " and ".join(path.stem for path in args.runs)
+        (args.output / "study.html").write_text(report.html(title, runs, args.output))
+        try:
+            figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(args.output / "study.png")
+            print(f"wrote {args.output}")
+        except ImportError:
+            print(f"wrote {args.output}, without figures: matplotlib is not installed")
     return 0
 
 

@@ -4,12 +4,14 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -58,8 +60,15 @@ def write(tmp_path):
 
 
 def shown(folder, *runs):
-    """{condition: cell} as `study show --output` wrote them, and what it printed."""
+    """{condition: cell} as `study show --output` wrote them, and what it printed. The report needs no other file: its links
+    lead to the records, or to what is drawn within it."""
     assert study.main(["show", *runs, "--output", str(folder)]) == 0
+    report = (folder / "study.html").read_text()
+    links = set(re.findall(r"""(?:href|src)="(?!#)([^"]*)"|url\((?!#)([^)]*)""", report))
+    assert links
+    assert all((folder / unquote(link)).exists() and not other for link, other in links)
+    assert ("<svg" in report) == (folder / "study.png").exists()
+    assert not re.search("<script|<link|@import|#010203", report)
     return json.loads((folder / "study.json").read_text())["cells"], (folder / "study.md").read_text()
 
 
@@ -91,7 +100,9 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     assert ablated["vs_softmax"] is None
     assert "- 125M: runs differ in tokens (2,500,329,472; 524,288), so no percentage compares them." in text
     assert text.count("no percentage") == 1
-    _, small, _ = tables.panels(study.shown([Path(run) for run in runs]))  # the last validation is in the plot
+    panels = tables.panels(study.shown([Path(run) for run in runs]))
+    assert [*panels] == ["125M", "350M", "all sizes"]
+    small = panels["125M"][1]  # the last validation is in the plot
     assert small.curves[0].x == [step * 0.524288 for step in LOSSES["interdomain"]][1:]  # not the untrained model's
 
 
@@ -105,7 +116,8 @@ def test_an_extended_run_is_measured_by_its_last_plan(write, tmp_path):
 def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_path):
     losses = {"1": 2.0, "2": 2.1, "3": 2.3}
     runs = [
-        write(f"s{seed}", "interdomain", {1: 4.0, 4769: loss}, "--debug.seed", seed) for seed, loss in losses.items()
+        write(f"s{seed}", "interdomain", {1: 4.0, 2500: 3.0, 4769: loss}, "--debug.seed", seed)
+        for seed, loss in losses.items()
     ]
     runs.append(write("fast", "interdomain", {1: 4.0}, "--debug.seed", "1", "--optimizer.lr", "6e-3"))
     (repeated, fast), text = shown(tmp_path / "out", *runs)
@@ -113,13 +125,16 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_p
     assert "| 8.51 ± 1.33 |" in text
     assert (repeated["seeds"], fast["seeds"]) == ([1, 2, 3], [1])
     assert repeated["loss"] == pytest.approx([statistics.mean(losses.values()), statistics.stdev(losses.values())])
-    ours, _ = tables.panels(study.shown([Path(run) for run in runs]))[0].curves
-    mean, deviation = repeated["loss"]
-    assert (ours.y, ours.error) == ([pytest.approx(math.exp(mean))], [pytest.approx(math.exp(mean) * deviation)])
+    ((dots, panel),) = tables.panels(study.shown([Path(run) for run in runs])).values()
+    mean, deviation = repeated["perplexity"]
+    assert dots.dots[0] == ("interdomain, lr 0.003", mean, (mean - deviation, mean + deviation))
+    ours, mean, deviation = panel.curves[0], *repeated["loss"]
+    assert (ours.y[1], ours.error[1]) == pytest.approx((math.exp(mean), math.exp(mean) * deviation))
 
 
-def test_runs_on_other_text_are_not_compared(write, tmp_path):
-    """The text counts, by its fingerprint, not the folder. Older records have folders alone."""
+def test_runs_on_other_text_are_not_compared(write, tmp_path, monkeypatch):
+    """The text counts, by its fingerprint, not the folder. Older records have folders alone. Here without figures."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     text, none = FINGERPRINTS, {}
     theirs = [write(f"softmax{i}", "softmax", LOSSES["softmax"], fingerprints=x) for i, x in enumerate((text, none))]
     for i, (softmax, fingerprints, flags, reason) in enumerate(
@@ -136,6 +151,7 @@ def test_runs_on_other_text_are_not_compared(write, tmp_path):
         assert reason is None or f"- 125M: runs differ in {reason}, so no percentage compares them." in page
         assert ("no percentage" in page) == (reason is not None)
         assert ("differ in validation.tokens (4096; 4194304)" in page) == ("4096" in flags)
+        assert not (tmp_path / f"shown{i}" / "study.png").exists()
 
 
 STUDY = """

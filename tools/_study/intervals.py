@@ -25,7 +25,7 @@ def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
     return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
 
 
-def interval(draws: np.ndarray) -> list[float]:
+def interval_of(draws: np.ndarray) -> list[float]:
     """The middle 95 % of the draws."""
     low, high = np.quantile(draws, [0.025, 0.975])
     return [float(low), float(high)]

@@ -6,14 +6,15 @@ import statistics
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from interdomain.tools._bench.pages import markdown_rows
-from interdomain.tools._plots import Curve, Panel
+from interdomain.tools._plots import Curve, Dots, Panel
 from interdomain.tools._study.definition import VALIDATION
-from interdomain.tools._study.intervals import Documents, interval, perplexities
+from interdomain.tools._study.intervals import Documents, interval_of, perplexities
 
 TRAINING = "loss_metrics/global_avg_loss"
 ACCURACY, POSITION = "validation_metrics/accuracy", re.compile(r"validation_position/(\d+)-(\d+)$")
@@ -60,9 +61,12 @@ class Run:
     best: tuple[int, float]  # (tokens, loss) of the lowest validation loss
     trained: int
     documents: Documents | None  # of a split that has few
+    configuration: dict[str, Any]  # all settings, by section
+    environment: dict[str, str]
+    source: str  # the record's file, or the run's folder
 
     @classmethod
-    def of(cls, name: str, record: dict[str, Any]) -> "Run":
+    def of(cls, name: str, record: dict[str, Any], source: Path) -> "Run":
         """record: of `_study.record_of`, and of a study's run with its labels. Raises: ValueError if it was never validated."""
         facts, configuration = record["facts"], record["configuration"]
         curves = {tag: {int(step): x for step, x in curve.items()} for tag, curve in record["curves"].items()}
@@ -81,11 +85,12 @@ class Run:
         text = {f"{s}.{n}": configuration.get(s, {}).get(n) for s, names in SHARED.items() for n in names}
         data = configuration.get("data", {})
         paths = {"train": data.get("corpus"), "validation": data.get("validation_corpus") or data.get("corpus")}
-        source = facts.get("fingerprints") or paths  # older records have paths alone
-        text |= {"the training text": source.get("train"), "the validation text": source.get("validation")}
+        read = facts.get("fingerprints") or paths  # older records have paths alone
+        text |= {"the training text": read.get("train"), "the validation text": read.get("validation")}
         labels = {k: v for k, v in (record.get("run") or facts_of_run).items() if k != "seed"}
         documents = Documents(**record["documents"]) if "documents" in record else None
-        return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained, documents)
+        seen = text, curves, (best, losses[best]), trained, documents
+        return cls(name, labels, facts["seed"], facts, *seen, configuration, record["environment"], str(source))
 
     @property
     def perplexity(self) -> float:
@@ -179,18 +184,17 @@ def at_best_rates(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
     return {group: [c for c in cells if is_best(c, cells)] for group, cells in cells_of(runs).items()}
 
 
-def rates(runs: list[Run]) -> list[str]:
-    """Tables of the perplexity at each rate, a row per condition; none for a study without rates."""
-    lines = []
+def rates(runs: list[Run]) -> dict[tuple[str, ...], list[list[str]]]:
+    """Tables of the perplexity at each rate by group, a row per condition; none for a study without rates."""
+    by_group = {}
     for group, cells in cells_of(runs).items():
         names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
         if len(names) > 1:
-            table = [["perplexity by rate", *names]]
+            table = by_group[group] = [["perplexity by rate", *names]]
             for label in dict.fromkeys(cell.label for cell in cells):
                 values = {cell.rate: cell.perplexity for cell in cells if cell.label == label}
                 table.append([label, *(_cell(values.get(name), "{:.2f}") for name in names)])
-            lines += ["", f"{' '.join(group)}:", "", *markdown_rows(table)]
-    return lines
+    return by_group
 
 
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
@@ -218,9 +222,9 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                     compute=cell.compute,
                     loss=cell.mean(run.best[1] for run in cell.runs),
                     perplexity=cell.perplexity,
-                    interval=None if draws is None else interval(draws),
+                    interval=None if draws is None else interval_of(draws),
                     vs_softmax=softmax and cell.perplexity[0] / softmax.perplexity[0] - 1,
-                    vs_softmax_interval=interval(draws / their_draws - 1)
+                    vs_softmax_interval=interval_of(draws / their_draws - 1)
                     if draws is not None and their_draws is not None and cell is not softmax
                     else None,
                     training_loss=cell.mean(run.training_loss for run in cell.runs),
@@ -256,11 +260,11 @@ COLUMNS = {  # of the table: head, and how a value is written
 }
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown. A column that no row fills is left out."""
+def cells_as_text(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table. A column that no row fills is left out."""
     columns = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
     cells = [[_cell(row[name], form) for name, (_, form) in columns.items()] for row in rows]
-    return markdown_rows([[head for head, _ in columns.values()], *cells])
+    return [head for head, _ in columns.values()], cells
 
 
 def _cell(value: Any, form: str) -> str:
@@ -285,41 +289,75 @@ def differences(cells: list[Cell]) -> dict[str, list[str]]:
     return {name: several for name, several in values.items() if len(several) > 1}
 
 
+def incomparable(group: tuple[str, ...], cells: list[Cell]) -> list[str]:
+    """Sentences that say why no percentage compares cells of a group."""
+    differ = [f"runs differ in {name} ({'; '.join(values)})" for name, values in differences(cells).items()]
+    return [f"{' '.join(group)}: {difference}, so no percentage compares them." for difference in differ]
+
+
 def page(runs: list[Run]) -> str:
     """The table, what its columns mean, and why runs of one group are not compared."""
-    lines = [*table(rows(runs)), *rates(runs), "", NOTES]
-    for group, cells in at_best_rates(runs).items():
-        for name, values in differences(cells).items():
-            differ = f"runs differ in {name} ({'; '.join(values)})"
-            lines.append(f"- {' '.join(group)}: {differ}, so no percentage compares them.")
+    head, cells = cells_as_text(rows(runs))
+    lines = markdown_rows([head, *cells])
+    for group, table in rates(runs).items():
+        lines += ["", f"{' '.join(group)}:", "", *markdown_rows(table)]
+    lines += ["", NOTES]
+    for group, of_group in at_best_rates(runs).items():
+        lines += [f"- {line}" for line in incomparable(group, of_group)]
     return "\n".join(lines) + "\n"
 
 
-def panels(runs: list[Run]) -> list[Panel]:
-    """Perplexity by compute where there are several sizes; of every group by tokens, and the last by position; accuracy."""
-    drawn, groups = [], at_best_rates(runs)
-    if len({run.labels["size"] for run in runs}) > 1:
-        curves = []
-        for label in dict.fromkeys(str(run.labels["condition"]) for run in runs):
-            cells = [cell for group in groups.values() for cell in group if cell.label == label]
-            cells.sort(key=lambda cell: cell.compute)
-            x = [float(f"{cell.compute / 1e18:.3g}") for cell in cells]
-            curves.append(_curve(label, x, [cell.perplexity for cell in cells]))
-        drawn.append(Panel("all sizes", curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", True, True))
-    for group, cells in groups.items():
-        title, tokens = " ".join(group), "tokens (millions)"
-        curves = _by_tokens(cells, VALIDATION, _perplexity)
-        drawn.append(Panel(title, curves, tokens, "validation perplexity", log_y=True))
-        if tags := [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]:
+def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
+    """Panels by group: what each condition reaches, and by tokens how it came there; then further ones. The measure is the
+    accuracy where there is one, else the perplexity. Of a setting with several sizes: a panel by compute."""
+    drawn: dict[str, list[Panel | Dots]] = {}
+    by_setting: dict[str, list[Cell]] = {}
+    tokens, loss_label = "tokens (millions)", "validation perplexity"
+    for group, cells in at_best_rates(runs).items():
+        title = " ".join(group)
+        size, accurate = str(cells[0].runs[0].labels["size"]), any(cell.last(ACCURACY) for cell in cells)
+        by_setting.setdefault(" ".join(part for part in group if part != size), []).extend(cells)
+        drawn[title] = [_dots(title, cells, accurate)]
+        for tag, label in ((ACCURACY, "accuracy"), (VALIDATION, loss_label)):
+            shown = _perplexity if tag == VALIDATION else lambda value: value
+            curves = _by_tokens(cells, tag, shown)
+            if max(len(curve.x) for curve in curves) > 1:
+                drawn[title].append(Panel(title, curves, tokens, label, log_y=tag == VALIDATION))
+        tags = [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]
+        if len(tags) > 1:
             ends = [int(tag.rpartition("-")[2]) + 1 for tag in tags]
             curves = [_curve(_label(c, cells), ends, [c.last(tag) for tag in tags]) for c in cells]
-            drawn.append(Panel(title, curves, "position in the context, up to", "validation loss", log_x=True))
-        if any(cell.last(ACCURACY) for cell in cells):
-            drawn.append(Panel(title, _by_tokens(cells, ACCURACY), tokens, "accuracy"))
+            drawn[title].append(Panel(title, curves, "position in the context, up to", "validation loss", log_x=True))
+    for setting, cells in by_setting.items():
+        if len({cell.runs[0].labels["size"] for cell in cells}) > 1:
+            curves = []
+            for label in dict.fromkeys(cell.label for cell in cells):
+                same = sorted((cell for cell in cells if cell.label == label), key=lambda cell: cell.compute)
+                x = [float(f"{cell.compute / 1e18:.3g}") for cell in same]
+                curves.append(_curve(label, x, [cell.perplexity for cell in same]))
+            title = f"{setting}, all sizes".removeprefix(", ")
+            drawn[title] = [Panel(title, curves, "6ND ($10^{18}$ FLOPs)", loss_label, log_x=True, log_y=True)]
     return drawn
 
 
-def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value] = lambda value: value) -> list[Curve]:
+def _dots(title: str, cells: list[Cell], accurate: bool) -> Dots:
+    """A cell's value with its interval over documents and seeds, or its deviation over seeds."""
+    dots, names, bars = [], [], ""
+    for cell in cells:
+        mean, deviation = (accurate and cell.last(ACCURACY)) or cell.perplexity
+        interval = None if deviation is None else (mean - deviation, mean + deviation)
+        if not accurate and cell.draws is not None:
+            interval, bars = tuple(interval_of(cell.draws)), "; bars: 95 %"
+        elif interval and not bars:
+            bars = "; bars: deviation"
+        dots.append((_label(cell, cells), mean, interval))
+        names.append(f"{_label(cell, cells)} ({len(cell.runs)})")
+    order = sorted(range(len(cells)), key=lambda i: dots[i][1] * (-1 if accurate else 1))
+    x_label = "accuracy (more is better)" if accurate else "validation perplexity (less is better)"
+    return Dots(title, [dots[i] for i in order], [names[i] for i in order], x_label + bars)
+
+
+def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value]) -> list[Curve]:
     """Curves of a tag, without the first validation (of the untrained model) where there are others."""
     curves = []
     for cell in cells:
