@@ -7,11 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import quote
 
-from interdomain.titan.settings.job_config import pairs
 from interdomain.tools._plots import figure_of, looks_of
 from interdomain.tools._study import tables
 
@@ -55,7 +53,7 @@ def svg(panel: Any, looks: dict[str, dict]) -> str:
     """A panel as an element of the page, its text and lines in the page's colour."""
     from matplotlib import rc_context
 
-    look = dict.fromkeys(INK, ANY_INK) | {"svg.fonttype": "none", "svg.hashsalt": "interdomain"}
+    look: Any = dict.fromkeys(INK, ANY_INK) | {"svg.fonttype": "none", "svg.hashsalt": "interdomain"}
     look |= dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none")
     with rc_context(look), io.StringIO() as file:
         figure_of([[replace(panel, title="")]], looks).savefig(file, format="svg", metadata={"Date": None})
@@ -95,9 +93,10 @@ def html(title: str, runs: list[tables.Run], folder: Path) -> str:
     parts += ["<h2>Runs</h2>", "<p>A name leads to the run's record.</p>"]
     cells = []
     for run in runs:
-        where = Path(os.path.relpath(run.source, folder)).as_posix()
+        # As a path from here, its characters written as in an address.
+        where = PurePosixPath("/", os.path.relpath(run.source, folder)).as_uri().removeprefix("file:///")
         machine = machines.index(tuple(run.environment.items())) + 1
-        link = Link(f'<a href="{escape(quote(where))}">{escape(run.name)}</a>')
+        link = Link(f'<a href="{escape(where)}">{escape(run.name)}</a>')
         best, last = run.best[1], [*run.curves[tables.VALIDATION].values()][-1]
         cells.append([link, str(run.seed), f"{run.trained:,}", f"{best:.4f}", f"{last:.4f}", str(machine)])
     parts.append(html_table(("run", "seed", "tokens", "best loss", "last loss", "machine"), cells))
@@ -117,8 +116,10 @@ def _settings(groups: dict[tuple[str, ...], list[tables.Cell]]) -> list[str]:
     by_cell: dict[tuple[str, str], dict[str, Any]] = {}
     for group, cells in groups.items():
         for cell in cells:
-            settings = {name: x for name, x in pairs(cell.runs[0].configuration) if not name.startswith("job.")}
-            by_cell[" ".join(group), cell.label] = {name: x for name, x in settings.items() if name != "debug.seed"}
+            sections = cell.runs[0].configuration.items()
+            settings = {f"{section}.{name}": x for section, values in sections for name, x in values.items()}
+            seedless = {n: x for n, x in settings.items() if n != "debug.seed" and not n.startswith("job.")}
+            by_cell[" ".join(group), cell.label] = seedless
 
     def shared(cells: list[dict[str, Any]]) -> dict[str, Any]:
         return {n: x for n, x in cells[0].items() if all(cell.get(n) == x for cell in cells)}
