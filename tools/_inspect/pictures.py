@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interdomain.tools._inspect.maps import share
+from interdomain.model.maps import share
 from interdomain.tools._plots import COLOURS
 
 FEW = 40  # tokens that are written beside a map

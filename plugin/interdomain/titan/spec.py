@@ -68,6 +68,7 @@ NOT_HONOURED = {
     "training.spike_deviations": "TorchTitan's trainer takes spikes: start with ./launch.sh.",
     "training.max_spikes": "TorchTitan's trainer takes spikes: start with ./launch.sh.",
     "training.reduce_gradients": "TorchTitan's trainer sums gradients after every micro-batch: start with ./launch.sh.",
+    "metrics.samples": "TorchTitan's trainer makes no samples: start with ./launch.sh.",
     "metrics.notify": "TorchTitan's trainer sends no notes: start with ./launch.sh.",
     **{f"checkpoint.{name}": NO_MILESTONES for name in MILESTONES},
     "checkpoint.copy_to": "TorchTitan's trainer saves in its folder alone: start with ./launch.sh.",

@@ -51,6 +51,7 @@ NOT_HONOURED = {
     "training.max_spikes": "takes spikes",
     "training.reduce_gradients": "sums gradients after every micro-batch",
     "metrics.notify": "sends no notes",
+    "metrics.samples": "makes no samples",
     "checkpoint.copy_to": "saves in its folder alone",
     "data.stages": "has one batch and one length",
     "data.leave_out": "leaves no batches out",

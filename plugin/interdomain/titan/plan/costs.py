@@ -143,7 +143,8 @@ class Costs:
         for parts, matrices in zip(needed, self.matrices, strict=True):  # Muon has one moment
             held = sum(x.numbers // (mesh.tensor if x.divided else 1) for x in matrices)
             parts["optimizer"] -= 4 * held // (mesh.shards * mesh.context)
-        return max(needed, key=lambda parts: sum(parts.values()))
+        most = max(needed, key=lambda parts: sum(parts.values()))
+        return most | ({"samples": 4 * sum(part.parameters for part in self.held)} if job.metrics.samples else {})
 
     def reductions(self) -> str:
         """When gradients are summed, in words, and what that and the other way cost in bytes."""

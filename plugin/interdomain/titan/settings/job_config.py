@@ -256,6 +256,11 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
         )
     target_of(job_config.metrics.notify)
+    if job_config.metrics.samples and not (job_config.validation.enable and job_config.metrics.enable_tensorboard):
+        raise ValueError(
+            f"metrics.samples = {job_config.metrics.samples} has no effect: samples are made at a validation, for TensorBoard. "
+            "Turn on --validation.enable and --metrics.enable_tensorboard, or leave it out."
+        )
     if job_config.training.max_spikes and not job_config.training.spike_deviations:
         raise ValueError(
             f"training.max_spikes = {job_config.training.max_spikes} has no effect while training.spike_deviations is 0: there "

@@ -34,6 +34,7 @@ class InterdomainMetrics(MetricsProcessor):
     fingerprints: dict[str, str]  # of the training and the validation text
     skipped = ""  # steps between the last two logs
     model_parts: list[Any]
+    run_log: RunLog  # on rank 0, with metrics.enable_tensorboard
     num_flops_per_token: Any  # between two logged steps
     optimizers: GroupedOptimizers
 
@@ -57,8 +58,9 @@ class InterdomainMetrics(MetricsProcessor):
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         notify(config, "restart" if restarted else "start", first_step - 1, f"training begins at step {first_step}")
         if config.metrics.enable_tensorboard:
-            run_log = RunLog(folder / config.metrics.save_tb_folder, self.plan, config, first_step, self.fingerprints)
-            self.logger.add_logger(run_log)
+            place = folder / config.metrics.save_tb_folder
+            self.run_log = RunLog(place, self.plan, config, first_step, self.fingerprints)
+            self.logger.add_logger(self.run_log)
         if config.metrics.enable_wandb:
             self.logger.add_logger(WandbLog(folder, self.plan, config, self.fingerprints))
 
@@ -107,6 +109,10 @@ class InterdomainMetrics(MetricsProcessor):
         if scalars:
             by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in scalars.items())
             logger.info("validation loss by position: %s", by_position)
+
+    def log_samples(self, text: str, maps: Tensor | None, step: int) -> None:
+        """Show samples of a validation (`samples`) in TensorBoard. On rank 0."""
+        self.run_log.log_samples(text, maps, step)
 
     def close(self) -> None:
         """Close the curves, and append the measured step time to the file that estimates are fitted to (`plan.measured`)."""

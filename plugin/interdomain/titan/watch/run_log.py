@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.environment import environment
@@ -17,6 +18,8 @@ from ..errors import stop
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
 from ..plan.run_plan import RunPlan
+from ..settings.job_config import pairs
+from ..settings.schema import JobConfig
 
 # TorchTitan's tags -> ours: the custom scalars' charts stay empty where a tag has parentheses.
 RENAMED = {
@@ -26,11 +29,10 @@ RENAMED = {
     "time_metrics/end_to_end(s)": "machine/seconds_per_step",
 }
 # The tab "Custom Scalars": a run's health on one page. A chart's lines are patterns of tags.
-CHARTS = {
+CHARTS: dict[str, dict[str, list[str]]] = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
         "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
-        "Validation loss by position in the window": [r"validation_position/\d+-\d+"],
         "Validation: answers that are right (corpora that have answers)": ["validation_metrics/accuracy"],
         "Gradient norm, before clipping": ["grad_norm"],
         "Gradient norm of the SSM group": ["grad_norm/ssm"],
@@ -72,9 +74,10 @@ class RunLog(BaseLogger):
         self.writer.add_custom_scalars(
             {
                 category: {chart: ["Multiline", [f"{tag}$" for tag in tags]] for chart, tags in charts.items()}
-                for category, charts in CHARTS.items()
+                for category, charts in charts_of(job_config).items()
             }
         )
+        self.writer.add_text("run/settings", settings_table(plan, job_config), first_step)
         for tag, facts in facts_of(plan, job_config, fingerprints).items():
             text = facts if isinstance(facts, str) else json.dumps(facts, indent=2 * (tag == "configuration") or None)
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
@@ -87,6 +90,16 @@ class RunLog(BaseLogger):
             for tag, value in with_our_tags(metrics, self.plan).items():
                 self.writer.add_scalar(tag, value, step)
             self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
+
+    def log_samples(self, text: str, maps: Tensor | None, step: int) -> None:
+        """text: Markdown; maps: an image, [height, width, 3] uint8."""
+        if self.writer is None:
+            return
+        with self._until_it_fails():
+            self.writer.add_text("samples/text", text, step)
+            if maps is not None:
+                self.writer.add_image("samples/maps", maps, step, dataformats="HWC")
+            self.writer.flush()
 
     def close(self) -> None:
         if self.writer is not None:
@@ -147,6 +160,52 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     if "throughput(tps)" in metrics:  # of one rank
         metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
+
+
+def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
+    """CHARTS, with a chart for each bucket of positions in order: TensorBoard draws the curves of a chart in one colour."""
+    ends = [0, *(2 ** (n + 1) - 1 for n in range((job_config.validation.seq_len - 1).bit_length()))]
+    begins = [0, *(2**n for n in range(len(ends) - 1))]
+    by_position = {
+        f"Positions {begin:,} to {end:,}": [f"validation_position/{begin:04d}-\\d+"]
+        for begin, end in zip(begins, (min(end, job_config.validation.seq_len - 1) for end in ends), strict=True)
+    }
+    learning, *others = CHARTS.items()
+    return dict(
+        [
+            learning,
+            *({"Validation loss by position": by_position} if job_config.validation.enable else {}).items(),
+            *others,
+        ]
+    )
+
+
+def settings_table(plan: RunPlan, job_config: Any) -> str:
+    """All settings as Markdown tables, those first that are not the default. What a setting leaves to the size, the condition or
+    the ranks is written as it was chosen."""
+    mixers, chosen = plan.config.mixers, {}
+    for name, value in pairs(job_config.to_dict()):
+        section, _, key = name.partition(".")
+        if section == "model" and value == 0:
+            chosen[name] = getattr(plan.config, key)
+        elif section == "mixer" and value is None and hasattr(mixers[0], key):
+            values = dict.fromkeys(getattr(mixer, key) for mixer in mixers)
+            chosen[name] = ", ".join(map(str, values))
+    chosen |= {"training.global_batch_size": plan.global_batch, "training.tokens": plan.tokens}
+    chosen["parallelism.data_parallel_shard_degree"] = plan.topology.shards
+    settings, defaults = dict(pairs(job_config.to_dict())), dict(pairs(JobConfig().to_dict()))
+    changed = [name for name in settings if settings[name] != defaults.get(name)]
+    lines = []
+    for title, names in (
+        ("Settings of this run", changed),
+        ("As by default", [n for n in settings if n not in changed]),
+    ):
+        lines += [f"**{title}**", "", "| setting | value |", "|---|---|"]
+        lines += [
+            f"| {name} | {str(chosen.get(name, settings[name])).replace('|', '&#124;') or '-'} |" for name in names
+        ]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> dict[str, Any]:

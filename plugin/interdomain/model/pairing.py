@@ -7,8 +7,9 @@ matches the key of s tokens ago, and no other, reads the value of r tokens ago w
 import torch
 from torch import Tensor
 
-from interdomain.model.mixers.interdomain import InterdomainMixer
 from interdomain.scan import interdomain_scan
+
+from .mixers.interdomain import InterdomainMixer
 
 LAGS = 64  # tokens that the weights go back
 
