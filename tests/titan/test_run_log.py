@@ -14,8 +14,8 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
 
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.settings.job_config import read_job_config, refuse_unsupported
-from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, hyperparameters
+from interdomain.titan.settings.job_config import pairs, read_job_config, refuse_unsupported
+from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, charts_of, hyperparameters
 from interdomain.tools._curves import facts_of, read_curves, read_events
 
 from .runs import flags
@@ -77,6 +77,11 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     events = read_events(tmp_path / "tb")
     assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
     assert "6 of 512 tokens" in events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
+    tables = events.Tensors("overview/settings/text_summary")[-1].tensor_proto.string_val[0].decode()
+    rows = dict(re.findall(r"^\| ([\w.]+) \| (.*) \|$", tables, re.MULTILINE))
+    assert rows.keys() >= dict(pairs(job.to_dict())).keys()
+    assert [rows[name] for name in ("model.dim", "mixer.n_basis", "mixer.window")] == ["128", "32", "-"]
+    assert tables.index("optimizer.lr |") < tables.index("PyTorch |") < tables.index("optimizer.eps |")
     facts = facts_of(events, "hyperparameters")
     assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
@@ -94,7 +99,9 @@ def test_every_chart_of_the_layout_finds_its_curves(runs):
     folders = [runs.at(name) / "tb" for name in ("2 text", "2 shards answers")]
     curves, steps = read_curves(folders[0]), range(1, 7)
     tags = [*curves, *read_curves(folders[1])]
-    for category, charts in CHARTS.items():
+    layout = charts_of(read_job_config(runs.jobs["2 text"]["args"]))
+    assert sum(map(len, layout.values())) == sum(map(len, CHARTS.values())) + 7  # tokens 0, 1, 2 to 3, ..., 32 to 63
+    for category, charts in layout.items():
         for chart, patterns in charts.items():
             for pattern in patterns:
                 found = [tag for tag in tags if re.fullmatch(pattern, tag)]

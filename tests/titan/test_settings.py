@@ -62,6 +62,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--debug.seed=18446744073709551616": "debug.seed must be a number of 64 bits",
         "--training.max_spikes=3": "has no effect while training.spike_deviations is 0",
         "--metrics.notify=https://host/secret": "metrics.notify has a URL, which would be written into checkpoints",
+        "--metrics.samples=2": "metrics.samples = 2 has no effect: samples are made at a validation",
         "--metrics.notify=env:NONE_SUCH": "metrics.notify = env:NONE_SUCH: there is no such environment variable",
         "--checkpoint.keep_latest_k=1": "checkpoint.keep_latest_k must be 2 or more ... got 1",
         "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",

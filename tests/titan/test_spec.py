@@ -137,6 +137,7 @@ REFUSED = [
     ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints: start with ./launch.sh"),
     ({"training__spike_deviations": 6.0}, "takes spikes"),
     ({"metrics__notify": "true"}, "sends no notes"),
+    ({"metrics__samples": 1}, "makes no samples"),
     ({"checkpoint__copy_to": "s3://bucket/run"}, "saves in its folder alone"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "Set lr_scheduler.min_lr"),
     ({"model__converters": "float8"}, "converters replace layers"),

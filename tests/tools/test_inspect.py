@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from interdomain.files.pretrained import load_model
+from interdomain.model import maps as _maps
 from interdomain.model.feature_maps import GATES
 from interdomain.model.layers import rope_of
+from interdomain.model.pairing import LAGS, by_head
 from interdomain.tools import convert
 from interdomain.tools import inspect_model as inspect
-from interdomain.model import maps as _maps
-from interdomain.model.pairing import LAGS, by_head
 
 from ..model.common import OPTIONS, lively, random_tokens, small_config, variant
 from .checkpoints import small_model, write_checkpoint

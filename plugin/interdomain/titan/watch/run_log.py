@@ -29,7 +29,7 @@ RENAMED = {
     "time_metrics/end_to_end(s)": "machine/seconds_per_step",
 }
 # The tab "Custom Scalars": a run's health on one page. A chart's lines are patterns of tags.
-CHARTS: dict[str, dict[str, list[str]]] = {
+CHARTS = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
         "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
@@ -77,7 +77,7 @@ class RunLog(BaseLogger):
                 for category, charts in charts_of(job_config).items()
             }
         )
-        self.writer.add_text("run/settings", settings_table(plan, job_config), first_step)
+        self.writer.add_text("overview/settings", overview(plan, job_config), first_step)  # TensorBoard sorts by name
         for tag, facts in facts_of(plan, job_config, fingerprints).items():
             text = facts if isinstance(facts, str) else json.dumps(facts, indent=2 * (tag == "configuration") or None)
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
@@ -163,47 +163,40 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 
 def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
-    """CHARTS, with a chart for each bucket of positions in order: TensorBoard draws the curves of a chart in one colour."""
-    ends = [0, *(2 ** (n + 1) - 1 for n in range((job_config.validation.seq_len - 1).bit_length()))]
-    begins = [0, *(2**n for n in range(len(ends) - 1))]
-    by_position = {
-        f"Positions {begin:,} to {end:,}": [f"validation_position/{begin:04d}-\\d+"]
-        for begin, end in zip(begins, (min(end, job_config.validation.seq_len - 1) for end in ends), strict=True)
-    }
-    learning, *others = CHARTS.items()
-    return dict(
-        [
-            learning,
-            *({"Validation loss by position": by_position} if job_config.validation.enable else {}).items(),
-            *others,
-        ]
-    )
+    """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
+    by_position, end = {}, 0
+    while job_config.validation.enable and end < job_config.validation.seq_len:
+        title = f"Tokens {end:,} to {min(2 * end or 1, job_config.validation.seq_len) - 1:,} of the window"
+        by_position[title] = [rf"validation_position/{end:04d}-\d+"]
+        end = 2 * end or 1
+    return CHARTS | ({"Validation loss by position": by_position} if by_position else {})
 
 
-def settings_table(plan: RunPlan, job_config: Any) -> str:
-    """All settings as Markdown tables, those first that are not the default. What a setting leaves to the size, the condition or
-    the ranks is written as it was chosen."""
-    mixers, chosen = plan.config.mixers, {}
-    for name, value in pairs(job_config.to_dict()):
-        section, _, key = name.partition(".")
-        if section == "model" and value == 0:
-            chosen[name] = getattr(plan.config, key)
-        elif section == "mixer" and value is None and hasattr(mixers[0], key):
-            values = dict.fromkeys(getattr(mixer, key) for mixer in mixers)
-            chosen[name] = ", ".join(map(str, values))
-    chosen |= {"training.global_batch_size": plan.global_batch, "training.tokens": plan.tokens}
-    chosen["parallelism.data_parallel_shard_degree"] = plan.topology.shards
+def overview(plan: RunPlan, job_config: Any) -> str:
+    """Settings and machine of a start as Markdown tables: first what is not as by default. What a setting leaves to the size,
+    the condition or the ranks is written as it was chosen."""
     settings, defaults = dict(pairs(job_config.to_dict())), dict(pairs(JobConfig().to_dict()))
     changed = [name for name in settings if settings[name] != defaults.get(name)]
+    for name, value in list(settings.items()):
+        section, _, key = name.partition(".")
+        if section == "model" and value == 0:
+            settings[name] = getattr(plan.config, key)
+        elif section == "mixer" and value is None and hasattr(plan.config.mixers[0], key):
+            settings[name] = ", ".join(dict.fromkeys(str(getattr(mixer, key)) for mixer in plan.config.mixers))
+    settings |= {"training.global_batch_size": plan.global_batch, "training.tokens": plan.tokens}
+    settings["parallelism.data_parallel_shard_degree"] = plan.topology.shards
+    tables = {
+        "Settings of this run": {name: settings[name] for name in changed},
+        "Machine": environment(device_here()),
+        "Settings as by default": {name: value for name, value in settings.items() if name not in changed},
+    }
     lines = []
-    for title, names in (
-        ("Settings of this run", changed),
-        ("As by default", [n for n in settings if n not in changed]),
-    ):
-        lines += [f"**{title}**", "", "| setting | value |", "|---|---|"]
-        lines += [
-            f"| {name} | {str(chosen.get(name, settings[name])).replace('|', '&#124;') or '-'} |" for name in names
-        ]
+    for title, table in tables.items():
+        lines += [f"**{title}**", "", "| name | value |", "|---|---|"]
+        for name, value in table.items():
+            lines.append(
+                f"| {name} | {'-' if value in (None, '', [], 'None') else str(value).replace('|', '&#124;')} |"
+            )
         lines.append("")
     return "\n".join(lines)
 

@@ -54,20 +54,13 @@ def texts(model: Transformer, windows: list[list[int]], tokenizer: Tokenizer, se
     """Markdown of each window: its beginning, how the model goes on, and how the text does."""
     given = min(GIVEN, len(windows[0]) // 2)
     end = min(len(windows[0]), given + WRITTEN)
-    steps = generate(
-        model,
-        [window[:given] for window in windows],
-        max_tokens=end - given,
-        sampling=SAMPLING,
-        seed=seed,
-        vocab_size=tokenizer.vocab_size,
-        graph=False,
-    )
-    for number, (window, written) in enumerate(zip(windows, zip(*steps, strict=True), strict=True), 1):
-        parts = {"Given": window[:given], "the model goes on": written, "the text goes on": window[given:end]}
+    options: Any = dict(sampling=SAMPLING, vocab_size=tokenizer.vocab_size, graph=False)
+    for number, window in enumerate(windows, 1):
+        steps = generate(model, [window[:given]], max_tokens=end - given, seed=seed + number, **options)
+        parts = {"given": window[:given], "the model": [token for (token,) in steps], "the text": window[given:end]}
         for name, tokens in parts.items():
-            lines = tokenizer.decode(list(tokens)).splitlines() or [""]
-            yield "\n".join([f"**{number}. {name}**", "", *(f"    {line}" for line in lines), ""])
+            lines = tokenizer.decode(tokens).splitlines() or [""]
+            yield "\n".join([f"**Sample {number}, {name}**", "", *(f"    {line}" for line in lines), ""])
 
 
 def samples(
@@ -80,8 +73,8 @@ def samples(
     number: int,
     seed: int,
 ) -> tuple[str, Tensor | None] | None:
-    """Texts of so many windows that lie evenly over a validation split, as Markdown, and an image of the maps of the first; None
-    of mixers without maps. On rank 0; None on the others. Collective."""
+    """Texts of so many windows that lie evenly over a validation split, as Markdown, and an image of the maps of the first
+    (None of mixers without maps). On rank 0; None on the others. Collective."""
     if (model := whole_model(parts, config, meshes)) is None:
         return None
     windows = [dataset[i * len(dataset) // number].tolist() for i in range(number)]

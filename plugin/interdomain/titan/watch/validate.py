@@ -195,7 +195,7 @@ class FixedValidator:
             logger.warning("no samples at step %d: the validation loss is %s", step, loss)
             return
         of = self.passes.plan.config, self.passes.meshes, self.dataset, self.checkpoints.tokenizer
-        settings = dict(number=self.job_config.metrics.samples, seed=self.job_config.debug.seed % 2**63)
+        settings = dict(number=self.job_config.metrics.samples, seed=self.job_config.debug.seed % 2**32)
         found = samples(model_parts, *of, **settings)
         if found is not None:
             self.metrics.log_samples(*found, step)
