@@ -71,10 +71,11 @@ def draw_kernels(path: Path, title: str, kernels: Tensor) -> None:
     figure = _figure(6, 3.2)
     axis = figure.subplots()
     for head, kernel in enumerate(kernels.cpu().numpy()):
-        axis.plot(kernel, color=COLOURS[head % len(COLOURS)], linewidth=1, label=f"head {head}" if head < 8 else None)
+        look = dict(color=COLOURS[head % len(COLOURS)], linestyle="-" if head < len(COLOURS) else "--", linewidth=1)
+        axis.plot(kernel, label=f"head {head}" if head < 2 * len(COLOURS) else None, **look)
     axis.set(title=f"{title}: kernel of the linear readout", xlabel="lag (tokens)", ylabel="weight")
     axis.grid(visible=True, alpha=0.3, linewidth=0.5)
-    axis.legend(fontsize="x-small")
+    axis.legend(fontsize="xx-small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
 
 
@@ -94,6 +95,6 @@ def draw_timescales(path: Path, timescales: dict[int, Tensor]) -> None:
     axis.set_yticks(range(len(rows)), [f"layer {i}" for i in timescales], fontsize="x-small")
     axis.set(xlabel="timescale (tokens)", title="timescales of the modes")
     axis.invert_yaxis()
-    axis.legend(fontsize="x-small")
+    axis.legend(fontsize="x-small", frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     figure.colorbar(image, ax=axis).set_label("share of the layer's modes", fontsize="x-small")
     figure.savefig(path)
