@@ -164,11 +164,12 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
     """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
-    by_position, end = {}, 0
-    while job_config.validation.enable and end < job_config.validation.seq_len:
-        title = f"Tokens {end:,} to {min(2 * end or 1, job_config.validation.seq_len) - 1:,} of the window"
-        by_position[title] = [rf"validation_position/{end:04d}-\d+"]
-        end = 2 * end or 1
+    by_position, begin = {}, 0
+    while job_config.validation.enable and begin < job_config.validation.seq_len:
+        end = min(2 * begin or 1, job_config.validation.seq_len) - 1
+        title = f"Tokens {begin:,} to {end:,} of the window" if end > begin else f"Token {begin} of the window"
+        by_position[title] = [rf"validation_position/{begin:04d}-\d+"]
+        begin = end + 1
     return CHARTS | ({"Validation loss by position": by_position} if by_position else {})
 
 
