@@ -57,7 +57,9 @@ def chosen(sources: list[Path], only: str) -> dict[str, Path]:
         else:
             runs = {run.name: run for run in read_study(source).runs if fnmatch.fnmatch(run.name, only)}
             records = [
-                Run.of(name, json.loads(run.record.read_text())) for name, run in runs.items() if run.is_finished
+                Run.of(name, json.loads(run.record.read_text()), run.record)
+                for name, run in runs.items()
+                if run.is_finished
             ]
             best = [cell.runs[0] for cells in at_best_rates(records).values() for cell in cells]
             found = {archive_name(run.labels): runs[run.name].folder for run in best}
