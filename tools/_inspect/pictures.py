@@ -72,7 +72,9 @@ def draw_kernels(path: Path, title: str, kernels: Tensor) -> None:
     figure = _figure(6, 3.2)
     axis = figure.subplots()
     for head, kernel in enumerate(kernels.cpu().numpy()):
-        look: Any = dict(color=COLOURS[head % len(COLOURS)], linestyle="-" if head < len(COLOURS) else "--", linewidth=1)
+        look: Any = dict(
+            color=COLOURS[head % len(COLOURS)], linestyle="-" if head < len(COLOURS) else "--", linewidth=1
+        )
         axis.plot(kernel, label=f"head {head}" if head < 2 * len(COLOURS) else None, **look)
     axis.set(title=f"{title}: kernel of the linear readout", xlabel="lag (tokens)", ylabel="weight")
     axis.grid(visible=True, alpha=0.3, linewidth=0.5)
