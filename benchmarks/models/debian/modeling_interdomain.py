@@ -1,0 +1,450 @@
+"""Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_interdomain import InterdomainConfig
+from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
+from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, rope_tables
+from .scan_interdomain import (
+    InputNorm,
+    InterdomainCache,
+    OutputNorm,
+    Padding,
+    ShortConv,
+    SSMDynamics,
+    features,
+    residual_linear,
+    scan,
+    step,
+    take,
+    wide,
+)
+
+# Shapes: B batch, T tokens, H heads of state, R key features, D value width (R = D = head_dim), P = R + D channels, M basis
+#         functions, W convolution width, E channels of the convolutions, S slots of softmax's cache.
+
+
+# transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+class InterdomainMixer(nn.Module):
+    """The recurrence, read with a query or linearly. With a single input wk and wv are the paper's a and b."""
+
+    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        dim, heads = config.hidden_size, config.num_key_value_heads
+        kv_dim, taps = heads * config.head_dim, config.conv_width
+
+        def short_conv(channels: int) -> ShortConv | None:
+            return ShortConv(channels, taps) if taps else None
+
+        if config.query_readout:
+            self.wq = nn.Linear(dim, dim, bias=False)
+            self.q_conv = short_conv(dim)
+        self.wk = nn.Linear(dim, kv_dim, bias=False)
+        self.k_conv = short_conv(kv_dim)
+        self.wv = nn.Linear(dim, kv_dim, bias=False)
+        if not config.dual_input:
+            self.v_conv = short_conv(kv_dim)
+        self.feature_map = feature_map(config.feature_map, heads, config.head_dim)
+        silu = self.feature_map is None  # the other maps keep scale and sign
+        self.k_norm = InputNorm(heads, config.head_dim) if silu else None
+        self.v_norm = InputNorm(heads, config.head_dim) if silu else None
+        self.ssm = SSMDynamics(config)
+        self.o_norm = None if config.output_norm == "none" else OutputNorm(config)
+        out_dim = dim if config.query_readout else 2 * dim
+        self.wg = nn.Linear(dim, out_dim, bias=False) if config.output_gate else None
+        self.wo = residual_linear(out_dim, dim)
+
+    def forward(
+        self, hidden: Tensor, rope, padding: Padding | None = None, past_key_values: InterdomainCache | None = None
+    ) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; a cache is advanced. rope: (cos, sin) of the tokens in the padding's order."""
+        config, cache, dtype = self.config, past_key_values, wide(hidden.dtype)
+        x = hidden if padding is None else take(hidden, padding.order)
+        past, state = (None, None) if cache is None else cache.states.get(self.layer_idx, (None, None))
+        tables = None if cache is None else cache.tables.get(self.layer_idx)
+        tables = self.ssm(dtype) if tables is None else tables
+
+        inputs = {name: getattr(self, f"w{name}")(x) for name in "qkv" if hasattr(self, f"w{name}")}
+        convolved = {name: y for name, y in inputs.items() if getattr(self, f"{name}_conv", None) is not None}
+        pasts, last = {}, x.new_empty(x.shape[0], 0)
+        if convolved and past is not None:
+            pasts = dict(zip(convolved, past.split([y.shape[-1] for y in convolved.values()], dim=-1), strict=True))
+        mapped = {name: self._features(name, y, pasts.get(name), rope) for name, y in inputs.items()}
+        q, k, v = mapped.get("q"), mapped["k"], mapped["v"]
+        if config.normalize:  # the coefficients of a channel of ones are the denominator
+            v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
+        if cache is None:
+            o, _ = scan(q, k, v, tables, None)
+        else:
+            if state is None:
+                state = tables[0].new_zeros(k.shape[0], *tables[0].shape[:2], k.shape[-1] + v.shape[-1], 2)
+            run = step if k.shape[1] == 1 and padding is None else scan
+            o, final = run(q, k, v, tables, state)
+            if padding is not None:
+                final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
+            if not torch.compiler.is_exporting():
+                cache.tables[self.layer_idx] = tables
+            if convolved:
+                last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
+            cache.states[self.layer_idx] = last, final
+        if config.normalize:
+            o = divided(o, v)
+        if self.o_norm is not None:
+            o = self.o_norm(o)
+        o = o.flatten(2)
+        if self.wg is not None:
+            o = GATES[config.gate_function](self.wg(x)) * o
+        o = self.wo(o)
+        return o if padding is None else take(o, padding.back)
+
+    def _features(self, name: str, y: Tensor, past: Tensor | None, rope) -> Tensor:
+        """A projection [B, T, E] -> queries, keys or values [B, T, H, R]."""
+        conv, norm = getattr(self, f"{name}_conv", None), getattr(self, f"{name}_norm", None)
+        mapped = name == "q" or (name == "k" and self.config.dual_input)
+        y = features(
+            y,
+            self.config.head_dim,
+            conv=None if conv is None else conv(),
+            past=past,
+            rope=rope if self.config.rope and name != "v" else None,
+            silu=mapped and self.feature_map is None,
+            norm=None if norm is None else norm(),
+            eps=self.config.rms_norm_eps,
+        )
+        return self.feature_map(y, query=name == "q") if mapped and self.feature_map is not None else y
+
+
+class Attended(NamedTuple):
+    """mask: which slots a token attends to, bool [B, 1, T, S]; None: all up to its own. kept: of a window, the slots that stay
+    in the cache, [B, window]; None: all."""
+
+    mask: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class SoftmaxMixer(nn.Module):
+    """The baseline: causal softmax attention with RoPE, over all tokens before or a sliding window."""
+
+    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim = layer_idx, config.head_dim
+        kv_dim = config.num_key_value_heads * config.head_dim
+        self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.wk = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.wv = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.wo = residual_linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self, hidden: Tensor, rope, attended: Attended, past_key_values: InterdomainCache | None = None
+    ) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; a cache is advanced."""
+        mask, kept = attended
+        q, k = (features(w(hidden), self.head_dim, rope=rope).transpose(1, 2) for w in (self.wq, self.wk))
+        v = self.wv(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if past_key_values is not None:
+            before = past_key_values.states.get(self.layer_idx)
+            if before is not None:
+                k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
+            near = [x if kept is None else take(x.transpose(1, 2), kept).transpose(1, 2) for x in (k, v)]
+            past_key_values.states[self.layer_idx] = near[0], near[1]
+        causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
+        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return self.wo(o.transpose(1, 2).flatten(2))
+
+
+class InterdomainMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: InterdomainConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = residual_linear(config.intermediate_size, config.hidden_size)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class InterdomainDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
+        super().__init__()
+        mixers = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
+        self.attention = mixers.get(config.mixer, FixedStateMixer)(config, layer_idx)
+        self.feed_forward = InterdomainMLP(config)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden: Tensor, rope=None, unseen=None, past_key_values: InterdomainCache | None = None
+    ) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]. unseen: the mixer's `padding` or `attended`."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rope, unseen, past_key_values)
+        return hidden + self.feed_forward(self.ffn_norm(hidden))
+
+
+class InterdomainPreTrainedModel(PreTrainedModel):
+    config_class = InterdomainConfig
+    base_model_prefix = "model"
+    _input_embed_layer = "tok_embeddings"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["InterdomainDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _keys_to_ignore_on_load_unexpected = [r"^output\.weight$"]  # noqa: RUF012 (the head, where only the rest is loaded)
+    _is_stateful = True  # no assisted generation, which takes tokens back
+
+    def post_init(self) -> None:
+        super().post_init()
+        modules = {name.rpartition(".")[2] for name, _ in self.named_modules()}
+        self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & modules
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        config, init = self.config, nn.init
+        if isinstance(module, nn.Linear | nn.Embedding):
+            depth = 2 * config.num_hidden_layers if getattr(module, "writes_residual", False) else 1
+            init.normal_(module.weight, 0.0, config.initializer_range / math.sqrt(depth))
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, ShortConv):
+            bound = module.weight.shape[-1] ** -0.5
+            init.uniform_(module.weight, -bound, bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -bound, bound)
+        elif isinstance(module, InputNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, OutputNorm):
+            init.constant_(module.weight, module.start)
+        elif isinstance(module, RandomFeatures):
+            init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
+            if not getattr(module.frequencies, "_is_hf_initialized", False):  # transformers' mark of a loaded one
+                module.frequencies.copy_(module.drawn(module.frequencies))
+        elif isinstance(module, SSMDynamics | StepSize):
+            module.init_values()
+        elif isinstance(module, FixedStateMixer) and module.kind == "gla":
+            init.zeros_(module.gate_bias)
+
+
+class InterdomainModel(InterdomainPreTrainedModel):
+    """Tokens to the output of the last norm, without a head."""
+
+    def __init__(self, config: InterdomainConfig) -> None:
+        super().__init__(config)
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        each = [config.of_layer(i) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(InterdomainDecoderLayer(own, i) for i, own in enumerate(each))
+        # What a layer needs to know of the texts: None for a recurrence, else softmax's window, 0 where it has none.
+        self.kinds = [(own.window or 0) if own.mixer == "softmax" else None for own in each]
+        self.rotated = any(own.rope for own in each)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: InterdomainCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cache: InterdomainCache | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """The forward pass of transformers' decoders.
+
+        Args:
+            attention_mask: [B, T] or [B, tokens read + T], 0 for padding: before, after or between the tokens of a row, also in
+                a turn that continues a cache. Padding leaves no trace.
+            position_ids: accepted where they count a row's tokens, with padding or without; the model counts by itself.
+            use_cache: None for the configuration's in evaluation, and for False in training.
+        Raises: ValueError for other position_ids, a mask of another shape, another model's cache, and attention matrices.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two.")
+        if output_attentions:
+            raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
+        hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = past_key_values if cache is None else cache
+        if self.gradient_checkpointing and self.training:
+            use_cache, cache = False, None
+        if not isinstance(cache, InterdomainCache | None):
+            raise ValueError(f"past_key_values must be an InterdomainCache: got {type(cache).__name__}.")
+        cache = InterdomainCache() if use_cache and cache is None else cache
+        prepared, seen = self._prepare(hidden, attention_mask, position_ids, cache)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        recorded = ()
+        for kind, layer in zip(self.kinds, self.layers, strict=False):
+            recorded += (hidden,)
+            hidden = layer(hidden, *prepared[kind], past_key_values=cache)
+        hidden = self.norm(hidden)
+        if cache is not None:
+            cache.position, cache.length = seen, cache.length + hidden.shape[1]
+        states = (*recorded, hidden) if output_hidden_states else None
+        return BaseModelOutputWithPast(hidden, cache if use_cache else None, states)  # pyright: ignore[reportArgumentType]
+
+    def _prepare(self, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
+        """({kind: (RoPE's cos and sin, what its mixers need to know of padding)}, tokens of each row after this pass [B])."""
+        (B, T, _), device = embeds.shape, embeds.device
+        looking = not torch.compiler.is_compiling()  # values decide nothing where a graph is traced
+        start = torch.zeros(B, dtype=torch.int64, device=device)
+        if cache is not None and cache.position is not None:
+            if cache.position.shape[0] != B:  # not len(), a constant in an exported graph
+                raise ValueError(f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all.")
+            start = cache.position.to(device)
+        mask = None
+        if attention_mask is not None:
+            before = 0 if cache is None else cache.length
+            if attention_mask.ndim != 2 or (looking and attention_mask.shape not in ((B, T), (B, before + T))):
+                expected = f"{[B, T]} or {[B, before + T]}"
+                raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
+            mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
+            if mask.all() if looking else T == 1:
+                mask = None
+        ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
+        counted = start[:, None] + ones.long().cumsum(1) - 1
+        if position_ids is not None and looking:
+            seen = 0 if cache is None else cache.length
+            ids, slots = position_ids.to(device), torch.arange(T, device=device) + seen
+            if (ids != counted)[ones].any() and (ids != slots).any():
+                raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
+        counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
+        for kind in dict.fromkeys(self.kinds):
+            positions = ordered if kind is None and mask is not None else counted
+            if kind is None:
+                unseen = None if mask is None else Padding.of(mask)
+            else:
+                unseen = self._attended(kind, counted, mask, cache)
+            angles = positions, self.config.head_dim, self.config.rope_theta, wide(embeds.dtype)
+            prepared[kind] = rope_tables(*angles) if self.rotated else None, unseen
+        return prepared, start + ones.sum(1)
+
+    def _attended(self, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Attended:
+        """Keys that a softmax layer attends to. token: which token of its row is in each place, [B, T]; a cache notes those of
+        its slots."""
+        T, before, kept = token.shape[1], None if cache is None else cache.slots.get(window), None
+        tokens = token if mask is None else token.masked_fill(~mask, -1)
+        slots = tokens if before is None else torch.cat((before.to(tokens.device), tokens), dim=1)
+        S = slots.shape[1]
+        if cache is not None:
+            if window and window < S:
+                # Each row's last tokens, whatever padding is between.
+                kept = slots.topk(window, dim=1).indices
+            cache.slots[window] = slots if kept is None else slots.gather(1, kept)
+        if mask is None and before is None and not (window and window < T):
+            return Attended(None, kept)
+        seen = (slots[:, None] >= 0) & (slots[:, None] <= token[..., None])
+        if window:
+            seen &= slots[:, None] > token[..., None] - window
+        # Padding attends to itself: a query without any key would be NaN.
+        itself = torch.arange(S, device=slots.device) == S - T + torch.arange(T, device=slots.device)[:, None]
+        return Attended((seen | itself)[:, None], kept)
+
+
+class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
+    def __init__(self, config: InterdomainConfig) -> None:
+        super().__init__(config)
+        self.model = InterdomainModel(config)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.output = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: InterdomainCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: InterdomainCache | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """The arguments of `InterdomainModel`, and:
+
+        labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which follows nothing, never are.
+        logits_to_keep: the last so many positions, or these positions; 0 for all.
+        """
+        cache = past_key_values if cache is None else cache
+        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
+        hidden = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.output(hidden[:, kept])
+        loss = None
+        if labels is not None:
+            if attention_mask is not None:
+                mask = attention_mask[:, -hidden.shape[1] :].to(labels.device).bool()
+                labels = labels.masked_fill(~(mask & F.pad(mask, (1, 0))[:, :-1]), -100)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states)
+
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, **kwargs) -> dict[str, Any]:
+        new = kwargs.get("next_sequence_length")  # transformers 5
+        nothing = new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
+        if kwargs.get(CACHE) is not None and nothing:
+            raise ValueError("input_ids must be what past_key_values has read and at least one token more.")
+        prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+        # The model counts by itself. transformers' count is another one where the padding is on the right.
+        prepared.pop("position_ids", None)
+        return prepared
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "transformers' continuous batching keeps pages of keys and values, and this model has a state of fixed size: call "
+            "generate with a padded batch."
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+        if (name := generation_config.cache_implementation) not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation is {name!r}, and this model has its own: leave it out.")
+        super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            generation_config, model_kwargs, *args
+        )
+        if generation_config.use_cache and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = InterdomainCache()
+
+
+class InterdomainForSequenceClassification(GenericForSequenceClassification, InterdomainPreTrainedModel):
+    """A linear head on each row's last token that is not config.pad_token_id, as transformers computes it."""
+
+    def __init__(self, config: InterdomainConfig) -> None:
+        # Not transformers' own: AutoModel does not know a class that stands in a folder.
+        InterdomainPreTrainedModel.__init__(self, config)
+        self.num_labels = int(config.num_labels or 0)
+        self.model = InterdomainModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
