@@ -362,8 +362,12 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
 # What stands in the files
 
 
+MODELS = REPOSITORY / "benchmarks" / "models" / "debian"  # as exported
+
+
 def test_no_file_is_too_long():
-    lines = {path: len(path.read_text().splitlines()) for path in files(".py", ".sh", ".toml", ".md")}
+    ours = [path for path in files(".py", ".sh", ".toml", ".md") if MODELS not in path.parents]
+    lines = {path: len(path.read_text().splitlines()) for path in ours}
     assert not {str(path): n for path, n in lines.items() if n > MAX_LINES}
 
 
