@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from interdomain.markdown import markdown_rows
 from interdomain.tools import check_kernels
 from interdomain.tools._bench.cases import Case, groups
-from interdomain.tools._bench.pages import markdown_rows
 
 from .scan.devices import INTERPRETED, use_kernels
 

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import load_pretrained
 from interdomain.folders import new_folder, require_empty
+from interdomain.markdown import markdown_rows
 from interdomain.model import pairing
 from interdomain.model.maps import Layer, by_head, read_layers
 from interdomain.model.mixers.ssm import BINDS, SSMDynamics
-from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
 from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_pairing, draw_timescales
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from interdomain.files.distributed_checkpoint import finished_steps
 from interdomain.files.pretrained import DTYPES
 from interdomain.folders import new_folder
+from interdomain.markdown import markdown_rows
 from interdomain.tools import convert
-from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
 
 

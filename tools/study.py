@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interdomain.folders import require_empty
-from interdomain.tools._bench.pages import markdown_rows
+from interdomain.markdown import markdown_rows
 from interdomain.tools._cli import OUTPUT, Help, argument_parser, require_at_least, user_errors
 from interdomain.tools._plots import figure_of
 

@@ -41,7 +41,7 @@ def test_a_prepared_folder_and_its_shards_alone(folder):
 
 
 def test_sources_in_words():
-    """Of the hub's data sets the names too, without revision and split; many files are counted."""
+    """Names of the hub's data sets too, without revision and split; many files are counted."""
     files = [{"file": f"{i:02}.jsonl", "bytes": 1_500_000} for i in range(21)]
     hub = [{"dataset": name} for name in ("HuggingFaceFW/fineweb-edu@main:sample-10BT:train", "allenai/c4:en")]
     assert sources({"inputs": [{"stdlib": "3.11.2"}, *hub, files[0]], "max_bytes": 2_000}) == {

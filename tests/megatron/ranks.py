@@ -353,7 +353,7 @@ def compute(folder: Path, corpus: Path) -> Path:
 
 
 def run_own_program(argv: list[str], log: Path) -> str:
-    """What interdomain.megatron.train says on two ranks."""
+    """Output of interdomain.megatron.train on two ranks."""
     store = new_store()
     start(run_own_program_rank, 2, store.port, argv, log)
     return log.read_text()

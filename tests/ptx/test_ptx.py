@@ -1,5 +1,5 @@
-"""What Triton compiles keeps the budget of registers, spills and shared memory, and has no race in shared memory; the emulator
-finds those that are made here. No GPU needed."""
+"""Budget of registers, spills and shared memory of what Triton compiles, and races in its shared memory: it has none, and the
+emulator finds those that are made here. No GPU needed."""
 
 import pytest
 import torch

@@ -5,15 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from interdomain.markdown import markdown_rows
+
 PARTS = ("check", "kernels", "training", "inference")
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
-
-
-def markdown_rows(cells: list[list[str]]) -> list[str]:
-    """Lines of a table; the first row is its head."""
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
 
 
 def show(value: Any) -> str:
@@ -35,7 +31,7 @@ def page(contents: dict[str, Any]) -> list[str]:
     facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
     lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
     for name, table in contents["tables"].items():
-        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
+        cells = [[show(row.get(c)) for c in table["columns"]] for row in table["rows"]]
         lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
     return [*lines, "", *(f"- {note}" for note in contents["notes"])]
 

@@ -22,9 +22,10 @@ import torch
 
 from interdomain.environment import environment
 from interdomain.folders import write_whole
+from interdomain.markdown import markdown_rows
 from interdomain.scan.triton_support import cannot_launch
 from interdomain.tools import _cli
-from interdomain.tools._bench.pages import CHECK_FAILED, NO_FAILURE, markdown_rows, show
+from interdomain.tools._bench.pages import CHECK_FAILED, NO_FAILURE, show
 from interdomain.tools._bench.timing import release
 from interdomain.tools.launch import refuse_idle_gpus
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from interdomain.tools._bench.pages import markdown_rows
+from interdomain.markdown import markdown_rows
 from interdomain.tools._plots import Curve, Dots, Panel
 from interdomain.tools._study.definition import VALIDATION
 from interdomain.tools._study.intervals import Documents, interval_of, perplexities

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from interdomain.markdown import markdown_rows
 from interdomain.model import ModelConfig, count_parameters, meta_model
 
 RECIPE = ("optimizer", "lr_scheduler", "training")  # sections of a run's configuration
@@ -205,18 +206,11 @@ def _corpora(run: dict[str, Any], step: int) -> list[dict[str, Any]]:
 
 
 def _table(corpora: list[dict[str, Any]]) -> str:
-    lines = ["| corpus | from step | share of the samples | its training tokens | made of |", "|---|---|---|---|---|"]
+    rows: list[list[Any]] = [["corpus", "from step", "share of the samples", "its training tokens", "made of"]]
     for corpus in corpora:
-        tokens = "not recorded" if corpus["tokens"] is None else f"{corpus['tokens']:,}"
-        cells = (
-            corpus["name"],
-            corpus["begins"],
-            corpus["share"],
-            tokens,
-            "; ".join(corpus["sources"]) or "not recorded",
-        )
-        lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines)
+        made_of = "; ".join(corpus["sources"]) or "not recorded"
+        rows.append([corpus["name"], corpus["begins"], corpus["share"], _tokens(corpus), made_of])
+    return "\n".join(markdown_rows(rows))
 
 
 def _tokens(facts: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.environment import environment
 from interdomain.folders import write_whole
+from interdomain.markdown import markdown_rows
 
 from ..errors import stop
 from ..host import BaseLogger, logger
@@ -193,12 +194,8 @@ def overview(plan: RunPlan, job_config: Any) -> str:
     }
     lines = []
     for title, table in tables.items():
-        lines += [f"**{title}**", "", "| name | value |", "|---|---|"]
-        for name, value in table.items():
-            lines.append(
-                f"| {name} | {'-' if value in (None, '', [], 'None') else str(value).replace('|', '&#124;')} |"
-            )
-        lines.append("")
+        values = [[name, "-" if value in (None, "", [], "None") else value] for name, value in table.items()]
+        lines += [f"**{title}**", "", *markdown_rows([["name", "value"], *values]), ""]
     return "\n".join(lines)
 
 
