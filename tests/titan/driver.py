@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 import torchtitan.train
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
@@ -186,6 +186,13 @@ def run(job):
     return seen
 
 
+def new_group(made={}, make=device_mesh.new_group, **settings):
+    """The group of an earlier job, if that made one: Gloo's threads wake a hundred times a second for each, used or not."""
+    if repr(settings) not in made:
+        made[repr(settings)] = make(**settings)
+    return made[repr(settings)]
+
+
 def serve(rank, ranks, port, jobs, log):
     """One of the ranks: it takes jobs from a connection, until that is closed, and answers each."""
     become(rank, ranks, port, log)
@@ -194,6 +201,7 @@ def serve(rank, ranks, port, jobs, log):
     loop = sys.modules["torchtitan.trainer" if NEW else "torchtitan.train"]
     loop.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     errors.GRACE_SECONDS = 0
+    device_mesh.new_group = new_group
     with contextlib.suppress(EOFError):
         while job := jobs.recv():
             signal.alarm(TIMEOUT)
