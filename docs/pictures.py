@@ -1,8 +1,8 @@
 """python docs/pictures.py
 
-Draw the result of the small study (docs/study.md), the scan's time on a CPU (docs/benchmarks.md) and long sequences over two
-processes (docs/parallelism.md) into docs/pictures, each in a light and a dark version, such as study-light.svg and
-study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
+Draw the results of the small studies (README.md, docs/study.md), the scan's time on a CPU (docs/benchmarks.md) and long
+sequences over two processes (docs/parallelism.md) into docs/pictures, each in a light and a dark version, such as
+study-light.svg and study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
 """
 
 import itertools
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -21,9 +22,10 @@ from interdomain.tools.study import shown
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "pictures"
-STUDY = ROOT / "train_configs" / "studies" / "small.toml"
+STUDIES = ROOT / "train_configs" / "studies"
 CPU = ROOT / "benchmarks" / "results" / "2026-11-24-cpu" / "float32-1-thread" / "kernels.json"
 CONTEXT = ROOT / "benchmarks" / "results" / "2026-11-26-cpu-context"
+MIXERS = "softmax", "s4d", "interdomain", "interdomain-norope", "interdomain-paired", "gla", "mamba2", "gated-deltanet"
 BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#8a919c"
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
@@ -34,10 +36,17 @@ LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 
 def study(path: Path) -> None:
     """Perplexity on text and accuracy on recall, by condition and by tokens."""
-    panels = panels_of(shown([STUDY]))
+    panels = panels_of(shown([STUDIES / "small.toml"]))
     groups = ("debug text", "debug mqar", "debug mqar, three times as long")
     note = "number in brackets: seeds; bars: standard deviation over seeds"
     figure_of([panels[group][:2] for group in groups], note=note).savefig(path)
+
+
+def result(path: Path) -> None:
+    """Perplexity on text and accuracy on recall, each condition at its best rate of those that have run."""
+    panels = panels_of([run for run in shown([STUDIES / "fair.toml"]) if run.labels["condition"] in MIXERS])
+    titles = {"1.4M text": "text, 1.4 M parameters", "0.1M mqar": "recall, 0.14 M parameters"}
+    figure_of([[replace(panels[group][0], title=title) for group, title in titles.items()]]).savefig(path)
 
 
 def cpu(path: Path) -> None:
@@ -89,7 +98,7 @@ def context(path: Path) -> None:
 
 def main() -> int:
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # the date in an SVG: the same bytes each time
-    for draw, (theme, ink) in itertools.product((study, cpu, context), THEMES.items()):
+    for draw, (theme, ink) in itertools.product((result, study, cpu, context), THEMES.items()):
         path = OUTPUT / f"{draw.__name__}-{theme}.svg"
         with rc_context(LOOK | dict.fromkeys(INK, ink) | dict.fromkeys(GROUNDS, "none")):
             draw(path)
