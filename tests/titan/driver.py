@@ -11,6 +11,7 @@ OUTPUT.rankN.pt:
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
     backward, folds  (probe "scan") runs of its backward implementation, and of a stage's dynamics, by step
     traffic          (a probe) bytes received in the first step
+    order            (a probe) what PyTorch's profiler has of the first step, by its beginning
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings
@@ -35,6 +36,7 @@ import torch
 import torchtitan.train
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
@@ -86,13 +88,17 @@ def watch(trainer, probes, spoil, seen):
     def step(batches):
         try:
             with counted() if "traffic" in probes else contextlib.nullcontext({}) as received:
-                train_step(batches)
+                with profile() if "order" in probes and "order" not in seen else contextlib.nullcontext() as profiled:
+                    train_step(batches)
         finally:  # it may end the run
             if "states" in probes:
                 every = named | trainer.optimizers.state_dict()
                 tensors = sorted((name, digest(x)) for name, x in every.items() if isinstance(x, torch.Tensor))
                 seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
         seen.setdefault("traffic", sum(received.values()))
+        if profiled:
+            events = sorted(profiled.events(), key=lambda event: event.time_range.start)
+            seen["order"] = [event.name for event in events]
         if "gradients" in probes and "gradients" not in seen:
             seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
 
@@ -186,11 +192,14 @@ def run(job):
     return seen
 
 
-def new_group(made={}, make=device_mesh.new_group, **settings):
+GROUPS, make_group = {}, device_mesh.new_group
+
+
+def new_group(**settings):
     """The group of an earlier job, if that made one: Gloo's threads wake a hundred times a second for each, used or not."""
-    if repr(settings) not in made:
-        made[repr(settings)] = make(**settings)
-    return made[repr(settings)]
+    if repr(settings) not in GROUPS:
+        GROUPS[repr(settings)] = make_group(**settings)
+    return GROUPS[repr(settings)]
 
 
 def serve(rank, ranks, port, jobs, log):

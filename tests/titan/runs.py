@@ -187,7 +187,11 @@ RUNS = {
     "2 each bfloat16": parallel(shards=2) | EACH | steps(2) | GRADIENTS | {"training__mixed_precision_reduce": "bf16"},
     "2 once": parallel(shards=2) | EACH | {"training__reduce_gradients": "step"} | steps(2) | GRADIENTS,
     # The second half of a backward pass adds up as the whole does.
-    "2 pipeline bfloat16": parallel(pipeline=2) | FOUR | BFLOAT16 | steps(1) | BOTH,
+    "2 pipeline bfloat16": parallel(pipeline=2)
+    | FOUR
+    | BFLOAT16
+    | steps(1)
+    | {"probes": ["gradients", "order", "scan"]},
     "2 zbv bfloat16": parallel(pipeline=2) | ZBV | FOUR | BFLOAT16 | steps(1) | BOTH,
     # Other layers.
     "1 softmax": condition("softmax") | steps(2),

@@ -1,5 +1,7 @@
 """The same run on every topology: same start, same batches, same losses and gradients, same validation."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,6 +73,14 @@ def test_a_backward_pass_in_two_halves(runs):
         torch.testing.assert_close(gradients[name], g, rtol=3e-7, atol=0, msg=name)
     calls = [[seen["backward"][1] for seen in runs.every(name)] for name in (ours, whole)]
     assert calls == [[4, 12], [8, 8]]  # four micro-batches of each rank's layers
+
+
+def test_a_stage_sums_gradients_over_the_ranks_while_it_goes_backward(runs):
+    """Its last micro-batch: of each layer before the next begins."""
+    order = runs.seen("2 pipeline bfloat16", rank=1)["order"]
+    seen = [name for name in order if name == "aten::mm" or name.startswith("FSDP::post_backward_reduce")]
+    sums = ["(norm, output)", "(layers.3)", "(layers.2)"]
+    assert [name for name, _ in itertools.groupby(seen)][1::2] == [f"FSDP::post_backward_reduce {of}" for of in sums]
 
 
 @pytest.mark.parametrize(("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline layers", 2)])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from interdomain.model import Transformer
@@ -74,7 +75,18 @@ class Passes:
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, under FSDP2, with two corrections for the schedules that go backward in two halves."""
+    """PyTorch's stage, under FSDP2: it sums gradients over the ranks while it goes backward, and can go in two halves."""
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """The last backward pass in one piece: each layer's gradients are summed while the layers before it go backward.
+        PyTorch begins when all have."""
+        if backward_type != "full" or not last_backward:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        model: Any = self.submod
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        return stage_backward(**bwd_kwargs), None
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """The second half. FSDP2 adds up gradients in the dtype of their reduction, by hooks of which this half runs none:
