@@ -84,7 +84,7 @@ class Stage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         model: Any = self.submod
         model.set_is_last_backward(True)
-        model.set_reshard_after_backward(True)
+        model.set_reshard_after_backward(False)  # or FSDP2 gathers the last layer once more
         model.set_requires_gradient_sync(True)
         return stage_backward(**bwd_kwargs), None
 
