@@ -9,7 +9,7 @@ import sys
 from multiprocessing import connection, forkserver
 from unittest import mock
 
-from torch import distributed
+from torch.distributed import TCPStore
 
 from .common import REPOSITORY, TIMEOUT
 
@@ -34,7 +34,7 @@ def forks():
 
 def new_store():
     """Where the ranks of a process group find each other, in this process: its port is its own from now on."""
-    return distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def become(rank, ranks, port, log):
@@ -44,13 +44,6 @@ def become(rank, ranks, port, log):
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for output in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), output)
-
-
-def end_groups():
-    """End all process groups but the first: Gloo's threads wake a hundred times a second for each, used or not."""
-    for group in [*distributed.distributed_c10d._world.pg_map]:
-        if group is not distributed.group.WORLD:
-            distributed.destroy_process_group(group)
 
 
 def run_rank(rank, ranks, port, program, log):

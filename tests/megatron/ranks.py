@@ -19,7 +19,7 @@ from interdomain.model.config import FIXED_STATE
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
-from ..ranks import become, end_groups, forks, new_store
+from ..ranks import become, forks, new_store
 
 RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
 LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
@@ -178,7 +178,9 @@ def run_rank(rank: int, folder: Path) -> None:
             others(folder, seen)
         parallel_state.destroy_model_parallel()
         dist.barrier()
-        end_groups()
+        for group in [*dist.distributed_c10d._world.pg_map]:
+            if group is not dist.group.WORLD:  # Gloo's threads wake a hundred times a second for each, used or not
+                dist.destroy_process_group(group)
     torch.save(seen, folder / f"seen {rank}.pt")
     dist.destroy_process_group()
 

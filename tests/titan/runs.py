@@ -131,6 +131,7 @@ INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # 
 LOOPED_ZERO_BUBBLE = {"parallelism__pipeline_parallel_schedule": "InterleavedZeroBubble"}
 ZBV = {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
 SCAN, GRADIENTS, TRAFFIC = {"probes": ["scan"]}, {"probes": ["gradients", "traffic"]}, {"probes": ["traffic"]}
+ORDER = {"probes": ["scan", "gradients", "order"]}
 BOTH, ALL = {"probes": ["scan", "gradients"]}, {"probes": ["scan", "gradients", "traffic"]}
 DOCUMENTS = {"data__reset_state_at_documents": True, "data": "short"}
 NORM = {"mixer__readout": "hermitian", "mixer__output_norm": "soft"}
@@ -187,11 +188,7 @@ RUNS = {
     "2 each bfloat16": parallel(shards=2) | EACH | steps(2) | GRADIENTS | {"training__mixed_precision_reduce": "bf16"},
     "2 once": parallel(shards=2) | EACH | {"training__reduce_gradients": "step"} | steps(2) | GRADIENTS,
     # The second half of a backward pass adds up as the whole does.
-    "2 pipeline bfloat16": parallel(pipeline=2)
-    | FOUR
-    | BFLOAT16
-    | steps(1)
-    | {"probes": ["gradients", "order", "scan"]},
+    "2 pipeline bfloat16": parallel(pipeline=2) | FOUR | BFLOAT16 | steps(1) | ORDER,
     "2 zbv bfloat16": parallel(pipeline=2) | ZBV | FOUR | BFLOAT16 | steps(1) | BOTH,
     # Other layers.
     "1 softmax": condition("softmax") | steps(2),
