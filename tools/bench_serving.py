@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from interdomain.files.pretrained import read_config
 from interdomain.tools._bench import results
 from interdomain.tools._cli import argument_parser, user_errors
 
@@ -132,6 +133,8 @@ def read(folder: Path, tokens: int, readers: int) -> dict[str, Any]:
 def main(argv=None) -> int:
     args = parse(argv)
     os.environ |= ENGINE
+    for folder in (args.folder, args.softmax):
+        read_config(folder)
     device = results.choose_device(args.device)
     options = dict(prompt=args.prompt, answer=args.answer, requests=REQUESTS)
     report = results.Report("serving", args.output, device, options, named=True)

@@ -38,6 +38,7 @@ def engine(folder, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         llm = vllm.LLM(str(folder), **(small | options))
         yield llm
         llm.llm_engine.engine_core.shutdown()
@@ -50,11 +51,14 @@ def prompts(lengths=LENGTHS):
     return [random_texts(1, n, seed=i)[0].tolist() for i, n in enumerate(lengths)]
 
 
-def texts(llm, given, **options):
+def outputs(llm, given, **options):
     options = dict(temperature=0, max_tokens=STEPS, ignore_eos=True) | options
     asked = [{"prompt_token_ids": prompt} for prompt in given]
-    answers = llm.generate(asked, vllm.SamplingParams(**options), use_tqdm=False)
-    return [[*answer.outputs[0].token_ids] for answer in answers]
+    return llm.generate(asked, vllm.SamplingParams(**options), use_tqdm=False)
+
+
+def texts(llm, given, **options):
+    return [[*answer.outputs[0].token_ids] for answer in outputs(llm, given, **options)]
 
 
 def wanted(model, given):
@@ -70,15 +74,24 @@ def pages(llm):
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_texts(case, exported_model):
-    """With prefix caching, which is on by default; the second time from snapshots of the states, and with poisoned memory."""
+    """With memory that held NaN before."""
     model, folder = made(exported_model, case)
     with engine(folder) as llm:
-        assert texts(llm, prompts()) == wanted(model, prompts())
-        assert texts(llm, prompts()) == wanted(model, prompts())
-    with engine(folder, enable_prefix_caching=False) as llm:
         for page in pages(llm):
             page.fill_(torch.nan)
         assert texts(llm, prompts()) == wanted(model, prompts())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_that_was_read_before(case, exported_model):
+    """Prefix caching is on by default: the second time all whole blocks, of 16 to 128 tokens, are snapshots of states."""
+    model, folder = made(exported_model, case)
+    given = prompts((300,))
+    text = wanted(model, given)
+    with engine(folder, max_model_len=512, max_num_batched_tokens=256) as llm:
+        assert texts(llm, given) == text
+        assert texts(llm, given) == text
+        assert outputs(llm, given)[0].num_cached_tokens >= 256
 
 
 @pytest.mark.parametrize("case", ["interdomain", HYBRID])

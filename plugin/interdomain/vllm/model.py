@@ -190,8 +190,8 @@ class Served(nn.Module):
         return {f"model.{name}" for name in stored}
 
 
-class Interdomain(Served, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
-    """Layers with states alone."""
+class Interdomain(Served, HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching):
+    """Layers with states alone. vLLM caches prefixes by default of what `IsHybrid` marks, and not of states without attention."""
 
 
 class InterdomainHybrid(Served, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
