@@ -191,7 +191,7 @@ class Served(nn.Module):
 
 
 class Interdomain(Served, HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching):
-    """Layers with states alone. vLLM caches prefixes by default of what `IsHybrid` marks, and not of states without attention."""
+    """Layers with states alone; marked as a hybrid too, since vLLM caches no prefixes by default of what is attention-free."""
 
 
 class InterdomainHybrid(Served, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
