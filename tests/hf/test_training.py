@@ -40,19 +40,20 @@ def backward(model, forward, **inputs):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def batch():
-    tokens, mask = padded([random_texts(1, 7), random_texts(1, 12, seed=2)], "left")
+def batch(longest=12):
+    tokens, mask = padded([random_texts(1, 7), random_texts(1, longest, seed=2)], "left")
     return dict(input_ids=tokens, attention_mask=mask, labels=tokens)
 
 
 def test_torch_compile(loaded, monkeypatch):
-    """One graph, with gradients on a left-padded batch, in plain PyTorch; in evaluation, for there is then a cache, too."""
+    """One graph, with gradients on a left-padded batch of two chunks, in plain PyTorch; in evaluation, for there is then a
+    cache, too."""
     torch._dynamo.reset()
     there = copy.deepcopy(loaded("interdomain")[1]).double()
     del there.model.layers[1:]
     monkeypatch.setattr(code_of(there, "scan"), "input_features", None)
-    wanted = backward(there, there, **batch())
-    found = backward(there, torch.compile(there, backend="aot_eager", fullgraph=True), **batch())
+    wanted = backward(there, there, **batch(70))
+    found = backward(there, torch.compile(there, backend="aot_eager", fullgraph=True), **batch(70))
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-10, msg=name)
 

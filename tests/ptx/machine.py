@@ -97,7 +97,9 @@ class Machine:
             return np.int64(self.symbols[text])
         if text[0] not in "-0123456789":
             return self.register(text)
-        return np.int64(-1 if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0))
+        return (
+            np.int64(-1) if text[:2] in ("0f", "0d") else np.uint64(int(text.rstrip("U"), 0) % 2**64).astype(np.int64)
+        )
 
     def vector(self, text):
         return [None if x.strip() == "_" else self.read(x.strip()) for x in text.strip("{}").split(",")]
@@ -160,7 +162,7 @@ def op_extract(m, i, rest):
 @operation("prmt")
 def op_permute(m, i, rest):
     """Each nibble of the selector names one of eight bytes; its high bit, which asks for a sign, is not used in addresses."""
-    d, (a, b), selector = m.register(i.operands[0]), map(m.read, i.operands[1:3]), int(i.operands[3].rstrip("U"), 0)
+    d, (a, b, selector) = m.register(i.operands[0]), map(m.read, i.operands[1:])
 
     def run(w):
         both, total = wrap(a, "u32") | wrap(b, "u32") << 32, 0

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch.distributed import fsdp
 from torchtitan.config import ConfigManager
 
 from interdomain.data import load_tokenizer
@@ -213,6 +214,8 @@ def new(runs, tmp_path_factory):
     """Runs under TorchTitan 0.3.0, which a process that has imported 0.2.2 cannot import."""
     if not os.environ.get(TITAN03):
         pytest.skip(f"{TITAN03} names no folder with TorchTitan 0.3.0")
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        pytest.skip("TorchTitan 0.3.0 needs a newer PyTorch")
     folder, context = tmp_path_factory.mktemp("titan03"), multiprocessing.get_context("spawn")
     new = Runs(folder, runs.corpora, context, [os.environ[TITAN03]])
     for axis in ("context", "tensor", "pipeline"):

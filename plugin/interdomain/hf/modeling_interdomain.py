@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
 from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
-from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, rope_tables
+from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, is_exporting, rope_tables
 from .scan_interdomain import (
     InputNorm,
     InterdomainCache,
@@ -95,7 +95,7 @@ class InterdomainMixer(nn.Module):
             o, final = run(q, k, v, tables, state)
             if padding is not None:
                 final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 cache.tables[self.layer_idx] = tables
             if convolved:
                 last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)

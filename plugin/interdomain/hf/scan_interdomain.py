@@ -27,6 +27,7 @@ from .plain_interdomain import (
     decay_factor,
     in_order,
     input_gain,
+    is_exporting,
     linear_one_step,
     mixing_matrix,
     multiply,
@@ -70,7 +71,7 @@ def features(x: Tensor, head_dim: int, conv=None, past=None, rope=None, silu=Fal
     conv: (weight [E, 1, W], bias [E]); past: the W - 1 inputs before x, or None for zeros. rope: (cos, sin), each
     [B, T, 1, R / 2]. norm: (scale [R], bias [H, R]).
     """
-    if input_features is not None and not torch.compiler.is_exporting():  # other runtimes do not have the kernels
+    if input_features is not None and not is_exporting():  # other runtimes do not have the kernels
         return input_features(x, head_dim, conv=conv, past=past, rope=rope, silu=silu, norm=norm, eps=eps)
     weight, bias = (None, None) if conv is None else (conv[0].flatten(1), conv[1])
     (cos, sin), (scale, shift) = rope or (None, None), norm or (None, None)
@@ -95,7 +96,7 @@ def plain_scan(
     N, h, i = (T + L - 1) // L, L // 2, torch.arange(L, device=k.device)
     missing = N * L - T
     # A chunk of zeros behind an exported graph's tokens: one chunk alone would make N a constant of that graph.
-    more = int(torch.compiler.is_exporting() and T > 1)
+    more = int(is_exporting() and T > 1)
 
     def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], zeros in front
         x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, more * L)).unflatten(2, (H, -1))
@@ -135,7 +136,7 @@ def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -
     """`plain_scan`, by the package's kernels where it is installed; no last state without a first. tables: SSMDynamics'."""
     theta, _, table = tables
     with torch.autocast(k.device.type, enabled=False):
-        if input_features is None or torch.compiler.is_exporting():
+        if input_features is None or is_exporting():
             return plain_scan(q, k, v, theta, table, state)
         cached = state is not None
         if q is None:
@@ -146,7 +147,7 @@ def scan(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor | None) -
 
 def step(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token: as `scan`, of [B, 1, H, ...]."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return scan(q, k, v, tables, state)
     theta, decay, table = tables
     k, v, q = k[:, 0], v[:, 0], None if q is None else q[:, 0]

@@ -85,7 +85,7 @@ def _convolved(x: dict[str, Tensor]) -> dict[str, Tensor]:
 def _to_neighbour(part: Part, step: int, rows: int) -> list[int]:
     """Rows for each rank, all of them for the one `step` after this one."""
     there = (part.rank + step) % part.size
-    return [rows * (i == there) for i in range(part.size)]
+    return [rows if i == there else 0 for i in range(part.size)]
 
 
 def send(x: Tensor, to: list[int], of: list[int], part: Part) -> Tensor:

@@ -66,10 +66,15 @@ def first_tokens(documents: Tensor) -> Tensor:
     return documents != F.pad(documents, (1, 0))[:, :-1]
 
 
+def is_exporting() -> bool:
+    """Under torch.export. PyTorch's function of this name is true under torch.compile, too, in 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
 def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """step(state, inputs[n]) -> (state, o), for every n: (the last state, o stacked). Exported as one operation for any n,
     without gradients: those of a symbolic number of tokens cannot be translated to ONNX."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         from torch._higher_order_ops import scan  # late: it is slow to import
 
         return scan(step, state.detach(), [x.detach() for x in inputs])
@@ -97,7 +102,7 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     """
     B, T, H, V = v.shape
     # An exported graph goes token by token: ONNX has no triangular solve, and T is a symbol there.
-    L = 1 if torch.compiler.is_exporting() else min(CHUNK, 1 << (T - 1).bit_length())
+    L = 1 if is_exporting() else min(CHUNK, 1 << (T - 1).bit_length())
 
     def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
         return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()

@@ -269,6 +269,9 @@ def _refuse_for_zero_bubble(job_config: JobConfig) -> None:
         "fsdp_reshard_after_forward = always: the weights are needed in both halves. Set default": (
             parallel.fsdp_reshard_after_forward == "always"
         ),
+        f"PyTorch {torch.__version__}, which fails at the second half behind operators of ours. Install 2.13 or later": (
+            torch.__version__ < "2.13"
+        ),
     }
     for words in (words for words, is_wrong in wrong.items() if is_wrong):
         raise ValueError(
