@@ -59,7 +59,7 @@ def run(job: JobConfig) -> None:
     init_logger()
     # TorchTitan sets the time limits of simulated groups, too, which have none.
     warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
-    warnings.filterwarnings("ignore", message=".*_set_pg_timeout. is deprecated")  # in PyTorch 2.14; TorchTitan calls it
+    warnings.filterwarnings("ignore", message=".*_set_pg_timeout. is deprecated")  # PyTorch 2.14
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
     logger.info("Starting job: %s", job.job.description)
