@@ -163,7 +163,7 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a model folder: it has no {CONFIG}. Make one with tools.convert.")
+        raise FileNotFoundError(f"{folder} is not a model folder: it has no {CONFIG}. Make one with interdomain convert.")
     try:
         record = json.loads(path.read_text())
         if record["model_type"] != "interdomain":
@@ -264,7 +264,7 @@ def local_folder(folder: Path | str) -> Path:
 
 
 def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
-    """The model, in eval mode, and the tokenizer (`interdomain.data.Tokenizer`) of a folder that tools.convert wrote.
+    """The model, in eval mode, and the tokenizer (`interdomain.data.Tokenizer`) of a folder that `interdomain convert` wrote.
 
     Args:
         folder: here, or an address in an object store (see `local_folder`).
