@@ -163,7 +163,9 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is not a model folder: it has no {CONFIG}. Make one with interdomain convert.")
+        raise FileNotFoundError(
+            f"{folder} is not a model folder: it has no {CONFIG}. Make one with interdomain convert."
+        )
     try:
         record = json.loads(path.read_text())
         if record["model_type"] != "interdomain":
