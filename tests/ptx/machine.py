@@ -97,9 +97,8 @@ class Machine:
             return np.int64(self.symbols[text])
         if text[0] not in "-0123456789":
             return self.register(text)
-        return (
-            np.int64(-1) if text[:2] in ("0f", "0d") else np.uint64(int(text.rstrip("U"), 0) % 2**64).astype(np.int64)
-        )
+        number = -1 if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0)
+        return np.uint64(number % 2**64).astype(np.int64)
 
     def vector(self, text):
         return [None if x.strip() == "_" else self.read(x.strip()) for x in text.strip("{}").split(",")]

@@ -74,12 +74,13 @@ def pages(llm):
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_texts(case, exported_model):
-    """With memory that held NaN before."""
+    """With prefix caching and without, and with memory that held NaN before."""
     model, folder = made(exported_model, case)
-    with engine(folder) as llm:
-        for page in pages(llm):
-            page.fill_(torch.nan)
-        assert texts(llm, prompts()) == wanted(model, prompts())
+    for caching in (True, False):
+        with engine(folder, enable_prefix_caching=caching) as llm:
+            for page in pages(llm):
+                page.fill_(torch.nan)
+            assert texts(llm, prompts()) == wanted(model, prompts())
 
 
 @pytest.mark.parametrize("case", CASES)
