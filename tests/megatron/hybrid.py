@@ -15,7 +15,7 @@ import typing_extensions
 
 from interdomain.model import ModelConfig
 from tests.megatron import ranks
-from tests.model.common import small_config
+from tests.model.common import THETA, small_config
 
 LAYOUTS = {  # by name: ranks of tensor parallelism, stages, the layer pattern
     "tensor and sequence": (2, 1, "G-*-G-M-"),
@@ -45,7 +45,7 @@ def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tupl
     parallel_state.initialize_model_parallel(tensor, stages)
     train.GPTModel, train.transformer_config, train.block_spec = model, hybrid.hybrid_config, lambda _, spec: spec
     layout = dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages, sequence_parallel=tensor > 1)
-    spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, **ranks.STATE)
+    spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, rope_theta=THETA, **ranks.STATE)
     rates = dict(lr=ranks.LR, min_lr=0.0, ssm_lr=ranks.SSM_LR, steps=1, warmup_steps=0)
     args = argparse.Namespace(bf16=False, seed=1, micro_batch=ranks.MICRO, **rates)
     run = train.Run(config_of(), spec, args, **layout)

@@ -210,7 +210,13 @@ def open_run(
         pipeline_model_parallel_size=p.get_pipeline_model_parallel_world_size(),
         context_parallel_size=p.get_context_parallel_world_size(),
     )
-    facts = dict(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous, transformer_engine=transformer_engine)
+    facts = dict(
+        max_seq_len=config.max_seq_len,
+        rope_theta=config.rope_theta,
+        seed=7,
+        contiguous=contiguous,
+        transformer_engine=transformer_engine,
+    )
     spec = layer_spec(kind or config.mixers[0].kind, **facts)
     spec.submodules.self_attention.params["mixers"] = config.mixers
     return Run(config, spec, Namespace(bf16=bf16, seed=1, micro_batch=MICRO, **rates), **layout | settings)

@@ -13,7 +13,7 @@ from interdomain.model.costs.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fixed_state import recurrence
 
-from .common import small_config, variant
+from .common import EPS, small_config, variant
 from .test_flops import counted
 from .test_mixer import short_conv
 
@@ -119,7 +119,7 @@ def literal(mixer, condition, x):
     y = y if condition == "gla" and mixer.conv is None else silu(y)
     q, k, v = y.split([y.shape[-1] // 2 - heads * V // 2] * 2 + [heads * V], dim=-1)
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
-    rms = lambda y: y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight  # noqa: E731
+    rms = lambda y: y / (y.square().mean(-1, keepdim=True) + EPS).sqrt() * mixer.norm.weight  # noqa: E731
     zero = torch.zeros(len(x), heads, K, V).double()
     if condition == "mamba2":
         dt = (1 + (x @ W("wa") + mixer.ssm.dt_bias).exp()).log()

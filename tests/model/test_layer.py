@@ -11,7 +11,7 @@ from interdomain import InterdomainAttention
 from interdomain.model import CONDITIONS, Transformer
 
 from ..common import REPOSITORY
-from .common import OPTIONS, positions_of, random_tokens, small_config, variant
+from .common import EPS, OPTIONS, THETA, positions_of, random_tokens, small_config, variant
 
 
 def test_the_readme_s_lines():
@@ -34,6 +34,7 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
     """With the decoder's weights it computes what the decoder's layer does: whole, packed, and in pieces of any length."""
     model = variant(condition, option)
     options = {**CONDITIONS[condition], "n_basis": model.config.mixer.n_basis, **OPTIONS[option]}
+    options |= dict(rope_theta=THETA, norm_eps=EPS)
     layer = InterdomainAttention(model.config.dim, model.config.n_heads, **options).double()
     attention = model.layers["0"].attention
     layer.mixer.load_state_dict(attention.state_dict())

@@ -16,7 +16,7 @@ from interdomain.model.feature_maps import rope_tables
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 
-from .common import VARIANTS, random_tokens, small_config, variant
+from .common import EPS, THETA, VARIANTS, random_tokens, small_config, variant
 
 T = 70
 
@@ -30,7 +30,7 @@ def short_conv(x, conv):
     return F.conv1d(padded, conv.weight, conv.bias, groups=x.shape[-1]).mT
 
 
-def rotate(x, theta=10_000.0):
+def rotate(x, theta=THETA):
     """RoPE: channel i and its partner R/2 + i are one complex number, turned by t * theta^(-2i/R). x [B, T, H, R]."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[1])[:, None] * theta ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
@@ -58,7 +58,7 @@ def positive_features(x, frequencies, query):
     return y / y.max(-1, keepdim=True).values / R**0.5 if query else y
 
 
-def input_norm(x, norm, eps=1e-5):
+def input_norm(x, norm, eps=EPS):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight + norm.bias
 
 
@@ -100,7 +100,7 @@ def literal(mixer, x):
         o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)
     if m.output_norm != "none":
         w, size = mixer.o_norm.weight, o.square().mean(-1, keepdim=True)
-        o = w * o / (size + (w**2 if m.output_norm == "soft" else 1e-5)).sqrt()
+        o = w * o / (size + (w**2 if m.output_norm == "soft" else EPS)).sqrt()
     o = o.flatten(2)
     if m.output_gate:
         gate = x @ mixer.wg.weight.T
@@ -109,7 +109,7 @@ def literal(mixer, x):
 
 
 def run(mixer, x, head_dim):
-    return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, 1e4, x.dtype))
+    return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, THETA, x.dtype))
 
 
 BY_THE_LETTER = [v for v in VARIANTS if v[0] not in ("softmax", *FIXED_STATE) and "hybrid" not in v[1]]

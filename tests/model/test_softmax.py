@@ -7,7 +7,7 @@ from torch.nn.attention.bias import causal_lower_right
 from interdomain.model.generation import prefill
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer
 
-from .common import Largest, positions_of, random_tokens, variant
+from .common import EPS, Largest, positions_of, random_tokens, variant
 from .test_mixer import literal, rotate
 
 
@@ -28,7 +28,7 @@ def plain(mixer, x, window=None):
 
 
 def rms(x, norm):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight
 
 
 @torch.no_grad()
