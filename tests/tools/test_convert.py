@@ -126,7 +126,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
 def test_uptraining(tmp_path, tokenizer, refused, capsys):
     """A hybrid from a softmax model: its softmax layer whole, projections and all else copied, the rest as a run draws it."""
     pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
-    model = small_model("softmax")
+    model = small_model("softmax", rope_theta=10_000.0, norm_eps=1e-5)  # those of every run
     run(write_checkpoint(tmp_path / "run", model, tokenizer), tmp_path / "folder")
     file = tmp_path / "hybrid.toml"
     sizes = 'flavor = "debug"\ndim = 32\nn_layers = 2\nn_heads = 4\nvocab_size = 420'
