@@ -8,8 +8,9 @@ from interdomain.model.config import FIXED_STATE
 from interdomain.model.feature_maps import FEATURE_MAPS
 
 THETA, EPS = 500.0, 1e-3  # not the defaults: code that forgets one computes something else
-SMALL = dict(dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128)
-SMALL |= dict(rope_theta=THETA, norm_eps=EPS)
+SMALL = dict(
+    dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128, rope_theta=THETA, norm_eps=EPS
+)
 # Two heads of 16; of Mamba-2, whose keys are 8 wide, four.
 FIXED = dict(n_basis=4)
 MAMBA2 = dict(n_basis=4, state_heads=4)

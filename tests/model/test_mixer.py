@@ -30,10 +30,10 @@ def short_conv(x, conv):
     return F.conv1d(padded, conv.weight, conv.bias, groups=x.shape[-1]).mT
 
 
-def rotate(x, theta=THETA):
-    """RoPE: channel i and its partner R/2 + i are one complex number, turned by t * theta^(-2i/R). x [B, T, H, R]."""
+def rotate(x):
+    """RoPE: channel i and its partner R/2 + i are one complex number, turned by t * THETA^(-2i/R). x [B, T, H, R]."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[1])[:, None] * theta ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
+    angle = torch.arange(x.shape[1])[:, None] * THETA ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -58,8 +58,8 @@ def positive_features(x, frequencies, query):
     return y / y.max(-1, keepdim=True).values / R**0.5 if query else y
 
 
-def input_norm(x, norm, eps=EPS):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight + norm.bias
+def input_norm(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight + norm.bias
 
 
 def literal(mixer, x):
