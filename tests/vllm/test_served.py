@@ -23,6 +23,7 @@ WIDE = dict(dim=128, n_heads=4, head_dim=32)  # vLLM's softmax on a CPU has no n
 STEPS = 12
 LENGTHS = (1, 2, 5, 40, 40, 50, 7, 7, 7, 33, 64, 3)
 HYBRID = "hybrid, window"
+NEAR = 0.2  # log probabilities in bfloat16 and in float32
 
 
 def made(exported_model, case):
@@ -152,9 +153,9 @@ def test_bfloat16(case, exported_model):
         with torch.no_grad():
             exact = model(torch.tensor([[*prompt, *text.token_ids]]))[0, len(prompt) - 1 : -1, :TOKENS].log_softmax(-1)
         for step, (token, by_token) in enumerate(zip(text.token_ids, text.logprobs, strict=True)):
-            assert exact[step].max() - exact[step, token] < 0.1
+            assert exact[step].max() - exact[step, token] < NEAR
             for other, x in by_token.items():
-                assert x.logprob == pytest.approx(exact[step, other].item(), abs=0.1)
+                assert x.logprob == pytest.approx(exact[step, other].item(), abs=NEAR)
 
 
 def test_prompts_of_unequal_length_are_read_together():
