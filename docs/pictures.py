@@ -26,6 +26,7 @@ STUDIES = ROOT / "train_configs" / "studies"
 CPU = ROOT / "benchmarks" / "results" / "2026-11-24-cpu" / "float32-1-thread" / "kernels.json"
 CONTEXT = ROOT / "benchmarks" / "results" / "2026-11-26-cpu-context"
 MIXERS = "softmax", "s4d", "interdomain", "interdomain-norope", "interdomain-paired", "gla", "mamba2", "gated-deltanet"
+MIXERS += ("interdomain-paired, quiet start",)
 BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#8a919c"
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
