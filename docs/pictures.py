@@ -22,7 +22,7 @@ from interdomain.tools.study import shown
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "pictures"
-STUDIES = ROOT / "train_configs" / "studies"
+STUDY = ROOT / "train_configs" / "studies" / "small.toml"
 CPU = ROOT / "benchmarks" / "results" / "2026-11-24-cpu" / "float32-1-thread" / "kernels.json"
 CONTEXT = ROOT / "benchmarks" / "results" / "2026-11-26-cpu-context"
 MIXERS = ["softmax", "s4d", "gla", "mamba2", "gated-deltanet", "interdomain", "interdomain-norope"]
@@ -36,16 +36,14 @@ LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def study(path: Path) -> None:
-    """Perplexity on text and accuracy on recall, by condition and by tokens."""
-    panels = panels_of(shown([STUDIES / "small.toml"]))
-    groups = ("debug text", "debug mqar", "debug mqar, three times as long")
-    note = "number in brackets: seeds; bars: standard deviation over seeds"
-    figure_of([panels[group][:2] for group in groups], note=note).savefig(path)
+    """Every condition at its best rate: perplexity on text; accuracy on recall and copying, and by tokens."""
+    panels = panels_of(shown([STUDY]))
+    figure_of([panels[group][:2] for group in ("1.4M text", "0.1M mqar", "0.1M copying")]).savefig(path)
 
 
 def result(path: Path) -> None:
     """Perplexity on text and accuracy on recall, each condition at its best rate of those that have run."""
-    panels = panels_of([run for run in shown([STUDIES / "fair.toml"]) if run.labels["condition"] in MIXERS])
+    panels = panels_of([run for run in shown([STUDY]) if run.labels["condition"] in MIXERS])
     titles = {"1.4M text": "text, 1.4 M parameters", "0.1M mqar": "recall, 0.14 M parameters"}
     figure_of([[replace(panels[group][0], title=title) for group, title in titles.items()]]).savefig(path)
 

@@ -1,4 +1,4 @@
-"""interdomain release outputs/debug train_configs/studies/fair.toml --output dist/models
+"""interdomain release outputs/debug train_configs/studies/small.toml --output dist/models
 
 Pack trained models for a release: archives of standalone folders, and their hashes.
 
@@ -6,7 +6,7 @@ Of a study every condition gives the run at its best learning rate, whose checkp
 NAME.tar.gz holds the folder NAME, as `interdomain convert` makes it. The same weights give the same bytes. SHA256SUMS
 has the hashes, for `sha256sum -c SHA256SUMS`.
 
-    interdomain release train_configs/studies/fair.toml --only '1.4M/*/text/*' --output dist/models --license cc-by-4.0
+    interdomain release train_configs/studies/small.toml --only '1.4M/*/text/*' --output dist/models --license cc-by-4.0
 
 Documentation: docs/checkpoints.md
 """

@@ -335,28 +335,25 @@ def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):
 
 
 def test_the_studies_of_the_repository(monkeypatch):
-    """They say how to make their data, and a condition at S4D's scale has C there (not c)."""
+    """They say how to make their data."""
     monkeypatch.chdir(REPOSITORY)
     for file in Path("train_configs/studies").iterdir():
         read = definition.read_study(file)
         assert {run.settings["data"]["corpus"] for run in read.runs} <= {launch.EMBEDDED_CORPUS, *read.corpora}
         for corpus, options in read.corpora.items():
             prepare_data.parse([*shlex.split(options), "--output", corpus])
-        named = [run for run in read.runs if "S4D's scale" in run.labels["condition"]]
-        assert {run.settings["mixer"].get("c_scale") for run in named} <= {1}
 
 
 def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch):
-    """The committed records stay those of their runs, whether they have it or not."""
+    """The committed records stay those of their runs."""
     monkeypatch.chdir(REPOSITORY)
     runs = [run for run in definition.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
-    assert len(runs) > 50
+    assert len(runs) > 100
     assert all(run.is_finished for run in runs)
-    recall = {run.labels["condition"]: run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1}
+    recall = {run.labels["condition"]: run for run in runs if run.labels["setting"] == "mqar"}
     n_basis = {condition: run.settings["mixer"].get("n_basis") for condition, run in recall.items()}
     assert n_basis.pop("softmax") is None
     assert {*n_basis.values()} == {16}
-    assert json.loads(recall["softmax"].record.read_text())["settings"]["mixer"]["n_basis"] == 16
 
 
 def test_what_is_refused(write, described, tmp_path, refused):

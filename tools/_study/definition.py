@@ -82,7 +82,7 @@ class StudyRun:
 
     def _refuse_changes(self, path: Path, settings: dict[str, Any]) -> None:
         """Raises: ValueError if the settings in a file of this run are not those of the study."""
-        there, here = dict(pairs(_without_unread(settings))), dict(pairs(self.settings))
+        there, here = dict(pairs(settings)), dict(pairs(self.settings))
         free = ("job.", "experimental.")  # folders; TorchTitan's own entry
         names = [name for name in there | here if not name.startswith(free) and there.get(name) != here.get(name)]
         if changed := [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names]:
@@ -214,7 +214,7 @@ def _settings(table: dict, named: dict[str, str]) -> dict[str, Any]:
 
 
 def _without_unread(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run's sections without an n_basis that its layers do not read. Records made before that was refused have it."""
+    """A run's sections without an n_basis that its layers do not read."""
     mixer = settings.get("mixer", {})
     if reads_n_basis(mixer):
         return settings
