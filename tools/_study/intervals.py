@@ -1,5 +1,6 @@
 """Intervals of a study's perplexities by bootstrap, over validation documents and over seeds."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,10 +20,16 @@ def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
     """Perplexities [DRAWS] of runs that differ in the seed alone. Every draw takes as many documents as there are, and as many
     runs, with replacement. The documents depend on their number alone, so draws of two cells can be compared one by one."""
     labels = np.array(runs[0].labels, np.float64)
-    documents = np.random.default_rng(0).multinomial(len(labels), np.full(len(labels), 1 / len(labels)), DRAWS)
+    documents = _times_drawn(len(labels))
     losses = documents @ np.array([run.nats for run in runs]).T / (documents @ labels)[:, None]  # [DRAWS, runs]
     chosen = np.random.default_rng(seed).integers(len(runs), size=losses.shape)
     return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
+
+
+@functools.cache
+def _times_drawn(documents: int) -> np.ndarray:
+    """[DRAWS, documents]: how many times each draw takes each document."""
+    return np.random.default_rng(0).multinomial(documents, np.full(documents, 1 / documents), DRAWS).astype(np.float64)
 
 
 def interval_of(draws: np.ndarray) -> list[float]:

@@ -1,5 +1,6 @@
 """The tables of a study: its runs by cell, with mean and deviation over seeds, beside the paper's figures, and as curves."""
 
+import bisect
 import math
 import re
 import statistics
@@ -70,10 +71,11 @@ class Run:
         """record: of `_study.record_of`, and of a study's run with its labels. Raises: ValueError if it was never validated."""
         facts, configuration = record["facts"], record["configuration"]
         curves = {tag: {int(step): x for step, x in curve.items()} for tag, curve in record["curves"].items()}
-        logged = {0: 0} | {step: int(n) for step, n in curves.pop("n_tokens_seen").items()}  # every few steps
+        logged = {0: 0} | {step: int(n) for step, n in sorted(curves.pop("n_tokens_seen").items())}  # every few steps
+        steps = [*logged]
 
         def tokens_at(step: int) -> int:
-            before = max(s for s in logged if s <= step)
+            before = steps[bisect.bisect(steps, step) - 1]
             return logged[before] + (step - before) * facts["tokens_per_step"]
 
         trained = max(tokens_at(step) for curve in (logged, *curves.values()) for step in curve)
