@@ -75,9 +75,9 @@ def pairs(tmp_path_factory):
     return synthetic(tmp_path_factory.mktemp("pairs") / "tiny", "mqar", 2, 6)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def runs(tmp_path_factory, corpus, short, pairs):
-    """All runs of runs.py, none of which has begun."""
+    """All runs of runs.py, none of which has begun. Idle ranks wake often: they end with this folder's tests."""
     folder = tmp_path_factory.mktemp("runs")
     started = Runs(folder, {"text": corpus, "short": short, "pairs": pairs}, forks())
     for name, given in RUNS.items():
