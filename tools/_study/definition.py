@@ -205,20 +205,13 @@ def _settings(table: dict, named: dict[str, str]) -> dict[str, Any]:
             _put(settings, read_toml(file))
         per_parameter = layer.pop("tokens_per_parameter", per_parameter)
         _put(settings, layer)
-    if "mixer.n_basis" not in dict(pairs(table["conditions"][named["conditions"]])):
-        settings = _without_unread(settings)
+    mixer = settings.get("mixer", {})
+    if "mixer.n_basis" not in dict(pairs(table["conditions"][named["conditions"]])) and not reads_n_basis(mixer):
+        mixer.pop("n_basis", None)  # of all conditions; these layers do not read it
     if per_parameter is not None:
         parameters = count_parameters(meta_model(model_config(job_config_of(settings))))
         settings.setdefault("training", {})["tokens"] = round(per_parameter * parameters)
     return settings
-
-
-def _without_unread(settings: dict[str, Any]) -> dict[str, Any]:
-    """A run's sections without an n_basis that its layers do not read."""
-    mixer = settings.get("mixer", {})
-    if reads_n_basis(mixer):
-        return settings
-    return settings | {"mixer": {name: value for name, value in mixer.items() if name != "n_basis"}}
 
 
 def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
