@@ -123,8 +123,8 @@ if [ "${1:-}" = test ]; then
     export INTERDOMAIN_MEGATRON019=${INTERDOMAIN_MEGATRON019-$(cd "$venv" && pwd)/megatron019}
     export INTERDOMAIN_TITAN03=${INTERDOMAIN_TITAN03-$(cd "$venv" && pwd)/titan03}
   fi
-  # Two workers (tests/conftest.py says how the tests spread).
-  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 2 --no-loadscope-reorder "$@"
+  # Three workers on two cores: some tests wait for others' processes (tests/conftest.py says how the tests spread).
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 3 --no-loadscope-reorder "$@"
 fi
 python=${INTERDOMAIN_PYTHON:-}
 [ -n "$python" ] || make_environment "$extras"
