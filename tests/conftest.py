@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 TITAN, MEGATRON = "tests/titan/", "tests/megatron/"
+# A host's tests share ranks, but for the two longest that have processes of their own.
+UNITS = "tests/titan/test_estimate", "tests/titan/test_study_run", TITAN, MEGATRON
 LONGEST = (
     TITAN,
     "tests/ptx/",
@@ -159,6 +161,6 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return next((u for u in (TITAN, MEGATRON) if nodeid.startswith(u)), nodeid.partition("::")[0])
+            return next((unit for unit in UNITS if nodeid.startswith(unit)), nodeid.partition("::")[0])
 
     return ByFile(config, log)
