@@ -1,6 +1,6 @@
 """python docs/pictures.py
 
-Draw the results of the small studies (README.md, docs/study.md), the scan's time on a CPU (docs/benchmarks.md) and long
+Draw the results of the small study (README.md, docs/study.md), the scan's time on a CPU (docs/benchmarks.md) and long
 sequences over two processes (docs/parallelism.md) into docs/pictures, each in a light and a dark version, such as
 study-light.svg and study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
 """
@@ -42,7 +42,7 @@ def study(path: Path) -> None:
 
 
 def result(path: Path) -> None:
-    """Perplexity on text and accuracy on recall, each condition at its best rate of those that have run."""
+    """Perplexity on text and accuracy on recall, each condition at the best of three rates."""
     panels = panels_of([run for run in shown([STUDY]) if run.labels["condition"] in MIXERS])
     titles = {"1.4M text": "text, 1.4 M parameters", "0.1M mqar": "recall, 0.14 M parameters"}
     figure_of([[replace(panels[group][0], title=title) for group, title in titles.items()]]).savefig(path)

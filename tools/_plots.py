@@ -92,8 +92,8 @@ def looks_of(panels: Iterable[Panel | Dots]) -> dict[str, dict]:
     return {label: dict(color=colour, linestyle=line) for label, (line, colour) in zip(labels, pairs, strict=False)}
 
 
-def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | None = None, note: str = ""):
-    """A figure of rows of panels, each row as high as its names need, with a note below all."""
+def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | None = None):
+    """A figure of rows of panels, each row as high as its names need."""
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
     looks = looks or looks_of(itertools.chain(*rows))
@@ -107,8 +107,6 @@ def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | N
             panel.draw(axis, looks)
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_title(panel.title, loc="left", fontweight="bold", fontsize="medium")
-    if note:
-        figure.supxlabel(note, fontsize="small")
     return figure
 
 
