@@ -50,11 +50,6 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()
-    gc.enable()
-
-
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run the slow groups, too (conftest.py)")
 

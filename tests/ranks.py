@@ -1,6 +1,7 @@
 """Ranks that are forks of one process, which has imported what they need: they start without torchrun's seconds."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -48,6 +49,7 @@ def become(rank, ranks, port, log):
 
 def run_rank(rank, ranks, port, program, log):
     """One of the ranks that `launch` starts."""
+    gc.freeze()
     signal.alarm(TIMEOUT)
     become(rank, ranks, port, log)
     sys.argv = program
@@ -73,7 +75,8 @@ def launch(log, ranks, *program):
 
 
 def fork_ranks(serve, given):
-    """The ranks of a process that has imported what they need, and ends with them."""
+    """The ranks of a process that has imported what they need, and ends with them. They collect none of what was imported."""
+    gc.freeze()
     context = multiprocessing.get_context("fork")
     running = [context.Process(target=be_rank, args=(serve, given, rank)) for rank in range(len(given))]
     for process in running:

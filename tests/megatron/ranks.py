@@ -1,5 +1,6 @@
 """Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave."""
 
+import gc
 import math
 import multiprocessing
 import shutil
@@ -395,4 +396,5 @@ def start(target, ranks: int, *args) -> None:
 def fork_ranks(target, ranks: int, args: tuple) -> None:
     import interdomain.megatron.train  # noqa: F401
 
+    gc.freeze()  # Megatron collects garbage at every save
     torch.multiprocessing.start_processes(target, args, nprocs=ranks, start_method="fork")

@@ -76,6 +76,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
         "A flag wins over the file. The defaults shown are those of the file. The tables [[data.stages]] stand in the file "
         "alone.",
+        config=(tyro.conf.HelptextFromCommentsOff,),  # there are none: without this it would parse our source for them
     )
     # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
     flags = names_of(arguments)
