@@ -50,6 +50,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # else nanobind, which Triton is bound by, prints what it takes for leaks
+    gc.enable()
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run the slow groups, too (conftest.py)")
 

@@ -38,11 +38,11 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser("interdomain.megatron.train", description=__doc__)
-    p.add_argument("--data.corpus", required=True, help="folder of interdomain prepare-data")
-    p.add_argument("--model.size", choices=SIZES, default="debug")
-    p.add_argument("--mixer.condition", choices=CONDITIONS, default="interdomain")
-    p.add_argument("--mixer.softmax_every", type=int, help="a hybrid: of every so many layers the last is softmax")
-    p.add_argument("--mixer.layers", nargs="+", default=(), choices=CONDITIONS, help="or a condition for each layer")
+    p.add_argument("--data.corpus", dest="corpus", required=True, help="folder of interdomain prepare-data")
+    p.add_argument("--model.size", dest="size", choices=SIZES, default="debug")
+    p.add_argument("--mixer.condition", dest="condition", choices=CONDITIONS, default="interdomain")
+    p.add_argument("--mixer.softmax_every", dest="softmax_every", type=int, metavar="N", help="each Nth layer: softmax")
+    p.add_argument("--mixer.layers", dest="layers", nargs="+", default=(), choices=CONDITIONS, help="of each layer")
     add_mixer_arguments(p)
     for name in LAYOUT:  # --tensor-parallel, ...
         p.add_argument(f"--{name.split('_')[0]}-parallel", dest=name, type=int, default=1)
@@ -162,13 +162,12 @@ def forward(batches: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     layout = {name: getattr(args, name) for name in LAYOUT}
-    layers = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
-    cell = getattr(args, "model.size"), getattr(args, "mixer.condition")
     try:
-        corpus = local_corpus(getattr(args, "data.corpus"))
+        corpus = local_corpus(args.corpus)
         corpus_files(corpus, "train")  # refuses a corpus whose loss is that of its answers
         manifest = read_manifest(corpus)
-        config = build_config(*cell, vocab_size=manifest["vocab_size"], **layers, **mixer_settings(args))
+        layers: Any = dict(layers=args.layers, softmax_every=args.softmax_every, **mixer_settings(args))
+        config = build_config(args.size, args.condition, vocab_size=manifest["vocab_size"], **layers)
         data = PackedDataset(TokenCorpus(corpus), config.max_seq_len, args.seed)
         check(args, layout, data)
     except (OSError, ValueError) as e:

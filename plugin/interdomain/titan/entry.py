@@ -1,7 +1,6 @@
 """The program of every rank: torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml
 --mixer.condition s4d"""
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
 
 def main() -> None:
     run, job = read(sys.argv[1:])
-    gc.freeze()  # imported modules stay: TorchTitan's collections of garbage need not look through them
     run(job)
 
 
