@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.enums import AttnBackend
 
 from interdomain.megatron import layer_spec, run, spec
 from interdomain.tools import prepare_data
@@ -27,16 +28,25 @@ squared-relu quick-geglu openai-gelu apply-layernorm-1p use-rotary-position-embe
 multi-latent-attention qk-layernorm qk-l2-norm qk-clip apply-query-key-layer-scaling attention-output-gate add-qkv-bias
 apply-residual-connection-post-layernorm fp32-residual-connection init-method-xavier-uniform reset-attention-mask
 reset-position-ids hybrid-context-parallel group-query-attention use-mup use-legacy-models
-use-transformer-engine-op-fuser"""
+use-transformer-engine-op-fuser use-torch-fsdp2 use-megatron-fsdp log-max-attention-logit sft"""
 OPTIONS = """num-layers hidden-size ffn-hidden-size seq-length save load lr mtp-num-layers num-experts no-rope-freq window-size
 activation-func-clamp-value rotary-seq-len-interpolation-factor experimental-attention-variant fp8-format fp4-format
 te-precision-config-file kitchen-config-file heterogeneous-layers-config-path
-heterogeneous-layers-config-encoded-json hybrid-layer-pattern hybrid-override-pattern global-batch-size"""
+heterogeneous-layers-config-encoded-json linear-attention-freq mamba-num-heads
+hybrid-layer-pattern hybrid-override-pattern global-batch-size"""
 DEFAULTS = {
     **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "softmax-type": "vanilla"},
     **{"rotary-base": 10000, "rotary-percent": 1.0, "num-query-groups": 1, "seed": 1234, "min-lr": 0.0},
     **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
     **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine", "optimizer": "adam"},
+    **{"context-parallel-size": 1, "cp-comm-type": ["p2p"], "attention-backend": AttnBackend.auto},
+    **{"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "linear-conv-kernel-dim": 4},
+    **{
+        "linear-key-head-dim": 128,
+        "linear-value-head-dim": 128,
+        "linear-num-key-heads": 16,
+        "linear-num-value-heads": 32,
+    },
 }
 NAMES = {"fp8-format": "fp8", "fp4-format": "fp4", "apply-layernorm-1p": "layernorm_zero_centered_gamma"}
 

@@ -23,6 +23,9 @@ LAYOUTS = {  # by name: ranks of tensor parallelism, stages, the layer pattern
 }
 
 
+PATTERNS = ("", "G", "G-G", "GG-", "G-X-", "G-E-", "D-G-")  # of no model that can be converted
+
+
 def config_of() -> ModelConfig:
     layers = ("interdomain", "softmax", "interdomain", "mamba2")
     return small_config(
@@ -56,6 +59,15 @@ def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tupl
     return found
 
 
+def refusal(pattern: str) -> str:
+    from interdomain.megatron.hybrid import mixer_letters
+
+    try:
+        return mixer_letters(pattern)
+    except ValueError as error:
+        return str(error)
+
+
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     typing.override = typing_extensions.override  # 0.19 wants Python 3.12
@@ -64,7 +76,8 @@ def main(folder: Path) -> None:
 
     cpu.install()
     dist.init_process_group("gloo")
-    found = {name: gradients(folder, *layout) for name, layout in LAYOUTS.items()}
+    found = {pattern: refusal(pattern) for pattern in PATTERNS}
+    found |= {name: gradients(folder, *layout) for name, layout in LAYOUTS.items()}
     torch.save(found, folder / f"gradients {dist.get_rank()}.pt")
     dist.destroy_process_group()
 

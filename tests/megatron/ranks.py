@@ -65,6 +65,9 @@ LEGS = {
         "recompute, context": ("start", 1, FULL),
         "hybrid, context": ("start", 0, dict(case="hybrid")),
     },
+    (1, 1, 2): {
+        "two pieces": ("start", 2, {}),
+    },
     (2, 1, 2): {
         "tensor and context": ("start", 2, {}),
         "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | CORE_ATTN),

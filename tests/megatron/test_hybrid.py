@@ -57,6 +57,11 @@ def test_every_gradient(layout, start, computed):
         assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("pattern", hybrid.PATTERNS)
+def test_patterns_without_a_folder_are_refused(pattern, computed):
+    assert computed[0][pattern].startswith(f"the layer pattern {pattern!r} is of no model that this project converts.")
+
+
 def test_a_checkpoint_becomes_a_folder_and_comes_back(start, corpus, tmp_path, capsys):
     model, folder = start
     run = [folder / "release", "--tokenizer", corpus, "--output", tmp_path / "folder"]

@@ -152,6 +152,7 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
         ),
         (f"{GOOD} --num-query-groups 4", "--num-query-groups is ignored without --group-query-attention"),
         (f"{GOOD} --transformer-impl transformer_engine", "Transformer Engine cannot be imported."),
+        (f"{GOOD} --sft --context-parallel-size 2", "--sft with --context-parallel-size: "),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),
         (f"{GOOD} --mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional as F
 
 from interdomain.files.megatron_checkpoint import BACKBONE
@@ -72,6 +73,21 @@ WRONG = {
     "--reset-position-ids": {},
     "--hybrid-context-parallel": dict(hybrid_context_parallel=True),
     "--use-legacy-models": {},
+    "--use-torch-fsdp2": {},
+    "--use-megatron-fsdp": {},
+    "--attention-backend flash": dict(attention_backend=AttnBackend.flash),
+    "--log-max-attention-logit": dict(log_max_attention_logit=True),
+    "--cp-comm-type a2a": dict(cp_comm_type="a2a"),
+    "--linear-attention-freq 4": dict(linear_attention_freq=4),
+    "--linear-conv-kernel-dim 3": dict(linear_conv_kernel_dim=3),
+    "--linear-key-head-dim 64": dict(linear_key_head_dim=64),
+    "--linear-value-head-dim 64": dict(linear_value_head_dim=64),
+    "--linear-num-key-heads 8": dict(linear_num_key_heads=8),
+    "--linear-num-value-heads 8": dict(linear_num_value_heads=8),
+    "--mamba-state-dim 64": dict(mamba_state_dim=64),
+    "--mamba-head-dim 32": dict(mamba_head_dim=32),
+    "--mamba-num-groups 4": dict(mamba_num_groups=4),
+    "--mamba-num-heads 4": dict(mamba_num_heads=4),
 }
 # Settings of a TransformerConfig that another flag turns on, or none.
 MORE = {

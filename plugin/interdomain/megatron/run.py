@@ -74,6 +74,11 @@ def check(args: Namespace) -> None:
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
         raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
+    if args.sft and args.context_parallel_size > 1:
+        raise ValueError(
+            "--sft with --context-parallel-size: Megatron's scripts cut its packed documents into pieces for softmax, which do "
+            "not follow one another. Leave one out."
+        )
     if (args.bf16 or args.fp16) and not args.use_distributed_optimizer:
         raise ValueError(
             "the dynamics stay float32 in a half-precision model, and of Megatron's optimizers only the distributed one can "

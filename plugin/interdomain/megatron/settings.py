@@ -6,6 +6,8 @@ training loop of a user's own is checked too.
 
 from typing import Any, NamedTuple
 
+from megatron.core.transformer.enums import AttnBackend
+
 from interdomain.files.megatron_checkpoint import BACKBONE
 from interdomain.model.config import ModelConfig
 
@@ -35,6 +37,12 @@ def _implementation(settings: Any) -> str | None:
     return "transformer_engine" if here == "inference_optimized" else here
 
 
+def _one_way(settings: Any) -> Any:
+    """Context parallelism as Megatron leaves it: a list among the arguments, a name or None in a TransformerConfig."""
+    here = getattr(settings, "cp_comm_type", None)
+    return here if here == ["p2p"] else "p2p" if here else None
+
+
 def _off(otherwise: str, use: str, *flags: str) -> list[Setting]:
     """Settings that must be off: None, 0 or False."""
     return [
@@ -57,6 +65,11 @@ IGNORED = "is ignored: the run would be as without it"
 IN_PART = "reaches Megatron's part of the model, and no mixer"
 LEAVE, SET, ZERO = "leave it out", "set it, or give model.size, which does", "set 0, or give model.size, which does"
 ROPE = "--mixer.rope False for no rotation, --rotary-base for another base"
+GATHERED = "has never run here: the dynamics of all layers are read at once, outside of the layers that it gathers"
+# Megatron's own values for letters M and G of a HybridModel.
+SIZES_OF_OTHERS = {"--mamba-state-dim": 128, "--mamba-head-dim": 64, "--mamba-num-groups": 8}
+SIZES_OF_OTHERS |= {"--linear-key-head-dim": 128, "--linear-value-head-dim": 128, "--linear-conv-kernel-dim": 4}
+SIZES_OF_OTHERS |= {"--linear-num-key-heads": 16, "--linear-num-value-heads": 32}
 DOCUMENTS = "--dataloader-inter-document-masking (from 0.19)"
 GATED = {name: BACKBONE[name] for name in ("gated_linear_unit", "activation_func")}
 SETTINGS = (
@@ -84,6 +97,14 @@ SETTINGS = (
     *_off(IGNORED, "--mixer.window, for layers of softmax", "--window-size"),
     *_off(IGNORED, "--mixer.output_gate True", "--attention-output-gate"),
     *_off(IGNORED, "--spec for a mixer", "--experimental-attention-variant"),
+    Setting("--attention-backend", {"attention_backend": AttnBackend.auto}, IGNORED, "--mixer.backend"),
+    *_off(IGNORED, LEAVE, "--log-max-attention-logit", "--linear-attention-freq", "--mamba-num-heads"),
+    *(
+        Setting(
+            flag, {flag.strip("-").replace("-", "_"): size}, IGNORED, "the settings of the mixer (--mixer.state_heads)"
+        )
+        for flag, size in SIZES_OF_OTHERS.items()
+    ),
     *_off("stops the run: the mixer has no scores to clip", LEAVE, "--qk-clip"),
     # Positions and documents.
     Setting(
@@ -97,7 +118,9 @@ SETTINGS = (
     *_off(IGNORED, ROPE, "--rotary-seq-len-interpolation-factor", "--no-rope-freq"),
     *_off(IGNORED, DOCUMENTS, "--reset-attention-mask", "--reset-position-ids"),
     *_off("stops the run: it divides batches by softmax's work", LEAVE, "--hybrid-context-parallel"),
-    # The optimizer.
+    Setting("--cp-comm-type", {"cp_comm_type": _one_way}, "is ignored: a state goes from piece to piece", LEAVE),
+    # The optimizer and its shards.
+    *_off(GATHERED, "--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp"),
     Setting(
         "--optimizer",
         {"optimizer": "adam"},
