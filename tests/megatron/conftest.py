@@ -110,6 +110,7 @@ def titan(tmp_path_factory, corpus):
     runs = Runs(tmp_path_factory.mktemp("titan"), {"text": corpus}, forks())
     runs.add(
         "1 ten",
+        probes=["gradients"],
         training__steps=ranks.STEPS,
         lr_scheduler__total_steps=ranks.STEPS,
         model__vocab_size=ranks.VOCAB,

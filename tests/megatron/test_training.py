@@ -77,11 +77,17 @@ def test_training_goes_as_in_plain_pytorch(name, computed):
 
 
 def test_ten_steps_go_as_torchtitan_s(computed, titan):
-    """The same start, batches and settings: the same losses, and norms of the gradients."""
+    """The same start, batches and settings: the same losses, norms of the gradients, and first gradients."""
     for step, (loss, norm) in computed[1][-1]["losses"]["torchtitan"].items():
         wanted = titan["log"][step + 1]
         assert loss == pytest.approx(wanted["loss"], abs=1e-5)
         assert norm == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    parts = [part for seen in computed[1] for part in seen["gradients"]["torchtitan"]]
+    found = ranks.whole_gradients(ranks.config_of("torchtitan"), parts)
+    clipped = min(1, 1 / titan["log"][1]["grad_norm"])
+    assert found.keys() == titan["gradients"].keys()
+    for name, gradient in titan["gradients"].items():
+        assert difference(clipped * found[name], gradient) < 1e-4, name
 
 
 def test_bf16(computed):
