@@ -1,5 +1,6 @@
 """Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave."""
 
+import functools
 import gc
 import math
 import multiprocessing
@@ -172,7 +173,7 @@ def run_rank(rank: int, folder: Path) -> None:
         for name, (source, until, options) in legs.items():
             train(folder, name, seen, source, until, **options)
         if context == 4:
-            seen["packed, context"] = packed_losses(open_run(), folder)
+            seen["packed, context"] = packed_documents(open_run(), folder)
             refusal(seen, "pieces", lambda: open_run(contiguous=False))
             refusal(seen, "length", lambda: contiguous({"tokens": tokens_of(0)[:, :-2]}))
         if (tensor, pipeline, context) == (2, 1, 1):
@@ -299,8 +300,8 @@ def whole_gradients(config: ModelConfig, parts: list[tuple], form=None) -> dict[
     return {name: part_of(whole, name, form) for name in names}
 
 
-def packed_losses(run, folder: Path) -> torch.Tensor:
-    """Losses of this rank's tokens, [1, S], where documents end at ENDS."""
+def packed_documents(run, folder: Path) -> tuple[torch.Tensor, list[tuple]]:
+    """Losses [1, S] of this rank's tokens, where documents end at ENDS, and the gradients of their mean."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from interdomain.megatron import contiguous
@@ -309,7 +310,10 @@ def packed_losses(run, folder: Path) -> torch.Tensor:
     tokens, ends = tokens_of(0)[:1], torch.tensor(ENDS, dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T)
     batch = contiguous({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
-    return run.model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=packed).detach()
+    losses = run.model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=packed).detach()
+    with mock.patch.object(run.ddp, "forward", functools.partial(run.ddp.forward, packed_seq_params=packed)):
+        run.gradients([tokens])
+    return losses, own_gradients(run)
 
 
 def refusal(seen: dict, name: str, function) -> None:
@@ -338,7 +342,7 @@ def others(folder: Path, seen: dict) -> None:
         and torch.equal(own.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank])
         and torch.equal(own.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank])
     )
-    seen["packed"] = packed_losses(run, folder)
+    seen["packed, tensor"] = packed_documents(run, folder)
 
     own = open_run(**ENGINE).model.decoder.layers[1].self_attention
     own.backward_dw()

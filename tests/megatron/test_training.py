@@ -107,6 +107,7 @@ def test_initial_values_are_the_plain_model_s(computed):
 
 
 def test_packed_documents(computed):
+    """Losses, and every gradient of their mean."""
     tokens, ends = ranks.tokens_of(0)[:1], torch.tensor(ranks.ENDS)
     positions = torch.cat([torch.arange(n) for n in ends.diff()])[None]
     model = ranks.plain_model()
@@ -114,8 +115,14 @@ def test_packed_documents(computed):
         F.cross_entropy(logits[0], tokens[0, 1:], reduction="none")
         for logits in (model(tokens[:, :-1], positions=positions), model(tokens[:, :-1]))
     )
-    assert difference(computed[1][0]["packed"][0], wanted) < 1e-5
-    assert difference(torch.cat([seen["packed, context"][0] for seen in computed[1]]), wanted) < 1e-5
+    wanted.mean().backward()
+    for name, pieces in (("packed, tensor", 1), ("packed, context", 4)):
+        losses = torch.cat([seen[name][0] for seen in computed[1][:pieces]], dim=1)
+        assert difference(losses[0], wanted) < 1e-5
+        parts = [part for seen in computed[1] for part in seen[name][1]]
+        found = ranks.whole_gradients(ranks.config_of(), parts)
+        for parameter, p in model.named_parameters():
+            assert difference(found[parameter], p.grad) < 1e-4, parameter
     assert difference(flowing, wanted) > 1e-2
 
 
