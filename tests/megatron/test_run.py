@@ -220,7 +220,7 @@ def test_without_megatron_core_or_with_another(source, words, tmp_path):
 @pytest.mark.e2e
 @pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/")
 def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_path):
-    """Two ranks over gloo; the second start has a pipeline and repeats the last steps."""
+    """Two ranks over gloo; the other starts have a pipeline and pieces of sequences, and repeat the last steps."""
 
     def start(name, *layout):
         given = f"--data.corpus {corpus} --save {tmp_path} --save-interval 2 --micro-batch 2 --global-batch 4 --steps 4"
@@ -230,8 +230,9 @@ def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_
 
     first = start("first", "--tensor-parallel", "2")
     assert (tmp_path / TRACKER).read_text() == "4"
-    (tmp_path / TRACKER).write_text("2")
-    second = start("second", "--pipeline-parallel", "2")
     assert list(first) == list(range(1, 5))
-    assert second == pytest.approx({step: first[step] for step in range(3, 5)}, abs=1e-4)
+    for layout in ("pipeline", "context"):
+        (tmp_path / TRACKER).write_text("2")
+        second = start(layout, f"--{layout}-parallel", "2")
+        assert second == pytest.approx({step: first[step] for step in range(3, 5)}, abs=1e-4)
     assert first[4] < first[1] - 0.2
