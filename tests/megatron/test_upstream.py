@@ -139,3 +139,16 @@ def test_ten_steps_go_as_torchtitan_s(layout, corpus, titan, tmp_path):
     wanted = {step: seen["loss"] for step, seen in titan["log"].items()}
     wanted[2] = (wanted[1] + wanted[2]) / 2  # upstream logs the mean of the first two there
     assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def test_documents_apart_over_context_parallel_ranks(corpus, tmp_path):
+    if minor_version() < 19:
+        pytest.skip("--dataloader-inter-document-masking is of 0.19")
+    ranks.write_start(tmp_path / "start", "torchtitan")
+    options = ["--train-iters", "3", "--make-vocab-size-divisible-by", "8", "--load", "start"]
+    flowing = train(tmp_path, corpus, *options)
+    options.append("--dataloader-inter-document-masking")
+    apart = train(tmp_path, corpus, *options)
+    assert apart[1] != pytest.approx(flowing[1], abs=1e-4)
+    pieces = train(tmp_path, corpus, *options, "--context-parallel-size", "2")
+    assert pieces == pytest.approx(apart, rel=1e-6)

@@ -27,9 +27,17 @@ class Event(Stream):
         return 1.0
 
 
+class Device(str):
+    """The CPU, which a text such as f"cuda:{torch.cuda.current_device()}" calls 0."""
+
+    def __format__(self, _):
+        return "0"
+
+
 def install():
     cpu.install()
     cuda = torch.cuda
+    cuda.current_device = lambda: Device("cpu")
     cuda.is_available, cuda.device_count, cuda.set_device = lambda: True, lambda: 2, lambda *_: None
     cuda.get_device_properties, cuda.get_device_name = lambda *_: DEVICE, lambda *_: "none"
     cuda.get_device_capability = lambda *_: (9, 0)
