@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without CUDA, over gloo: for trying it out and for tests. Call `install` before a model is built.
+"""Megatron-Core on a machine without CUDA, over gloo: for trying it out and for tests. Call `install` before process groups.
 
 Megatron asks for CUDA where it seeds, allocates buffers and steps the optimizer; `install` replaces functions of torch.cuda and
 of Megatron in this process. Softmax attention of Megatron's own does not run here; this project's does.
@@ -9,6 +9,8 @@ from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
+
+from interdomain.model.shard import one_gloo_thread
 
 
 class _OnCPU(TorchFunctionMode):
@@ -47,6 +49,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
+    one_gloo_thread()
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.current_stream = torch.cuda.default_stream = torch.cpu.current_stream
     torch.cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from interdomain.data import PackedDataset
 from interdomain.model import Transformer, meta_model
+from interdomain.model.shard import one_gloo_thread
 
 from .data.dataloader import Batch, open_data
 from .data.folders import data_record, fetch_corpora, text_fingerprint
@@ -126,6 +127,7 @@ class InterdomainTrainer(Trainer):
         config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
         self.device = local_device()
         if self.device.type == "cpu":
+            one_gloo_thread()
             config.comm.trace_buf_size = 0  # NCCL's recorder: TorchTitan would make an empty folder for it
         os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         self.parallel_dims = self.init_distributed()
