@@ -40,6 +40,7 @@ DEFAULTS = {
     **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
     **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine", "optimizer": "adam"},
     **{"context-parallel-size": 1, "cp-comm-type": ["p2p"], "attention-backend": AttnBackend.auto},
+    **{"cuda-graph-impl": "none"},
     **{"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "linear-conv-kernel-dim": 4},
     **{
         "linear-key-head-dim": 128,

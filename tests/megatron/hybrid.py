@@ -68,6 +68,18 @@ def refusal(pattern: str) -> str:
         return str(error)
 
 
+def flops(pattern: str) -> int:
+    """Of a step of two sequences, as the log of a run of the 125M model's width has it."""
+    from interdomain.megatron import run
+
+    facts: dict = dict(
+        hidden_size=768, num_layers=len(pattern), num_attention_heads=12, kv_channels=64, layernorm_epsilon=1e-5
+    )
+    facts |= dict(spec=["interdomain.megatron.hybrid", "interdomain"], hybrid_layer_pattern=pattern)
+    args = argparse.Namespace(**facts, group_query_attention=False, padded_vocab_size=1000, seq_length=4096)
+    return run.flops(args, 2)
+
+
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     typing.override = typing_extensions.override  # 0.19 wants Python 3.12
@@ -78,6 +90,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     found = {pattern: refusal(pattern) for pattern in PATTERNS}
     found |= {name: gradients(folder, *layout) for name, layout in LAYOUTS.items()}
+    found["FLOPs"] = flops(LAYOUTS["tensor and sequence"][-1])
     torch.save(found, folder / f"gradients {dist.get_rank()}.pt")
     dist.destroy_process_group()
 

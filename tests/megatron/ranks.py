@@ -1,9 +1,13 @@
-"""Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave."""
+"""Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave.
+
+With INTERDOMAIN_MATRIX in the environment, of eight, and all three axes at once.
+"""
 
 import functools
 import gc
 import math
 import multiprocessing
+import os
 import shutil
 import warnings
 from argparse import Namespace
@@ -23,7 +27,9 @@ from interdomain.model.mixers.interdomain import InterdomainMixer
 from ..model.common import lively, random_tokens, small_config
 from ..ranks import become, forks, new_store
 
-RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
+MATRIX = "INTERDOMAIN_MATRIX" in os.environ
+RANKS, MICRO = (8, 1) if MATRIX else (4, 2)
+T, BATCH, STEPS = 32, 8, 10
 LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
 SEED = 42  # of TorchTitan's runs: debug.seed
 VOCAB = 304  # some more than the tokenizer has
@@ -78,6 +84,7 @@ LEGS = {
     (1, 2, 2): {
         "pipeline and context": ("start", 2, {}),
     },
+    **({(2, 2, 2): {"tensor, pipeline and context": ("start", 2, {})}} if MATRIX else {}),
 }
 SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
 STATE = dict(n_basis=6, state_heads=4)
@@ -172,8 +179,9 @@ def run_rank(rank: int, folder: Path) -> None:
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
             train(folder, name, seen, source, until, **options)
+        if context > 1 and pipeline == 1:
+            seen["packed", tensor, context] = packed_documents(open_run(), folder)
         if context == 4:
-            seen["packed, context"] = packed_documents(open_run(), folder)
             refusal(seen, "pieces", lambda: open_run(contiguous=False))
             refusal(seen, "length", lambda: contiguous({"tokens": tokens_of(0)[:, :-2]}))
         if (tensor, pipeline, context) == (2, 1, 1):
@@ -342,7 +350,7 @@ def others(folder: Path, seen: dict) -> None:
         and torch.equal(own.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank])
         and torch.equal(own.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank])
     )
-    seen["packed, tensor"] = packed_documents(run, folder)
+    seen["packed", 2, 1] = packed_documents(run, folder)
 
     own = open_run(**ENGINE).model.decoder.layers[1].self_attention
     own.backward_dw()

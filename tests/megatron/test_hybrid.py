@@ -9,6 +9,7 @@ import torch
 from interdomain.files.megatron_checkpoint import MegatronCheckpoint, hybrid_pattern, write_checkpoint
 from interdomain.files.pretrained import read_config
 from interdomain.model import Transformer, build_config
+from interdomain.model.costs.flops import train_flops_per_token
 from interdomain.tools import convert
 
 from ..model.common import lively
@@ -55,6 +56,12 @@ def test_every_gradient(layout, start, computed):
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+def test_the_log_counts_the_flops_of_this_model(computed):
+    layers = ("interdomain", "softmax", "interdomain", "mamba2")
+    model = build_config("125M", layers=layers, n_layers=4, vocab_size=1000)
+    assert computed[0]["FLOPs"] == 2 * 4096 * train_flops_per_token(model, 4096)
 
 
 @pytest.mark.parametrize("pattern", hybrid.PATTERNS)

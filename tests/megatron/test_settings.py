@@ -75,6 +75,7 @@ WRONG = {
     "--use-legacy-models": {},
     "--use-torch-fsdp2": {},
     "--use-megatron-fsdp": {},
+    "--cuda-graph-impl local": dict(cuda_graph_impl="local"),
     "--attention-backend flash": dict(attention_backend=AttnBackend.flash),
     "--log-max-attention-logit": dict(log_max_attention_logit=True),
     "--cp-comm-type a2a": dict(cp_comm_type="a2a"),

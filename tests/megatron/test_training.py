@@ -116,10 +116,11 @@ def test_packed_documents(computed):
         for logits in (model(tokens[:, :-1], positions=positions), model(tokens[:, :-1]))
     )
     wanted.mean().backward()
-    for name, pieces in (("packed, tensor", 1), ("packed, context", 4)):
-        losses = torch.cat([seen[name][0] for seen in computed[1][:pieces]], dim=1)
+    for tensor, context in ((2, 1), (1, 2), (1, 4), (2, 2)):
+        found = [seen["packed", tensor, context] for seen in computed[1]]
+        losses = torch.cat([losses for losses, _ in found[::tensor][:context]], dim=1)
         assert difference(losses[0], wanted) < 1e-5
-        parts = [part for seen in computed[1] for part in seen[name][1]]
+        parts = [part for _, gradients in found for part in gradients]
         found = ranks.whole_gradients(ranks.config_of(), parts)
         for parameter, p in model.named_parameters():
             assert difference(found[parameter], p.grad) < 1e-4, parameter

@@ -119,13 +119,19 @@ SETTINGS = (
     *_off(IGNORED, DOCUMENTS, "--reset-attention-mask", "--reset-position-ids"),
     *_off("stops the run: it divides batches by softmax's work", LEAVE, "--hybrid-context-parallel"),
     Setting("--cp-comm-type", {"cp_comm_type": _one_way}, "is ignored: a state goes from piece to piece", LEAVE),
-    # The optimizer and its shards.
+    # The optimizer and its shards, and graphs.
     *_off(GATHERED, "--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp"),
     Setting(
         "--optimizer",
         {"optimizer": "adam"},
         "is not the recipe: Megatron's Muon would orthogonalize the dynamics and biases of two dimensions, too",
         "adam; for Muon train with TorchTitan (optimizer.name)",
+    ),
+    Setting(
+        "--cuda-graph-impl",
+        {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False},
+        "would replay the first step's dynamics: they are computed once a step, outside of the layers that it captures",
+        LEAVE,
     ),
     # Precision and files.
     Setting("--transformer-impl", {"transformer_impl": _implementation}, IGNORED, "transformer_engine or local"),
