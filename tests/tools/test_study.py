@@ -320,6 +320,16 @@ def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
     assert softmax["vs_softmax_interval"] is None
     assert "| perplexity by rate | slow | fast |" in page
     assert "| s4d, own scale | 6.69 | 8.33 |" in page
+    for file in (tmp_path / "out" / "records").rglob("*.json"):
+        record = json.loads(file.read_bytes())
+        record["curves"][tables.ACCURACY] = {"1": 0.0, "20": 0.25, "40": 0.75}
+        file.write_bytes(definition.dumped(record))
+    _, page = shown(tmp_path / "answers", str(path))
+    assert (
+        "| accuracy | rate | 4,096 tokens | 81,920 tokens | 163,840 tokens | at the end: slow | at the end: fast |"
+        in page
+    )
+    assert "| s4d, own scale | slow | 0.0% | 25.0% | 75.0% | 75.0% | 75.0% |" in page
 
 
 def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):

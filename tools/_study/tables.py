@@ -187,16 +187,36 @@ def at_best_rates(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
 
 
 def rates(runs: list[Run]) -> dict[tuple[str, ...], list[list[str]]]:
-    """Tables of the perplexity at each rate by group, a row per condition; none for a study without rates."""
-    by_group = {}
+    """Tables by group, a row per condition: the perplexity at each rate, or of a corpus with answers the accuracy of the last
+    validation, and before it how the accuracy at the best rate came there. None for a study with neither."""
+    by_group, best = {}, at_best_rates(runs)
     for group, cells in cells_of(runs).items():
         names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
-        if len(names) > 1:
-            table = by_group[group] = [["perplexity by rate", *names]]
-            for label in dict.fromkeys(cell.label for cell in cells):
-                values = {cell.rate: cell.perplexity for cell in cells if cell.label == label}
-                table.append([label, *(_cell(values.get(name), "{:.2f}") for name in names)])
+        accurate = any(cell.last(ACCURACY) for cell in cells)
+        names = names if len(names) > 1 else []
+        ends = _parts([n for cell in cells for n in cell.curve(ACCURACY)]) if accurate else []
+        if not names and len(ends) < 2:
+            continue
+        head = ["accuracy", "rate", *(f"{n:,} tokens" for n in ends)] if accurate else ["perplexity by rate"]
+        table = by_group[group] = [[*head, *(f"at the end: {name}" if accurate else name for name in names)]]
+        for cell in best[group]:
+            way, form = cell.curve(ACCURACY), "{:.1%}" if accurate else "{:.2f}"
+            same = [other for other in cells if other.label == cell.label]
+            values = {other.rate: other.last(ACCURACY) if accurate else other.perplexity for other in same}
+            row = (
+                [cell.rate or f"{cell.runs[0].facts['lr']:g}", *(_cell(way.get(n), form) for n in ends)]
+                if accurate
+                else []
+            )
+            table.append([cell.label, *row, *(_cell(values.get(name), form) for name in names)])
     return by_group
+
+
+def _parts(validations: list[int]) -> list[int]:
+    """The last validation by a sixth, a third, a half, two thirds and the end, in tokens."""
+    end = max(validations)
+    parts = [[n for n in validations if n <= end * part] for part in (1 / 6, 1 / 3, 1 / 2, 2 / 3, 1)]
+    return [*dict.fromkeys(max(part) for part in parts if part)]
 
 
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
