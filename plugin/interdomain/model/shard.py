@@ -156,8 +156,9 @@ def one_gloo_thread() -> None:
     longest name, that of an all-gather, lies on the heap: a thread may write to it after the other has freed it. Of about fifty
     starts of four ranks on two busy cores one died so, in malloc.
     """
-    from torch.distributed import ProcessGroupGloo as Gloo
+    import torch.distributed as dist
 
+    Gloo: Any = dist.ProcessGroupGloo
     standard = Gloo.__init__
 
     def init(self: Any, *place: Any, timeout: Any = None, **others: Any) -> None:
