@@ -69,7 +69,7 @@ def refusal(pattern: str) -> str:
 
 
 def flops(pattern: str) -> int:
-    """Of a step of two sequences, as the log of a run of the 125M model's width has it."""
+    """FLOPs of a step of two sequences, as the log has them, at the width of the 125M model."""
     from interdomain.megatron import run
 
     facts: dict = dict(

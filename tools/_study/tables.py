@@ -192,7 +192,7 @@ def rates(runs: list[Run]) -> dict[tuple[str, ...], list[list[str]]]:
     by_group, best = {}, at_best_rates(runs)
     for group, cells in cells_of(runs).items():
         names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
-        accurate = any(cell.last(ACCURACY) for cell in cells)
+        accurate = any(cell.curve(ACCURACY) for cell in cells)
         names = names if len(names) > 1 else []
         ends = _parts([n for cell in cells for n in cell.curve(ACCURACY)]) if accurate else []
         if not names and len(ends) < 2:
@@ -203,12 +203,8 @@ def rates(runs: list[Run]) -> dict[tuple[str, ...], list[list[str]]]:
             way, form = cell.curve(ACCURACY), "{:.1%}" if accurate else "{:.2f}"
             same = [other for other in cells if other.label == cell.label]
             values = {other.rate: other.last(ACCURACY) if accurate else other.perplexity for other in same}
-            row = (
-                [cell.rate or f"{cell.runs[0].facts['lr']:g}", *(_cell(way.get(n), form) for n in ends)]
-                if accurate
-                else []
-            )
-            table.append([cell.label, *row, *(_cell(values.get(name), form) for name in names)])
+            row = [cell.rate or f"{cell.runs[0].facts['lr']:g}", *(_cell(way.get(n), form) for n in ends)]
+            table.append([cell.label, *(row if accurate else []), *(_cell(values.get(name), form) for name in names)])
     return by_group
 
 

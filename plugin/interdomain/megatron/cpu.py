@@ -1,4 +1,4 @@
-"""Megatron-Core on a machine without CUDA, over gloo: for trying it out and for tests. Call `install` before process groups.
+"""Megatron-Core without CUDA, over gloo: for trying it out and for tests. Call `install` before process groups are made.
 
 Megatron asks for CUDA where it seeds, allocates buffers and steps the optimizer; `install` replaces functions of torch.cuda and
 of Megatron in this process. Softmax attention of Megatron's own does not run here; this project's does.
