@@ -215,7 +215,7 @@ def run_rank(rank, folder):
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    context, folder = forks(), tmp_path_factory.mktemp("shards")
+    folder, context = tmp_path_factory.mktemp("shards"), forks()
     mp.start_processes(run_rank, (folder,), nprocs=RANKS, start_method=context.get_start_method())
     return folder
 

@@ -130,7 +130,7 @@ SETTINGS = (
     Setting(
         "--cuda-graph-impl",
         {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False},
-        "would replay the first step's dynamics: they are computed once a step, outside of the layers that it captures",
+        "has never run here: the dynamics are computed once a step, outside of the layers that it captures",
         LEAVE,
     ),
     # Precision and files.

@@ -153,8 +153,8 @@ def one_gloo_thread() -> None:
     """Give each group over gloo that is made from now on one worker thread, unless it is made with options.
 
     PyTorch gives it two, which both write the name of the last work to one string, without a lock (`pgStatus_` in 2.13.0). The
-    longest name, that of an all-gather, lies on the heap: a thread may write to it after the other has freed it. Of about fifty
-    starts of four ranks on two busy cores one died so, in malloc.
+    longest name, that of an all-gather, lies on the heap: a thread may write to it after the other has freed it. Three of about
+    eighty short starts of four ranks, on two busy cores, died in malloc.
     """
     import torch.distributed as dist
 
