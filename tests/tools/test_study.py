@@ -320,6 +320,7 @@ def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
     assert softmax["vs_softmax_interval"] is None
     assert "| perplexity by rate | slow | fast |" in page
     assert "| s4d, own scale | 6.69 | 8.33 |" in page
+    assert "| softmax | 9.03 | 8.17, 8.33, 8.33 |" in page
     for file in (tmp_path / "out" / "records").rglob("*.json"):
         record = json.loads(file.read_bytes())
         record["curves"][tables.ACCURACY] = {"1": 0.0, "20": 0.25, "40": 0.75}

@@ -187,8 +187,8 @@ def at_best_rates(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
 
 
 def rates(runs: list[Run]) -> dict[tuple[str, ...], list[list[str]]]:
-    """Tables by group, a row per condition: the perplexity at each rate, or of a corpus with answers the accuracy of the last
-    validation, and before it how the accuracy at the best rate came there. None for a study with neither."""
+    """Tables by group, a row per condition: each seed's perplexity at each rate, or of a corpus with answers the accuracy of
+    the last validation, and before it how the accuracy at the best rate came there. None for a study with neither."""
     by_group, best = {}, at_best_rates(runs)
     for group, cells in cells_of(runs).items():
         names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
@@ -200,11 +200,11 @@ def rates(runs: list[Run]) -> dict[tuple[str, ...], list[list[str]]]:
         head = ["accuracy", "rate", *(f"{n:,} tokens" for n in ends)] if accurate else ["perplexity by rate"]
         table = by_group[group] = [[*head, *(f"at the end: {name}" if accurate else name for name in names)]]
         for cell in best[group]:
-            way, form = cell.curve(ACCURACY), "{:.1%}" if accurate else "{:.2f}"
-            same = [other for other in cells if other.label == cell.label]
-            values = {other.rate: other.last(ACCURACY) if accurate else other.perplexity for other in same}
-            row = [cell.rate or f"{cell.runs[0].facts['lr']:g}", *(_cell(way.get(n), form) for n in ends)]
-            table.append([cell.label, *(row if accurate else []), *(_cell(values.get(name), form) for name in names)])
+            way, same = cell.curve(ACCURACY), [other for other in cells if other.label == cell.label]
+            row = [cell.rate or f"{cell.runs[0].facts['lr']:g}", *(_cell(way.get(n), "{:.1%}") for n in ends)]
+            each = {other.rate: ", ".join(f"{run.perplexity:.2f}" for run in other.runs) for other in same}
+            values = {other.rate: _cell(other.last(ACCURACY), "{:.1%}") for other in same} if accurate else each
+            table.append([cell.label, *(row if accurate else []), *(values.get(name, "-") for name in names)])
     return by_group
 
 
