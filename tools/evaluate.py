@@ -16,7 +16,6 @@ Documentation: docs/evaluation.md; for --perplexity docs/length.md
 import argparse
 import datetime
 import hashlib
-import importlib.metadata
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 
 from interdomain.data import Tokenizer
 from interdomain.data.readers import find_inputs, list_spans
+from interdomain.environment import versions
 from interdomain.files.pretrained import (
     CONFIG,
     DTYPES,
@@ -119,11 +119,6 @@ def read_data(args, names: list[str], corpora: dict[str, str], tokenizer: Tokeni
     cut: dict[str, Any] = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
     longest = max(args.lengths)
     return tasks, {c: perplexity.read_spans(path, tokenizer, longest, **cut) for c, path in corpora.items()}
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that figures depend on."""
-    return {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
 
 
 @dataclass(frozen=True)
@@ -264,7 +259,7 @@ def main(argv=None) -> int:
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
     report = results.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
-    report.contents["environment"] |= versions()
+    report.contents["environment"] |= versions(PACKAGES)
     report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if record else {})
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:

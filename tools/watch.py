@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from interdomain.environment import environment
+from interdomain.environment import environment, versions
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files.checkpoint import open_checkpoint
 from interdomain.folders import kept_folder, write_whole
@@ -70,7 +70,7 @@ class Watcher:
     def __init__(self, args, names: list[str], corpora: dict[str, str], device: torch.device, work: Path) -> None:
         self.args, self.names, self.corpora, self.device, self.work = args, names, corpora, device, work
         self.folder, self.title = args.run / CHECKPOINTS, "-".join(filter(None, ("evaluation", args.name)))
-        self.machine = environment(device) | evaluate.versions()
+        self.machine = environment(device) | versions(evaluate.PACKAGES)
         self.events = args.run / FOLDER / self.title
         self.drawn: dict[int, dict[str, float]] = {}
         self.asked: dict[str, dict[str, dict]] = {}  # kind -> task or corpus -> options that change its figures

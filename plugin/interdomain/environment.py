@@ -3,11 +3,13 @@
 `python -m interdomain.environment` prints them.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -30,8 +32,16 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     record["CPU"] = f"{model[1] if model else platform.machine()}, {cores}"
     record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    return record | {name: installed.get(name, "not installed") for name in PACKAGES} | {"commit": commit()}
+    return record | dict.fromkeys(PACKAGES, "not installed") | versions(PACKAGES) | {"commit": commit()}
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def commit() -> str:

@@ -4,27 +4,40 @@ Megatron asks for CUDA where it seeds, allocates buffers and steps the optimizer
 of Megatron in this process. Softmax attention of Megatron's own does not run here; this project's does.
 """
 
+import functools
+
 import torch
 from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from interdomain.model.shard import one_gloo_thread
 
+FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 
-class _OnCPU(TorchFunctionMode):
-    """Takes the CPU where Megatron's code names CUDA: as a device, by `.cuda()`, and in types that it compares as text."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **kwargs)
+def _made(factory, *args, device=None, **options):
+    """A tensor by one of these, on the CPU where Megatron's code names CUDA."""
+    return factory(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
+
+
+def _type(x, *args, tensor_type=Tensor.type, **options):
+    """Tensor.type, whose text Megatron compares with those of CUDA."""
+    given = tensor_type(x, *args, **options)
+    return given.replace("torch.", "torch.cuda.", 1) if isinstance(given, str) else given
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -54,8 +67,12 @@ def install() -> None:
     torch.cuda.current_stream = torch.cuda.default_stream = torch.cpu.current_stream
     torch.cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.cuda.manual_seed, torch.cuda.synchronize = torch.manual_seed, lambda *args, **kwargs: None
+    # torch.manual_seed keeps a traceback of each call, for when CUDA is there.
+    torch.cuda.manual_seed, torch.cuda.synchronize = torch.default_generator.manual_seed, lambda *args, **kwargs: None
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = FusedAdam, True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
-    _OnCPU().__enter__()
+    for name in FACTORIES:
+        setattr(torch, name, functools.partial(_made, getattr(torch, name)))
+    for name, method in dict(cuda=lambda x, *_, **__: x, pin_memory=lambda x, *_, **__: x, type=_type).items():
+        setattr(Tensor, name, method)
