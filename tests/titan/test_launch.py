@@ -19,7 +19,7 @@ from interdomain.tools._curves import curves_of, read_events
 from .. import slurm_stand_in
 from .runs import flags, run_disturbed, start_launcher
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow_group("plugin/interdomain/titan/", "tools/", "tests/titan/")]
 
 
 @pytest.fixture(scope="module")

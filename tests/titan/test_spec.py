@@ -201,6 +201,7 @@ def toml_of(path, **settings):
     return path
 
 
+TITAN_03 = pytest.mark.slow_group("plugin/interdomain/titan/", "plugin/interdomain/model/", "tests/titan/")
 OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
 STOCK_03 = {
     "2 stock shards": WINDOWS | SAVED,
@@ -231,6 +232,7 @@ def new(runs, tmp_path_factory):
     new.end()
 
 
+@TITAN_03
 @pytest.mark.parametrize(("name", "reference"), (OURS_03 | dict.fromkeys(STOCK_03, "2 text")).items())
 def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
     """Our trainer on every axis, and TorchTitan's own. One run goes on from a checkpoint of 0.2.2."""
@@ -241,6 +243,7 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
         assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
 
 
+@TITAN_03
 def test_checkpoints_of_torchtitan_0_3_are_read(runs, new, tmp_path):
     """By `convert`, and by a run under 0.2.2."""
     saved = new.checkpoint("2 stock shards", 3)
