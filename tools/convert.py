@@ -76,12 +76,12 @@ def parse(argv):
     text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
     args = p.parse_args(argv)
-    if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license):
+    if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license is not None):
         raise ValueError(
             "--dtype, --tokenizer and --license are for making a standalone folder. A checkpoint to train from is float32, and "
             "the folder has its tokenizer: leave them out."
         )
-    if args.license and not re.fullmatch(r"[a-z0-9.+-]+", args.license):
+    if args.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", args.license):
         raise ValueError(
             f"--license is {args.license!r}; give an identifier of the Hugging Face hub, such as cc-by-4.0."
         )

@@ -95,6 +95,8 @@ def check_options(args) -> list[str]:
     if _length.NAME in args.perplexity and len(args.perplexity) > 1:
         raise ValueError(f"--perplexity {_length.NAME} stands alone. Evaluate other corpora with a second command.")
     _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
+    if args.max_length is not None and not names:
+        raise ValueError("--max-length is of --tasks, and there are none; the lengths of --perplexity are --lengths.")
     return names
 
 

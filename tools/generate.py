@@ -65,6 +65,8 @@ def prompts_of(args) -> list[str]:
 def main(argv=None) -> int:
     args = parse(argv)
     _cli.require_at_least(args, max_tokens=1, prefill_chunk=1, top_k=0)
+    if not -(2**63) <= args.seed < 2**64:
+        raise ValueError(f"--seed must have at most 64 bits: got {args.seed}.")
     sampling, device = Sampling(args.temperature, args.top_k, args.top_p), _cli.choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))

@@ -27,6 +27,7 @@ from interdomain.markdown import markdown_rows
 from interdomain.model import pairing
 from interdomain.model.maps import Layer, by_head, read_layers
 from interdomain.model.mixers.ssm import BINDS, SSMDynamics
+from interdomain.tools import _cli
 from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
 from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_pairing, draw_timescales
 
@@ -56,7 +57,11 @@ def parse(argv) -> argparse.Namespace:
 
 def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
     """Token ids, after an end-of-text token as in training, and the text that each completes. Raises: ValueError."""
-    text = args.text if args.text is not None else args.text_file.read_text(encoding="utf-8")
+    _cli.require_at_least(args, max_tokens=2)
+    try:
+        text = args.text if args.text is not None else args.text_file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{args.text_file} is not text in UTF-8: {e.reason} at byte {e.start:,}.") from e
     ids = [*tokenizer.encode("", add_eos=True), *tokenizer.encode(text)]
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer
+from interdomain.data.tokenizer import train_sentencepiece
 from interdomain.tools import prepare_data
 
 TEXTS = [
@@ -45,6 +46,14 @@ def test_sentencepiece_is_in_llama_2s_style(files):
     assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, None)
     assert len(tokenizer.encode("2024")) == 5  # the dummy prefix and four digits
     assert len(tokenizer.encode("\n" + 8 * " " + "x")) - len(tokenizer.encode("\nx")) == 1
+
+
+def test_a_vocabulary_is_trained_on_lines_of_any_length(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(["x" * 9000, "consequence " * 9000], 300))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    assert len(tokenizer.encode("consequence consequence")) == 2
+    with pytest.raises(ValueError, match=r"A vocabulary of 300 cannot be trained on this text: it is empty\."):
+        train_sentencepiece(["", "\n"], 300)
 
 
 def stream(tokenizer, ids, after=()):

@@ -45,7 +45,6 @@ def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tie_word_embeddings": True}, "tie_word_embeddings: the head has a matrix of its own"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed: 1 to"),
         ({"hidden_size": 2**40}, "hidden_size is 1099511627776; allowed: 1 to"),
         ({"hidden_size": 30}, "hidden_size must be heads x an even head_dim"),
@@ -54,8 +53,19 @@ def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
         ({"mixer": "hybrid", "layer_settings": [{"mixer": "softmax"}] * 3}, "layer_settings.*divide 2"),
         ({"mixer": "hybrid", "layer_settings": [{}, {"readout": "imag"}]}, "readout = 'imag' is unknown"),
         ({"query_readout": False, "num_key_value_heads": 2}, "n_kv_heads = 2 is not possible"),
+        ({"window": 4}, "window"),
+        ({"rope_theta": 0.0}, "rope_theta must be larger than 0"),
     ],
 )
 def test_a_configuration_that_cannot_be(settings, words):
+    """Also of a model, whose options `from_pretrained` sets after the configuration is made."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match=words):
-        hf.InterdomainConfig(**{"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, **settings})
+        hf.InterdomainConfig(**sizes | settings)
+    with pytest.raises(ValueError, match="tie_word_embeddings: the head has a matrix of its own"):
+        hf.InterdomainConfig(**sizes, tie_word_embeddings=True)
+    config = hf.InterdomainConfig(**sizes)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=words):
+        hf.InterdomainModel(config)

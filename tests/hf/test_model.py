@@ -105,6 +105,11 @@ def test_positions_masks_and_embeddings(loaded):
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             model(tokens, **wrong)
+    packed = dict(position_ids=torch.arange(12)[None] % 6)
+    with pytest.raises(ValueError, match="no packed sequences"):
+        torch.compile(model, backend="eager")(tokens, **packed)
+    with pytest.raises(ValueError, match="no packed sequences"):
+        model(tokens, cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_gradient_checkpointing(loaded, case, options):
     there.gradient_checkpointing_enable(options)
     found = backward(there, there, **batch())
     assert len(calls) == 1 + 2
+    with pytest.raises(ValueError, match="gradient checkpointing would read"):
+        there(random_texts(2, 9), past_key_values=copy.deepcopy(there).eval()(random_texts(2, 9)).past_key_values)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, msg=name)
     text = there.eval().generate(random_texts(2, 9), max_new_tokens=2, do_sample=False)  # as Trainer evaluates

@@ -150,6 +150,8 @@ REFUSED = [
     ({"model__converters": "float8"}, "converters replace layers"),
     ({"training__reduce_gradients": "step"}, "sums gradients after every micro-batch"),
     ({"parallelism__pipeline_parallel_schedule_csv": "a.csv"}, "set parallelism.pipeline_parallel_schedule."),
+    ({"validation__steps": 1}, "validation.steps = 1 has no effect beside data.corpus"),
+    ({"training__dataset_path": "c4"}, "has no effect beside data.corpus"),
     ({"data__leave_out": [3]}, "It is for runs that ./launch.sh starts"),
     ({"checkpoint__exclude_from_loading": "optimizer,data"}, "must be of optimizer, lr_scheduler"),
     ({"training__seq_len": 0}, "training.seq_len must be at least 1"),

@@ -227,6 +227,7 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_p
 BAD = {
     "row.jsonl": (b'{"text": "a"}\n' * 500 + b'{"text": 3}\n', "line 501, cannot be read: there is no text under"),
     "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3, cannot be read: it is not JSON"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "line 1, cannot be read: it is not JSON"),
     "list.json": (b'["text"]\n', "in the row ['text']"),
     "half.jsonl": (b'{"text": "\\ud800"}\n', "surrogates not allowed"),
     "empty.jsonl": (b"", "no split"),

@@ -289,7 +289,7 @@ def _read_lines(span: Span, text_field: str) -> Iterator[str | BadDocument]:
 def _json(line: bytes) -> object:
     try:
         return json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"it is not JSON ({e}): {line[:EXCERPT]!r}") from e
 
 

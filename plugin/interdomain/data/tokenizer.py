@@ -20,6 +20,8 @@ CONFIG_FILE = "tokenizer_config.json"
 SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SPECIALS_KEY = "interdomain_special_tokens"
 SPACE = "\u2581"  # sentencepiece's visible space
+LONGEST = 4192  # bytes of a line that sentencepiece trains on
+PIECE = re.compile(rf".{{1,{LONGEST // 4}}}(?=\s|$)|.{{1,{LONGEST // 4}}}", re.DOTALL)
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # sentencepiece's types of pieces
 TIKTOKEN_NAMED = "tiktoken:"
 TIKTOKEN_FORMAT = "interdomain-tiktoken-1"
@@ -140,12 +142,17 @@ class SentencePieceTokenizer(Tokenizer):
         return made
 
 
+def too_long(line: str) -> bool:
+    """True for a line that the trainer would leave out without a word."""
+    return len(line) > LONGEST // 4 and len(line.encode()) > LONGEST
+
+
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     """A BPE model file in Llama 2's style, trained on the documents: a function of these and of vocab_size alone.
 
     Bytes stand in for what the vocabulary lacks, digits stand alone, text is not normalised, whitespace survives exactly.
     The trainer puts a space before each line; in running text only a document's first line has one. Without one space of its
-    indentation a line comes out as it stands in running text.
+    indentation a line comes out as it stands in running text. A line of more than 4,192 bytes is cut before spaces.
 
     Raises: ValueError if the text does not fit the vocabulary size; what `documents` raises.
     """
@@ -153,7 +160,11 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
 
     def lines() -> Iterator[str]:
         try:
-            yield from (line.removeprefix(" ") for text in documents for line in text.splitlines())
+            for text in documents:
+                for line in text.splitlines():
+                    yield from (
+                        piece.removeprefix(" ") for piece in (PIECE.findall(line) if too_long(line) else [line])
+                    )
         except BaseException as e:  # the library makes a RuntimeError of it
             raised.append(e)
             raise
@@ -182,7 +193,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
         if raised:
             raise raised[0] from None
         why = str(e).rpartition("] ")[2]  # "Vocabulary size too high (5000). Please set it to a value <= 1234."
-        raise ValueError(f"A vocabulary of {vocab_size} cannot be trained on this text: {why}") from e
+        raise ValueError(f"A vocabulary of {vocab_size} cannot be trained on this text: {why or 'it is empty.'}") from e
     return model.getvalue()
 
 

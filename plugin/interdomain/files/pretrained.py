@@ -172,7 +172,7 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
             raise KeyError("model_type")
         check_types(record, tokenizer=dict, weights=dict | None, facts=dict)
         return from_transformers(record), record
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{path} is damaged, or not of this project and version ({type(e).__name__}: {e}).") from e
 
 
@@ -281,7 +281,8 @@ def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, An
 def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict[str, Any]) -> Any:
     """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`."""
     folder, described = Path(folder), record.get("tokenizer") or {}
-    file = Path(described.get("file", TOKENIZER)).name
+    check_types(described, file=str | None, sha256=str | None)
+    file = Path(described.get("file") or TOKENIZER).name
     if not (folder / file).is_file():  # perhaps there is another kind's, made for others to read
         raise FileNotFoundError(f"{folder} has no {file}. Copy it from the folder that the model came from.")
     tokenizer = load_tokenizer(folder / file)

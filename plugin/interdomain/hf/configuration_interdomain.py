@@ -60,17 +60,30 @@ class InterdomainConfig(PretrainedConfig):
             settings["layer_settings"] = layers and [from_version_1(layer, "mixer") for layer in layers]
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-            if not 0 < getattr(self, name) <= LARGEST:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 to {LARGEST:,}.")
         self.intermediate_size = intermediate_size or -(-8 * self.hidden_size // (3 * 128)) * 128
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
-        self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
+        self.head_dim = head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         super().__init__(**{"tie_word_embeddings": False, **settings})
         if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings: the head has a matrix of its own; leave it out.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
+        self._set_conv_width()
+        self.check()
+        growing = {None: "full_attention"}
+        self.layer_types = [
+            growing.get(layer.window, "sliding_attention") if layer.mixer == "softmax" else "linear_attention"
+            for layer in (self.of_layer(i) for i in range(self.num_hidden_layers))
+        ]
+
+    def check(self) -> None:
+        """Raises ValueError as the class says. Again when a model is made: `from_pretrained` sets its options later."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 to {LARGEST:,}.")
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be larger than 0: got {getattr(self, name)}.")
         if self.mixer not in (*KINDS, "hybrid"):
             raise ValueError(f"mixer is {self.mixer!r}; allowed: {', '.join(KINDS)}, hybrid.")
         if self.mixer == "hybrid":
@@ -81,13 +94,6 @@ class InterdomainConfig(PretrainedConfig):
             for layer in self.layer_settings:  # each as the configuration of a model of such layers
                 sizes = dict(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
                 InterdomainConfig(**sizes, head_dim=self.head_dim, **layer)
-        self._set_conv_width()
-        each = [self.of_layer(i) for i in range(self.num_hidden_layers)]
-        growing = {None: "full_attention"}
-        self.layer_types = [
-            growing.get(layer.window, "sliding_attention") if layer.mixer == "softmax" else "linear_attention"
-            for layer in each
-        ]
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         if heads * width != self.hidden_size or width % 2:
             raise ValueError(f"hidden_size must be heads x an even head_dim: got {self.hidden_size}, {heads}, {width}.")

@@ -1,7 +1,7 @@
 """Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from .configuration_interdomain import InterdomainConfig
 from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
 from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, is_exporting, rope_tables
 from .scan_interdomain import (
+    Attended,
     InputNorm,
     InterdomainCache,
     OutputNorm,
@@ -33,6 +34,7 @@ from .scan_interdomain import (
 #         functions, W convolution width, E channels of the convolutions, S slots of softmax's cache.
 
 
+PACKED = "no packed sequences"
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -125,14 +127,6 @@ class InterdomainMixer(nn.Module):
             eps=self.config.rms_norm_eps,
         )
         return self.feature_map(y, query=name == "q") if mapped and self.feature_map is not None else y
-
-
-class Attended(NamedTuple):
-    """mask: which slots a token attends to, bool [B, 1, T, S]; None: all up to its own. kept: of a window, the slots that stay
-    in the cache, [B, window]; None: all."""
-
-    mask: Tensor | None = None
-    kept: Tensor | None = None
 
 
 class SoftmaxMixer(nn.Module):
@@ -248,6 +242,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__(config)
+        config.check()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         each = [config.of_layer(i) for i in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(InterdomainDecoderLayer(own, i) for i, own in enumerate(each))
@@ -279,17 +274,24 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 a turn that continues a cache. Padding leaves no trace.
             position_ids: accepted where they count a row's tokens, with padding or without; the model counts by itself.
             use_cache: None for the configuration's in evaluation, and for False in training.
-        Raises: ValueError for other position_ids, a mask of another shape, another model's cache, and attention matrices.
+        Raises: ValueError for other position_ids, packed sequences, a mask of another shape, another model's cache, one that
+            has read something under gradient checkpointing, and attention matrices.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two.")
         if output_attentions:
             raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
+        if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")):
+            raise ValueError(f"{PACKED}: give each text a row.")
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cache = past_key_values if cache is None else cache
         if self.gradient_checkpointing and self.training:
+            if getattr(cache, "length", 0):
+                raise ValueError(
+                    "past_key_values: gradient checkpointing would read its tokens again; turn one of them off."
+                )
             use_cache, cache = False, None
         if not isinstance(cache, InterdomainCache | None):
             raise ValueError(f"past_key_values must be an InterdomainCache: got {type(cache).__name__}.")
@@ -319,7 +321,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
         mask = None
         if attention_mask is not None:
             before = 0 if cache is None else cache.length
-            if attention_mask.ndim != 2 or (looking and attention_mask.shape not in ((B, T), (B, before + T))):
+            if attention_mask.ndim != 2 or (
+                not is_exporting() and attention_mask.shape not in ((B, T), (B, before + T))
+            ):
                 expected = f"{[B, T]} or {[B, before + T]}"
                 raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
@@ -327,42 +331,19 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 mask = None
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
-        if position_ids is not None and looking:
+        if position_ids is not None and not is_exporting():  # a compiled graph breaks here, for values decide
             seen = 0 if cache is None else cache.length
             ids, slots = position_ids.to(device), torch.arange(T, device=device) + seen
             if (ids != counted)[ones].any() and (ids != slots).any():
-                raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
+                raise ValueError(f"position_ids must count each row's tokens: leave them out ({PACKED}).")
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
         for kind in dict.fromkeys(self.kinds):
             positions = ordered if kind is None and mask is not None else counted
-            if kind is None:
-                unseen = None if mask is None else Padding.of(mask)
-            else:
-                unseen = self._attended(kind, counted, mask, cache)
+            padding = None if mask is None or kind is not None else Padding.of(mask)
+            unseen = padding if kind is None else Attended.of(kind, counted, mask, cache)
             angles = positions, self.config.head_dim, self.config.rope_theta, wide(embeds.dtype)
             prepared[kind] = rope_tables(*angles) if self.rotated else None, unseen
         return prepared, start + ones.sum(1)
-
-    def _attended(self, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Attended:
-        """Keys that a softmax layer attends to. token: which token of its row is in each place, [B, T]; a cache notes those of
-        its slots."""
-        T, before, kept = token.shape[1], None if cache is None else cache.slots.get(window), None
-        tokens = token if mask is None else token.masked_fill(~mask, -1)
-        slots = tokens if before is None else torch.cat((before.to(tokens.device), tokens), dim=1)
-        S = slots.shape[1]
-        if cache is not None:
-            if window and window < S:
-                # Each row's last tokens, whatever padding is between.
-                kept = slots.topk(window, dim=1).indices
-            cache.slots[window] = slots if kept is None else slots.gather(1, kept)
-        if mask is None and before is None and not (window and window < T):
-            return Attended(None, kept)
-        seen = (slots[:, None] >= 0) & (slots[:, None] <= token[..., None])
-        if window:
-            seen &= slots[:, None] > token[..., None] - window
-        # Padding attends to itself: a query without any key would be NaN.
-        itself = torch.arange(S, device=slots.device) == S - T + torch.arange(T, device=slots.device)[:, None]
-        return Attended((seen | itself)[:, None], kept)
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
@@ -395,12 +376,16 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """The arguments of `InterdomainModel`, and:
 
         labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which follows nothing, never are.
-        logits_to_keep: the last so many positions, or these positions; 0 for all.
+        logits_to_keep: the last so many positions, or these positions; 0 for all. 1: each row's last token, which padding may
+            follow.
         """
         cache = past_key_values if cache is None else cache
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
+            padding = Padding.of(attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool())
+            hidden = take(hidden, padding.order.gather(1, (padding.lengths[:, None] - 1) % hidden.shape[1]))
         logits = self.output(hidden[:, kept])
         loss = None
         if labels is not None:

@@ -367,6 +367,37 @@ class Padding(NamedTuple):
         return multiply(passed, state) + added
 
 
+class Attended(NamedTuple):
+    """Keys that a softmax layer attends to.
+
+    mask: which slots a token attends to, bool [B, 1, T, S]; None: all up to its own. kept: of a window, the slots that stay
+    in the cache, [B, window]; None: all."""
+
+    mask: Tensor | None = None
+    kept: Tensor | None = None
+
+    @classmethod
+    def of(cls, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> "Attended":
+        """token: which token of its row is in each place, [B, T]; a cache notes those of its slots."""
+        T, before, kept = token.shape[1], None if cache is None else cache.slots.get(window), None
+        tokens = token if mask is None else token.masked_fill(~mask, -1)
+        slots = tokens if before is None else torch.cat((before.to(tokens.device), tokens), dim=1)
+        S = slots.shape[1]
+        if cache is not None:
+            if window and window < S:
+                # Each row's last tokens, whatever padding is between.
+                kept = slots.topk(window, dim=1).indices
+            cache.slots[window] = slots if kept is None else slots.gather(1, kept)
+        if mask is None and before is None and not (window and window < T):
+            return cls(None, kept)
+        seen = (slots[:, None] >= 0) & (slots[:, None] <= token[..., None])
+        if window:
+            seen &= slots[:, None] > token[..., None] - window
+        # Padding attends to itself: a query without any key would be NaN.
+        itself = torch.arange(S, device=slots.device) == S - T + torch.arange(T, device=slots.device)[:, None]
+        return cls((seen | itself)[:, None], kept)
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
     return x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:]))

@@ -12,6 +12,7 @@
 
 import copy
 import json
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -85,6 +86,10 @@ NOT_HONOURED = {
     "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
 }
 
+BESIDE_A_CORPUS = (
+    r"(training|validation)\.data|validation\.steps|model\.hf_assets_path"  # settings of TorchTitan's own data
+)
+
 
 @user_errors
 def plan_of(job_config: Any) -> RunPlan:
@@ -102,6 +107,9 @@ def plan_of(job_config: Any) -> RunPlan:
         for setting, instead in NOT_HONOURED.items():
             if (value := value_of(job_config, setting)) != defaults[setting]:
                 raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
+        for setting in filter(re.compile(BESIDE_A_CORPUS).match, defaults if job_config.data.corpus else ()):
+            if (value := value_of(job_config, setting)) != defaults[setting]:
+                raise ValueError(f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out.")
         let_steps_win(job_config, sys.argv[1:])
         refuse_wrong_values(job_config)
         _refuse_for_trainer(job_config)

@@ -61,6 +61,7 @@ from .resume_from import (
 )
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CUT_SHORT = "unexpected pos"  # all that is left, in PyTorch's words, of a write of which the system took a part
 
 
 def describe_run(plan, job_config, data: list[dict], tokenizer) -> dict:
@@ -195,6 +196,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if keep:
             (folder / KEEP).touch()
 
+    @user_errors
     def note_validation(
         self, step: int, loss: float, perplexity: float, accuracy: float | None, documents: list[list[float]] | None
     ) -> None:
@@ -325,4 +327,4 @@ def _disk_full(error: BaseException) -> str | None:
     """
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     text = "".join(line for cause in causes for line in traceback.format_exception(cause))
-    return next((words for words in map(os.strerror, DISK_FULL) if words in text), None)
+    return next((words for words in (*map(os.strerror, DISK_FULL), CUT_SHORT) if words in text), None)
