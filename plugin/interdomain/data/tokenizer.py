@@ -162,9 +162,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
         try:
             for text in documents:
                 for line in text.splitlines():
-                    yield from (
-                        piece.removeprefix(" ") for piece in (PIECE.findall(line) if too_long(line) else [line])
-                    )
+                    pieces = PIECE.findall(line) if too_long(line) else [line]
+                    yield from (piece.removeprefix(" ") for piece in pieces)
         except BaseException as e:  # the library makes a RuntimeError of it
             raised.append(e)
             raise

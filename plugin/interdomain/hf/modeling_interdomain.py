@@ -290,7 +290,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if self.gradient_checkpointing and self.training:
             if getattr(cache, "length", 0):
                 raise ValueError(
-                    "past_key_values: gradient checkpointing would read its tokens again; turn one of them off."
+                    "past_key_values: gradient checkpointing reads its tokens again; leave one of the two out."
                 )
             use_cache, cache = False, None
         if not isinstance(cache, InterdomainCache | None):
@@ -321,9 +321,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         mask = None
         if attention_mask is not None:
             before = 0 if cache is None else cache.length
-            if attention_mask.ndim != 2 or (
-                not is_exporting() and attention_mask.shape not in ((B, T), (B, before + T))
-            ):
+            fits = is_exporting() or attention_mask.shape in ((B, T), (B, before + T))
+            if attention_mask.ndim != 2 or not fits:
                 expected = f"{[B, T]} or {[B, before + T]}"
                 raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)

@@ -86,9 +86,7 @@ NOT_HONOURED = {
     "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
 }
 
-BESIDE_A_CORPUS = (
-    r"(training|validation)\.data|validation\.steps|model\.hf_assets_path"  # settings of TorchTitan's own data
-)
+OF_OTHER_DATA = re.compile(r"(training|validation)\.data|validation\.steps|model\.hf_assets_path")
 
 
 @user_errors
@@ -107,7 +105,7 @@ def plan_of(job_config: Any) -> RunPlan:
         for setting, instead in NOT_HONOURED.items():
             if (value := value_of(job_config, setting)) != defaults[setting]:
                 raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
-        for setting in filter(re.compile(BESIDE_A_CORPUS).match, defaults if job_config.data.corpus else ()):
+        for setting in filter(OF_OTHER_DATA.match, defaults if job_config.data.corpus else ()):
             if (value := value_of(job_config, setting)) != defaults[setting]:
                 raise ValueError(f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out.")
         let_steps_win(job_config, sys.argv[1:])

@@ -285,9 +285,8 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
         )
     for name in ("initial_load_path", "load_step", "copy_to", *MILESTONES):
-        if (
-            getattr(checkpoint, name) not in (None, "", 0, -1, []) and not checkpoint.enable
-        ):  # TorchTitan would pass over it
+        # TorchTitan would pass over it.
+        if getattr(checkpoint, name) not in (None, "", 0, -1, []) and not checkpoint.enable:
             raise ValueError(
                 f"checkpoint.{name} has no effect while checkpoint.enable is off: nothing is loaded or saved. "
                 f"Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."
