@@ -26,9 +26,10 @@ find_python() {
   fail "no Python 3.11 to 3.13 with venv was found on PATH (Debian: apt-get install python3-venv). Install one, or set INTERDOMAIN_PYTHON to an environment that has this project installed."
 }
 
-# install EXTRAS: with the exact versions of $constraints, into $venv. What is there is compiled beside pip, which takes one core.
+# install EXTRAS: with the exact versions of $constraints, into $venv. What is there is compiled beside pip, which takes one core; at
+# the end this project, too, which Python does by itself but where it may not.
 install() {
-  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib") hosts= packages
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib" plugin kernels tools) hosts= packages
   if [[ ,$1, == *,dev,* ]]; then
     install_hosts &
     hosts=$!
