@@ -312,7 +312,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
     def _prepare(self, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
         """({kind: (RoPE's cos and sin, what its mixers need to know of padding)}, tokens of each row after this pass [B])."""
         (B, T, _), device = embeds.shape, embeds.device
-        looking = not torch.compiler.is_compiling()  # values decide nothing where a graph is traced
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
             if cache.position.shape[0] != B:  # not len(), a constant in an exported graph
@@ -326,7 +325,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 expected = f"{[B, T]} or {[B, before + T]}"
                 raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
-            if mask.all() if looking else T == 1:
+            if T == 1 if torch.compiler.is_compiling() else mask.all():  # values decide nothing where a graph is traced
                 mask = None
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1

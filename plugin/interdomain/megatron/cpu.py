@@ -14,19 +14,7 @@ from torch import Tensor
 
 from interdomain.model.shard import one_gloo_thread
 
-FACTORIES = [
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-]
+FACTORIES = ["arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like"]
 
 
 def _made(factory, *args, device=None, **options):
