@@ -1,6 +1,5 @@
 """Ranks that are forks of one process, which has imported what they need: they start without torchrun's seconds."""
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -12,9 +11,9 @@ from unittest import mock
 
 from torch.distributed import TCPStore
 
-from .common import REPOSITORY, TIMEOUT
+from interdomain.launcher import end_with_parent
 
-PR_SET_PDEATHSIG = 1
+from .common import REPOSITORY, TIMEOUT
 
 
 def environment():
@@ -88,7 +87,7 @@ def fork_ranks(serve, given):
 
 
 def be_rank(serve, given, rank):
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     for *_, jobs, _ in (*given[:rank], *given[rank + 1 :]):
         jobs.close()
     serve(*given[rank])

@@ -1,14 +1,17 @@
-"""Messages from a run to the launcher that started it: why it ended, in a file, where torchrun's exit status cannot say it.
+"""What a run and the process that started it know of each other. Standard library only.
 
-Standard library only.
+Why a run ended stands in a file, where torchrun's exit status cannot say it.
 """
 
 import contextlib
+import ctypes
 import os
+import sys
 
 # The variable that names the launcher's file: /proc/PID/fd/N, which ends with the launcher.
 REASON_FILE = "INTERDOMAIN_REASON_FILE"
 LEFT, STOPPED = "left", "stopped"
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
 def tell_launcher(reason: str) -> None:
@@ -22,3 +25,9 @@ def launcher_has_ended() -> bool:
     """True if the launcher that started this rank has ended."""
     path = os.environ.get(REASON_FILE)
     return bool(path) and not os.path.isdir(os.path.dirname(os.path.dirname(path)))  # /proc/PID
+
+
+def end_with_parent(number: int) -> None:
+    """Ask Linux for this signal to this process when its parent dies, however it dies; 0: for none."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

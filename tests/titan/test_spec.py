@@ -152,7 +152,7 @@ REFUSED = [
     ({"parallelism__pipeline_parallel_schedule_csv": "a.csv"}, "set parallelism.pipeline_parallel_schedule."),
     ({"validation__steps": 1}, "validation.steps = 1 has no effect beside data.corpus"),
     ({"training__dataset_path": "c4"}, "has no effect beside data.corpus"),
-    ({"data__leave_out": [3]}, "It is for runs that ./launch.sh starts"),
+    ({"data__leave_out": [3]}, "leaves no batches out"),
     ({"checkpoint__exclude_from_loading": "optimizer,data"}, "must be of optimizer, lr_scheduler"),
     ({"training__seq_len": 0}, "training.seq_len must be at least 1"),
     (PIPELINED | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}, "in one graph for all layers"),
@@ -171,7 +171,7 @@ def test_what_is_not_honoured_is_refused(settings, said, monkeypatch, capsys):
 def test_data_stages_are_refused(tmp_path, capsys):
     file = tmp_path / "stages.toml"
     file.write_text(TINY.read_text() + "[[data.stages]]\nat_tokens = 512\n")
-    assert "It is for runs that ./launch.sh starts" in refusal(capsys, spec.plan_of, stock_config(toml=file))
+    assert "has one batch and one length" in refusal(capsys, spec.plan_of, stock_config(toml=file))
 
 
 def test_validation_by_pieces_of_sequences_is_refused_for_answers(pairs, capsys):

@@ -19,8 +19,9 @@ import torch
 MIN_FLUSH = 2**28  # bytes
 LEAD_MS = 2.0
 MAX_WRITES = 64
-# (bytes/s, bf16 FLOP/s without sparsity) by NVIDIA's datasheets; the first whose name is part of the GPU's.
+# (bytes/s, bf16 FLOP/s without sparsity) by NVIDIA's datasheets; the first whose name is in the GPU's ("GH200 480GB").
 DATASHEET = {
+    "GH200": (4.0e12, 989e12),
     "H100 PCIe": (2.0e12, 756e12),
     "H100 NVL": (3.9e12, 835e12),
     "H100": (3.35e12, 989e12),

@@ -1,17 +1,18 @@
 """Training a study's missing runs: on this machine, several at a time if asked, or as SLURM jobs."""
 
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from interdomain.launcher import end_with_parent
 from interdomain.titan.data.folders import folders_of
 from interdomain.titan.settings.job_config import job_config_of
 from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, command_here, handlers
@@ -37,14 +38,8 @@ class Running:
             stdout=self.log,
             stderr=self.log,
             process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
-            preexec_fn=_leave_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # saves and leaves
         )
-
-
-def _leave_with_parent() -> None:
-    """Linux: SIGTERM to this process when its parent dies, however it dies. The run then saves and leaves."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:

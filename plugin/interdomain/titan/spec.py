@@ -47,7 +47,6 @@ from .plan.pipeline_order import ZERO_BUBBLE
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
 from .settings.job_config import (
-    MILESTONES,
     TORCHTITAN_DEFAULTS,
     let_steps_win,
     pairs,
@@ -57,27 +56,15 @@ from .settings.job_config import (
 from .settings.schema import JobConfig
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
+from .variant import OURS_ALONE, FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 from .watch.metrics import mixer_statistics, perplexity
 
-NO_MILESTONES = "TorchTitan's trainer removes all but the latest checkpoints: start with ./launch.sh."
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
 NOT_HONOURED = {
+    **{setting: f"TorchTitan's trainer {does}: start with ./launch.sh." for setting, does in OURS_ALONE.items()},
     "training.dtype": "Parameters are float32; set training.precision for the arithmetic.",
     "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
-    "training.max_skipped_steps": "TorchTitan's trainer takes steps that are not finite: start with ./launch.sh.",
-    "training.spike_deviations": "TorchTitan's trainer takes spikes: start with ./launch.sh.",
-    "training.max_spikes": "TorchTitan's trainer takes spikes: start with ./launch.sh.",
-    "training.reduce_gradients": "TorchTitan's trainer sums gradients after every micro-batch: start with ./launch.sh.",
-    "metrics.samples": "TorchTitan's trainer makes no samples: start with ./launch.sh.",
-    "metrics.notify": "TorchTitan's trainer sends no notes: start with ./launch.sh.",
-    **{f"checkpoint.{name}": NO_MILESTONES for name in MILESTONES},
-    "checkpoint.copy_to": "TorchTitan's trainer saves in its folder alone: start with ./launch.sh.",
-    "checkpoint.copy_wait_seconds": "It belongs to checkpoint.copy_to.",
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
-    "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
-    "data.stages": "It is for runs that ./launch.sh starts.",
-    "data.leave_out": "It is for runs that ./launch.sh starts.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
     "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
     "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",

@@ -31,10 +31,10 @@ from .host import (
 )
 from .plan.device import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
-from .settings.job_config import MILESTONES, let_steps_win, read_job_config, value_of
+from .settings.job_config import let_steps_win, read_job_config, value_of
 from .settings.schema import JobConfig
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
+from .variant import OURS_ALONE, FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}  # of our sections
 OURS = ("optimizer", "lr_scheduler", "dataloader")  # in which a setting that only TorchTitan has has no effect
@@ -44,19 +44,6 @@ SCHEDULE = (
     "decay_ratio",
     "decay_type",
 )  # TorchTitan's flags of [lr_scheduler] that we have
-# Settings that only our trainer has, and what TorchTitan's does.
-NOT_HONOURED = {
-    "training.max_skipped_steps": "ends at a loss that is not finite",
-    "training.spike_deviations": "takes spikes",
-    "training.max_spikes": "takes spikes",
-    "training.reduce_gradients": "sums gradients after every micro-batch",
-    "metrics.notify": "sends no notes",
-    "metrics.samples": "makes no samples",
-    "checkpoint.copy_to": "saves in its folder alone",
-    "data.stages": "has one batch and one length",
-    "data.leave_out": "leaves no batches out",
-    **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
-}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,10 +160,10 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
         raise ValueError(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
-    for setting, instead in NOT_HONOURED.items():
+    for setting, does in OURS_ALONE.items():
         if value_of(job, setting) != value_of(JobConfig(), setting):
             raise ValueError(
-                f"{setting} has no effect in TorchTitan's own trainer, which {instead}. Leave it out, or start with "
+                f"{setting} has no effect in TorchTitan's own trainer, which {does}. Leave it out, or start with "
                 "-m interdomain.titan.entry FILE.toml."
             )
     plan = spec.model.plan = config.model_spec.model.plan = make_plan(job, int(os.environ["WORLD_SIZE"]))

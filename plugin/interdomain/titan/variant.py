@@ -20,8 +20,25 @@ from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
+from .settings.job_config import MILESTONES
 from .step.meshes import Meshes, meshes_of
 from .watch.validate import windows_of
+
+# Settings that our trainer alone honours, and what TorchTitan's does.
+OURS_ALONE = {
+    "training.max_skipped_steps": "takes steps that are not finite, or ends at one",
+    "training.spike_deviations": "takes spikes",
+    "training.max_spikes": "takes spikes",
+    "training.reduce_gradients": "sums gradients after every micro-batch",
+    "metrics.samples": "makes no samples",
+    "metrics.notify": "sends no notes",
+    **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
+    "checkpoint.copy_to": "saves in its folder alone",
+    "checkpoint.copy_wait_seconds": "saves in its folder alone",
+    "lr_scheduler.allow_jump": "does not compare rates at a resume",
+    "data.stages": "has one batch and one length",
+    "data.leave_out": "leaves no batches out",
+}
 
 
 class TitanTransformer(Transformer):

@@ -56,8 +56,6 @@ class RunPlan:
     memory: dict[str, int]  # bytes by part, of the rank that needs the most
     traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
     reduces_each: bool  # whether gradients are summed over the ranks after each micro-batch, and not once a step
-    reductions: str  # that in words, and its costs
-    longest: int  # tokens of a sequence that fits on a device of costs.CARD bytes
     computed: dict[str, str]  # how the scan and the features are computed, in words
     begins: int = 0  # steps before this data stage
     later: tuple["RunPlan", ...] = ()
@@ -123,10 +121,11 @@ class RunPlan:
         )
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in most.items())
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in traffic.items() if size)
-        longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
+        tokens = self.costs.longest_sequence()
+        longest = f"{tokens:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
         context = self.topology.context
         if context == 1:
-            longest += f" (8 ranks share {8 * self.longest:,})"
+            longest += f" (8 ranks share {8 * tokens:,})"
         states = []
         for layer, n in Counter(self.config.layers).items():
             grows = mixer_class(layer.mixer).state_grows(layer)
@@ -149,7 +148,7 @@ class RunPlan:
             "precision": self.precision,
             "memory per device": f"about {sum(most.values()) / gib:.2f} GiB ({memory})",
             "received per step": f"{sum(traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
-            **({"gradients": self.reductions} if self.accumulation > 1 else {}),
+            **({"gradients": self.costs.reductions()} if self.accumulation > 1 else {}),
             "longest sequence": longest,
             **({"milestones": self._milestones()} if self.milestones else {}),
             **self.computed,
@@ -238,8 +237,6 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
             memory=costs.memory(local, seq_len),
             traffic=costs.traffic(),
             reduces_each=costs.reduces_each(local, seq_len),
-            reductions=costs.reductions(),
-            longest=costs.longest_sequence(),
             computed=computed,
             begins=begins,
         )

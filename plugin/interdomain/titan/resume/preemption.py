@@ -5,19 +5,16 @@ The same command line continues the run. If torchrun itself is killed, the ranks
 the folder of the run that continues.
 """
 
-import ctypes
 import os
 import signal
-import sys
 
 import torch
 
-from interdomain.launcher import LEFT, launcher_has_ended, tell_launcher
+from interdomain.launcher import LEFT, end_with_parent, launcher_has_ended, tell_launcher
 
 from ..host import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
 class Preemption:
@@ -79,6 +76,6 @@ class Preemption:
 
 
 def _die_with_torchrun(number: int) -> None:
-    """Ask Linux for this signal when torchrun dies; 0: for none."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
+    """`end_with_parent`, where torchrun is the parent."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(number)
