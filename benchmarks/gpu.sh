@@ -140,7 +140,11 @@ tool training 150 bench_training "${trained[@]}"
 on_gpu profile 60 ncu "${profiled[@]}"
 on_gpu memcheck 70 compute-sanitizer --tool memcheck "${sanitized[@]}"
 on_gpu racecheck 70 compute-sanitizer --tool racecheck "${sanitized[@]}"
-on_gpu tests 40 bash -c "$tests"
+if "$python" -c 'import pytest' 2>/dev/null; then
+  on_gpu tests 40 bash -c "$tests"
+else
+  parts+="| tests | skipped: pytest is not installed | 0 |"$'\n'
+fi
 tool inference 150 bench_inference --quick
 finish
 printf '\nwrote %s\n' "$out"

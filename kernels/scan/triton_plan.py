@@ -41,9 +41,9 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
         tile = (2048, 2 if wide else 4, 1)
         # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not told that it may have more.
         return Plan(16, dtype, "tf32x3", tile, tile, 1024, tile, registers=255)
-    # On sm_100 and sm_103 a state is an accumulator in tensor memory, which is scaled in every chunk and read by other
+    # On sm_100, sm_103 and sm_110 a state is an accumulator in tensor memory, which is scaled in every chunk and read by other
     # products: Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
-    tile = (8192, 4, 1 if major == 10 else 2)
+    tile = (8192, 4, 1 if major in (10, 11) else 2)
     one_stage = (8192, 4, 1)
     hopper = major == 9 and M < 128
     return Plan(

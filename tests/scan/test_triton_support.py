@@ -98,14 +98,14 @@ def test_segment_rule(sequences, tokens, segments):
 @pytest.mark.parametrize("M", triton_support.BASIS_SIZES)
 @pytest.mark.parametrize("width", [64, 96, 256])
 def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
-    """Pipelined loops whose state other products read (sm_100, sm_103); two warp groups (sm_90, triton-lang/triton #11047)."""
+    """Pipelined loops whose state other products read (sm_100, sm_103, sm_110); two warp groups (sm_90, #11047)."""
     plans = pytest.importorskip("interdomain.scan.triton_plan")
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
         monkeypatch.setattr(plans, "capability", lambda device, found=capability: found)
         plan = plans.make_plan(torch.device("cpu"), torch.bfloat16, M, width)
         tiles = [x for x in plan if isinstance(x, tuple)]
         assert (plan.fused is not None) == (capability[0] == 9 and width <= 64 and M <= 64)
-        assert all(warps <= 4 and (capability[0] != 10 or stages == 1) for _, warps, stages in tiles)
+        assert all(warps <= 4 and (capability[0] not in (10, 11) or stages == 1) for _, warps, stages in tiles)
 
 
 @pytest.mark.parametrize("M", [1, 24, 64, 256])
