@@ -115,6 +115,14 @@ def test_a_file_fits_on_the_ranks_that_it_names(file):
         assert (sum(make_plan(job, ranks, on_gpus=True).memory.values()) <= 80e9) == fits
 
 
+def test_every_nth_block_counts_as_all_of_them_or_none():
+    def memory(mode, option="op"):
+        settings = {"activation_checkpoint__mode": mode, "activation_checkpoint__selective_ac_option": option}
+        return sum(make_plan(parse(**settings), 1).memory.values())
+
+    assert memory("full") == memory("selective", "1") < memory("selective") < memory("none") == memory("selective", "2")
+
+
 def test_gradients_are_summed_once_a_step_where_that_fits():
     job = read_job_config(["--job.config_file", str(CONFIGS / "7B.toml"), "--parallelism.pipeline_parallel_degree=1"])
     chosen = {}

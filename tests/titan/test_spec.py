@@ -153,6 +153,9 @@ REFUSED = [
     ({"validation__steps": 1}, "validation.steps = 1 has no effect beside data.corpus"),
     ({"training__dataset_path": "c4"}, "has no effect beside data.corpus"),
     ({"data__leave_out": [3]}, "leaves no batches out"),
+    ({"training__dataset_path": "c4", "data__corpus": "", "data__prefetch": 2}, "no effect without data.corpus"),
+    ({"parallelism__context_parallel_rotate_method": "alltoall"}, "has no effect in this run. Leave it out"),
+    ({"profiling__enable_memory_snapshot": True}, "needs a GPU"),
     ({"checkpoint__exclude_from_loading": "optimizer,data"}, "must be of optimizer, lr_scheduler"),
     ({"training__seq_len": 0}, "training.seq_len must be at least 1"),
     (PIPELINED | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}, "in one graph for all layers"),
@@ -168,10 +171,33 @@ def test_what_is_not_honoured_is_refused(settings, said, monkeypatch, capsys):
     assert said in refusal(capsys, spec.plan_of, stock_config(**settings))
 
 
-def test_data_stages_are_refused(tmp_path, capsys):
-    file = tmp_path / "stages.toml"
-    file.write_text(TINY.read_text() + "[[data.stages]]\nat_tokens = 512\n")
-    assert "has one batch and one length" in refusal(capsys, spec.plan_of, stock_config(toml=file))
+STAGES = "[parallelism]\nmodule_fqns_per_model_part = {}\n"
+WITHOUT_A_LAYER = STAGES.format('[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+ALL_LAYERS = STAGES.format('[["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"]]')
+
+
+@pytest.mark.parametrize(
+    ("table", "settings", "said"),
+    [
+        ("[[data.stages]]\nat_tokens = 512\n", {}, "has one batch and one length"),
+        (WITHOUT_A_LAYER, PIPELINED, "must name tok_embeddings, layers.0, layers.1, norm, output, each once"),
+        (ALL_LAYERS, {}, "and needs a pipeline"),
+        (ALL_LAYERS, PIPELINED | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "in 4 or 6 parts"),
+    ],
+)
+def test_tables_of_a_file_are_refused(table, settings, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    file = tmp_path / "run.toml"
+    file.write_text(TINY.read_text() + table)
+    assert said in refusal(capsys, spec.plan_of, stock_config(toml=file, **settings))
+
+
+def test_stages_may_be_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    file = tmp_path / "run.toml"
+    file.write_text(TINY.read_text() + ALL_LAYERS)
+    stages = spec.plan_of(stock_config(toml=file, **PIPELINED)).stages
+    assert stages == (("tok_embeddings",), ("layers.0", "layers.1", "norm", "output"))
 
 
 def test_validation_by_pieces_of_sequences_is_refused_for_answers(pairs, capsys):

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from interdomain.data import MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.files.checkpoint_index import as_arrays
@@ -196,11 +196,12 @@ def test_the_tokens_of_the_past_are_no_setting(tmp_path, alone, capsys):
 
     run = {"data_stages": [{"begins": 0, "tokens_per_step": 512}, {"begins": 1_000, "tokens_per_step": 1_024}]}
 
-    def resume(step, *stages, run=run):
+    def resume(step, *stages, run=run, saved="train_state.step"):
         each = [{"begins": begins, "tokens_per_step": tokens} for begins, tokens in stages]
         model = {"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"}
         record, now = (model | {"run": facts} for facts in (run, {"data_stages": each}))
-        point = ResumePoint(tmp_path, as_arrays(Metadata({}, storage_data={})), record | {"step": step}, "latest")
+        index = as_arrays(Metadata({saved: BytesStorageMetadata()} if saved else {}, storage_data={}))
+        point = ResumePoint(tmp_path, index, record | {"step": step}, "latest")
         require_same_run(point, now, {}, batch=True)
 
     resume(1_000, (0, 512))
@@ -209,6 +210,7 @@ def test_the_tokens_of_the_past_are_no_setting(tmp_path, alone, capsys):
     assert "tokens_per_step is 1024 there and 512 here" in refusal(capsys, resume, 1_001, (0, 512))
     moved = refusal(capsys, resume, 1_001, (0, 512), (999, 1_024))
     assert "the number of tokens at step 1001 is 513024 there and 513536 here" in moved
+    assert "holds the weights alone" in refusal(capsys, resume, 1_000, (0, 512), saved=None)
     made_by_convert = {"started_from": {}}  # which trained nothing
     assert "tokens_per_step is 0 there and 512 here" in refusal(capsys, resume, 0, (0, 512), run=made_by_convert)
 

@@ -42,7 +42,7 @@ from .host import (
     pipeline_llm,
     register_train_spec,
 )
-from .plan.device import use_cpu_if_alone
+from .plan.device import device_here, use_cpu_if_alone
 from .plan.pipeline_order import ZERO_BUBBLE
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
@@ -67,13 +67,19 @@ NOT_HONOURED = {
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
     "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
-    "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
+    "parallelism.context_parallel_load_balancer": "Leave it out: the scan needs contiguous pieces.",
     "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",
-    "fault_tolerance.enable": "Leave it out.",
     "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
 }
 
+# Settings that this model and its data pass over.
+NO_EFFECT = re.compile(
+    r"quantize\.|fault_tolerance\.|memory_estimation\.|debug\.moe_|checkpoint\.enable_ft_"
+    r"|activation_checkpoint\.(memory_budget|visualize)"
+    r"|parallelism\.(expert_|disable_loss_parallel|context_parallel_rotate|pipeline_parallel_expert)"
+)
 OF_OTHER_DATA = re.compile(r"(training|validation)\.data|validation\.steps|model\.hf_assets_path")
+OF_A_CORPUS = re.compile(r"data\.")
 
 
 @user_errors
@@ -89,12 +95,16 @@ def plan_of(job_config: Any) -> RunPlan:
                 "TOML file, or pass --job.custom_config_module interdomain.titan."
             )
         defaults = TORCHTITAN_DEFAULTS | dict(pairs(JobConfig().to_dict()))
-        for setting, instead in NOT_HONOURED.items():
-            if (value := value_of(job_config, setting)) != defaults[setting]:
-                raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
-        for setting in filter(OF_OTHER_DATA.match, defaults if job_config.data.corpus else ()):
-            if (value := value_of(job_config, setting)) != defaults[setting]:
-                raise ValueError(f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out.")
+        unread, beside = (OF_OTHER_DATA, "beside") if job_config.data.corpus else (OF_A_CORPUS, "without")
+        for setting, default in defaults.items():
+            if (value := value_of(job_config, setting)) == default:
+                continue
+            if setting in NOT_HONOURED:
+                raise ValueError(f"{setting} = {value} has no effect in this run. {NOT_HONOURED[setting]}")
+            if NO_EFFECT.match(setting):
+                raise ValueError(f"{setting} = {value} has no effect in this run. Leave it out.")
+            if unread.match(setting):
+                raise ValueError(f"{setting} = {value} has no effect {beside} data.corpus. Leave one of the two out.")
         let_steps_win(job_config, sys.argv[1:])
         refuse_wrong_values(job_config)
         _refuse_for_trainer(job_config)
@@ -140,6 +150,8 @@ def _refuse_for_trainer(job_config: Any) -> None:
             "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
         )
     refuse_for_pipelined_validation(job_config)
+    if job_config.profiling.enable_memory_snapshot and device_here().type == "cpu":
+        raise ValueError("profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
 
 
 @dataclass

@@ -83,7 +83,13 @@ def run(job: JobConfig) -> None:
 @user_errors
 def check(job: JobConfig) -> RunPlan:
     """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with a paragraph."""
-    plan = make_plan(job, int(os.environ["NGPU" if job.comm.mode == "fake_backend" else "WORLD_SIZE"]))
+    simulated = job.comm.mode == "fake_backend"
+    if simulated and (missing := {"NGPU", "RANK", "LOCAL_RANK"} - os.environ.keys()):
+        raise ValueError(
+            f"comm.mode = fake_backend needs the environment variables NGPU (how many ranks to simulate), RANK=0 and "
+            f"LOCAL_RANK=0: {', '.join(sorted(missing))} is not set."
+        )
+    plan = make_plan(job, int(os.environ["NGPU" if simulated else "WORLD_SIZE"]))
     refuse_jump(job, plan.steps, plan.warmup_steps)
     return plan
 

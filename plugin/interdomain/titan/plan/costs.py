@@ -88,6 +88,14 @@ class Costs:
         self.head_gathers = 2 * micro_batches if reshard == "always" else once
 
     @property
+    def checkpointing(self) -> str:
+        """What the backward pass recomputes: none, selective or full. Every n-th block counts as none for n > 1."""
+        config = self.job.activation_checkpoint
+        if config.mode != "selective" or config.selective_ac_option == "op":
+            return config.mode
+        return "full" if config.selective_ac_option == "1" else "none"
+
+    @property
     def global_batch(self) -> int:
         """Sequences of a step."""
         return self.job.training.local_batch_size * self.mesh.data_ranks * self.micro_batches
@@ -100,7 +108,7 @@ class Costs:
     def flops(self) -> tuple[int, int]:
         """FLOPs per token, of the pipeline's rank that has the most, by all ranks that share its layers: forward and backward;
         and those that the backward pass computes again."""
-        mode, recompute = self.job.activation_checkpoint.mode, value_of(self.job, "mixer.recompute")
+        mode, recompute = self.checkpointing, value_of(self.job, "mixer.recompute")
         each = [
             step_flops_per_token(self.config, part, self.job.training.seq_len, mode, recompute) for part in self.held
         ]
@@ -130,7 +138,7 @@ class Costs:
                 context=mesh.context,
                 tensor=mesh.tensor,
                 in_flight=micro_batches,
-                checkpointing=job.activation_checkpoint.mode,
+                checkpointing=self.checkpointing,
                 precision=job.training.precision,
                 accumulated=self.micro_batches > 1 and not each,
                 stay_gathered=self.stay_gathered,
@@ -176,7 +184,7 @@ class Costs:
                 seq_len=job.training.seq_len,
                 micro_batches=n,
                 precision=job.training.precision,
-                checkpointing=job.activation_checkpoint.mode,
+                checkpointing=self.checkpointing,
                 gathers=self.gathers,
                 head_gathers=self.head_gathers,
                 turn=turn,

@@ -111,7 +111,7 @@ def latency(axis: str, group: Group) -> float:
 
 def messages(costs: Costs) -> dict[str, int]:
     """Collectives of a step by axis."""
-    mode, n = costs.job.activation_checkpoint.mode, costs.micro_batches
+    mode, n = costs.checkpointing, costs.micro_batches
     blocks, layers = (
         max(counts)
         for counts in zip(*((len(part.groups), sum(map(len, part.layers))) for part in costs.held), strict=True)
@@ -274,7 +274,7 @@ def record_of(plan: RunPlan, per_node: int) -> dict[str, Any]:
         "model": str(plan.cell),
         "batch": [plan.global_batch, plan.local_batch, plan.seq_len],
         "precision": plan.precision,
-        "checkpointing": job.activation_checkpoint.mode,
+        "checkpointing": plan.costs.checkpointing,
         "recompute": plan.execution.recompute,
         "compiled": job.compile.enable,
         "estimate": known and known.unfitted,

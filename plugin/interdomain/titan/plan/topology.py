@@ -76,12 +76,22 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
 
     Raises: ValueError for layers that do not divide over the stages.
     """
+    given = getattr(parallel, "module_fqns_per_model_part", None)  # of TorchTitan's own entry
     ranks, per_stage = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
-    if ranks == 1:
-        return tuple(map(tuple, generate_llm_fqn_per_model_part(1, n_layers)))
     schedule = parallel.pipeline_parallel_schedule
-    several = schedule in MULTI_STAGE
+    several, (whole,) = schedule in MULTI_STAGE, generate_llm_fqn_per_model_part(1, n_layers)
+    # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
+    allowed = [2 * ranks] if schedule == ZBV else [2 * ranks, 3 * ranks] if several else [ranks]
+    if given is not None:
+        if ranks == 1 or len(given) not in allowed or not all(given) or [*itertools.chain(*given)] != whole:
+            raise ValueError(
+                f"parallelism.module_fqns_per_model_part = {given} must name {', '.join(whole)}, each once and in this order, "
+                f"in {' or '.join(map(str, allowed))} parts, and needs a pipeline. Or leave it out."
+            )
+        return tuple(map(tuple, given))
+    if ranks == 1:
+        return (tuple(whole),)
     weight, stages = n_layers + first + last, 2 * ranks if several else ranks
     words = (
         f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
@@ -89,8 +99,6 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     )
     if per_stage is not None:
         stages = math.ceil(weight / per_stage)
-        # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
-        allowed = [2 * ranks] if schedule == ZBV else [2 * ranks, 3 * ranks] if several else [ranks]
         if stages not in allowed:
             raise ValueError(
                 f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {words}: "

@@ -249,6 +249,12 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
             f"{'; '.join(differences[:3])}. Restore the settings that it was made with, or give this run a folder of its own "
             "with --job.dump_folder."
         )
+    if batch and not any(name.startswith(OTHER_STATE) for name, _ in entries):
+        raise ValueError(
+            f"{point.folder} holds the weights alone (checkpoint.last_save_model_only of TorchTitan's trainer, or a seed "
+            "checkpoint), which no run continues. Choose an earlier checkpoint (checkpoint.load_step), or start another run "
+            f"from them: --job.dump_folder FOLDER --checkpoint.initial_load_path {point.folder}."
+        )
 
 
 def data_stage(run: dict, step: int) -> tuple[dict[str, Any], int]:

@@ -284,6 +284,15 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             f"mixer.n_basis = {n_basis} is not possible: no layer reads it. It is not for softmax, and with "
             "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
         )
+    if job_config.compile.enable and not job_config.compile.components:
+        raise ValueError(
+            "compile.enable has no effect while compile.components is empty. Set model, loss or both, or turn it off."
+        )
+    if checkpoint.enable and job_config.comm.mode == "fake_backend":
+        raise ValueError(
+            "checkpoint.enable is not possible with comm.mode = fake_backend: one process has not what the others would save. "
+            "Set --checkpoint.no-enable."
+        )
     for name in ("initial_load_path", "load_step", "copy_to", *MILESTONES):
         # TorchTitan would pass over it.
         if getattr(checkpoint, name) not in (None, "", 0, -1, []) and not checkpoint.enable:

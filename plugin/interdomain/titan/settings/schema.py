@@ -299,7 +299,7 @@ class ActivationCheckpoint:
     """[activation_checkpoint]: what the backward pass recomputes, to save memory."""
 
     mode: Literal["selective", "full", "none"] = "selective"  # What is recomputed: every block, a part, or nothing.
-    #: With selective: op recomputes all but matrix products and the scan; a number n recomputes every n-th block.
+    #: With selective: op recomputes all but matrix products and the scan; a number n every n-th block.
     selective_ac_option: Annotated[
         str, Bound("op, or a number of blocks from 1", lambda x: x == "op" or bool(re.fullmatch("[1-9][0-9]*", x)))
     ] = "op"
