@@ -115,6 +115,11 @@ def test_a_file_fits_on_the_ranks_that_it_names(file):
         assert (sum(make_plan(job, ranks, on_gpus=True).memory.values()) <= 80e9) == fits
 
 
+def test_simulated_ranks_save_nothing():
+    with pytest.raises(ValueError, match="checkpoint.enable is not possible with comm.mode = fake_backend"):
+        make_plan(parse(comm__mode="fake_backend", checkpoint__enable=True), 2)
+
+
 def test_every_nth_block_counts_as_all_of_them_or_none():
     def memory(mode, option="op"):
         settings = {"activation_checkpoint__mode": mode, "activation_checkpoint__selective_ac_option": option}

@@ -62,7 +62,6 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--debug.seed=18446744073709551616": "debug.seed must be a number of 64 bits",
         "--compile.enable --compile.components": "compile.enable has no effect while compile.components is empty",
         "--comm.mode=fake_backend": "needs the environment variables NGPU ... LOCAL_RANK, NGPU is not set",
-        "--comm.mode=fake_backend --checkpoint.enable": "checkpoint.enable is not possible with comm.mode = fake_backend",
         "--training.max_spikes=3": "has no effect while training.spike_deviations is 0",
         "--metrics.notify=https://host/secret": "metrics.notify has a URL, which would be written into checkpoints",
         "--metrics.samples=2": "metrics.samples = 2 has no effect: samples are made at a validation",

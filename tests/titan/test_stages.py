@@ -200,7 +200,8 @@ def test_the_tokens_of_the_past_are_no_setting(tmp_path, alone, capsys):
         each = [{"begins": begins, "tokens_per_step": tokens} for begins, tokens in stages]
         model = {"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"}
         record, now = (model | {"run": facts} for facts in (run, {"data_stages": each}))
-        index = as_arrays(Metadata({saved: BytesStorageMetadata()} if saved else {}, storage_data={}))
+        index = as_arrays(Metadata({}, storage_data={}))
+        index.entries.update({saved: BytesStorageMetadata()} if saved else {})
         point = ResumePoint(tmp_path, index, record | {"step": step}, "latest")
         require_same_run(point, now, {}, batch=True)
 
