@@ -151,7 +151,9 @@ def next_steps(argv: list[str], job, plan) -> str:
         "watch": [python_here(), "-m", "tensorboard.main", *SEE_ALL, "--logdir", folder_of_runs(job.job.dump_folder)]
     }
     if job.checkpoint.enable:
-        last, export = dump / job.checkpoint.folder / f"step-{plan.steps}", f"exports/{dump.name}-step{plan.steps}"
+        folder = dump / job.checkpoint.folder
+        step = max(finished_steps(folder), default=plan.steps)
+        last, export = folder / f"step-{step}", f"exports/{dump.name}-step{step}"
         lines["convert to a standalone folder"] = [*command_here("convert"), last, "--output", export]
         lines["generate"] = [*command_here("generate"), export, "--prompt", "def main("]
         if longer := train_on(argv, job, plan):

@@ -99,7 +99,7 @@ def table(study: "Study") -> str:
 
 def shown(paths: list[Path]) -> "list[Run]":
     """Raises: ValueError for a study without a finished run, and for a folder that holds no run."""
-    from interdomain.tools._study.definition import read_study, record_of
+    from interdomain.tools._study.definition import read_record, read_study, record_of
     from interdomain.tools._study.tables import Run
 
     runs = []
@@ -107,7 +107,7 @@ def shown(paths: list[Path]) -> "list[Run]":
         if path.suffix != ".toml":
             runs.append(Run.of(str(path), record_of(path), path))
         elif done := [run for run in read_study(path).runs if run.is_finished]:
-            runs += [Run.of(run.name, json.loads(run.record.read_text()), run.record) for run in done]
+            runs += [Run.of(run.name, read_record(run.record), run.record) for run in done]
         else:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
     return runs

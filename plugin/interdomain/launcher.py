@@ -10,12 +10,13 @@ import sys
 
 # The variable that names the launcher's file: /proc/PID/fd/N, which ends with the launcher.
 REASON_FILE = "INTERDOMAIN_REASON_FILE"
-LEFT, STOPPED = "left", "stopped"
+LEFT, STOPPED, ENDED = "left", "stopped", "ended"
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
 def tell_launcher(reason: str) -> None:
-    """LEFT: asked to, and the same command continues. STOPPED: by a decision that a restart would only repeat."""
+    """LEFT: asked to, and the same command continues. STOPPED: by a decision that a restart would only repeat. ENDED: all steps
+    are done and saved."""
     if path := os.environ.get(REASON_FILE):
         with contextlib.suppress(OSError), open(path, "w") as f:  # a full disk is one of the reasons to stop
             f.write(reason)

@@ -137,7 +137,7 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
 def config(folder, save=True, draw=False):
     parts = {
         "job": {"dump_folder": str(folder)},
-        "checkpoint": {"enable": save},
+        "checkpoint": {"enable": save, "folder": "checkpoint"},
         "metrics": {"enable_tensorboard": draw, "enable_wandb": False},
     }
     return SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
@@ -150,6 +150,13 @@ def config(folder, save=True, draw=False):
 def test_who_holds_a_lock(tmp_path, monkeypatch, settings, rank, holds):
     monkeypatch.setenv("RANK", str(rank))
     assert bool(hold_folder(config(tmp_path / "run", **settings))) == (tmp_path / "run" / NAME).exists() == holds
+
+
+def test_checkpoints_that_could_not_be_written(tmp_path, monkeypatch, capsys):
+    """They are refused before the first save, for one on a disk that is away."""
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "away")
+    assert f"'{tmp_path}/checkpoint'" in refusal(capsys, hold_folder, config(tmp_path))
 
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):

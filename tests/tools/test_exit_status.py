@@ -44,6 +44,7 @@ THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGT
         (THRICE + "wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)", CONTINUE, "left on a signal"),
         ("ask(signal.SIGUSR1, launcher); wait(); sys.exit(1)", CONTINUE, "without a checkpoint"),
         ("ask(signal.SIGTERM, launcher)", 0, ""),  # after the last step
+        ("ask(signal.SIGTERM, launcher); wait(); say('ended'); sys.exit(1)", 0, ""),  # in the last seconds
         # By a decision of a rank, asked to leave or not.
         ("ask(signal.SIGUSR1, launcher); wait(); say('stopped'); sys.exit(1)", REFUSED, ""),
         # Schedulers and terminals signal every process: torchrun must not die of what is for the launcher.

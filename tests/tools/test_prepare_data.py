@@ -224,6 +224,19 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_p
     assert not (tmp_path / "none").exists()
 
 
+def killed(part):
+    os._exit(9)
+
+
+def test_a_worker_that_is_killed(sources, prepare, monkeypatch):
+    monkeypatch.setattr(tokenize_parallel, "_work", killed)
+    out = prepare(
+        sources / "rows.jsonl", options=("--workers", 2), words=["most likely for lack of memory. The same command"]
+    )
+    monkeypatch.undo()
+    assert prepare(sources / "rows.jsonl", options=("--workers", 2)) == out
+
+
 BAD = {
     "row.jsonl": (b'{"text": "a"}\n' * 500 + b'{"text": 3}\n', "line 501, cannot be read: there is no text under"),
     "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3, cannot be read: it is not JSON"),

@@ -274,7 +274,7 @@ seeds = [2, 3]
 )
 
 
-def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
+def test_more_seeds_at_the_best_rate(described, refused, tmp_path, capsys):
     """Known when all rates of a condition are finished. The table has the condition at that rate, and the others below."""
 
     def finish(run, loss):
@@ -325,6 +325,11 @@ def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
         record = json.loads(file.read_bytes())
         record["curves"][tables.ACCURACY] = {"1": 0.0, "20": 0.25, "40": 0.75}
         file.write_bytes(definition.dumped(record))
+    text = file.read_text()
+    for damaged, why in ((text[:90], "line 3"), ("[]", "list"), ('{"run": {}}', "it lacks 'settings'")):
+        file.write_text(damaged)
+        refused(study.main, ["show", str(path)], f"{file} is damaged", why, "Remove it")
+    file.write_text(text)
     _, page = shown(tmp_path / "answers", str(path))
     assert (
         "| accuracy | rate | 4,096 tokens | 81,920 tokens | 163,840 tokens | at the end: slow | at the end: fast |"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from interdomain.folders import private_folder
-from interdomain.launcher import LEFT, REASON_FILE, STOPPED
+from interdomain.launcher import ENDED, LEFT, REASON_FILE, STOPPED
 from interdomain.tools._cli import python_here, user_errors
 
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The same command continues the run
@@ -112,6 +112,8 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         return INTERRUPTED
     if word == STOPPED:  # a full disk, for one: asked to leave or not
         return REFUSED
+    if word == ENDED and asked:  # in its last seconds: torchrun's status is the signal's
+        return 0
     if word == LEFT or (asked and code):
         saved = "left on a signal" if word == LEFT else "ended after a signal, without a checkpoint of where it was"
         print(f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
+from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
 from interdomain.folders import write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
@@ -64,7 +65,7 @@ class StudyRun:
         Raises: ValueError if the run was finished, or begun, with other settings.
         """
         if self.record.is_file():
-            self._refuse_changes(self.record, json.loads(self.record.read_text())["settings"])
+            self._refuse_changes(self.record, read_record(self.record)["settings"])
             return True
         logged = record_of(self.folder) if any((self.folder / FOLDER).glob(EVENTS)) else {"curves": {}}
         ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
@@ -76,7 +77,7 @@ class StudyRun:
             record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
             by_document = self.folder / "checkpoint" / f"step-{self.plan.steps}" / DOCUMENTS
             if by_document.is_file():
-                record["documents"] = json.loads(by_document.read_text())
+                record["documents"] = read_json(by_document, "nats", "labels")
             write_whole(self.record, dumped(record))
         return ended
 
@@ -97,7 +98,9 @@ class StudyRun:
         return max(finished_steps(self.folder / "checkpoint"), default=0)
 
     def write_config(self) -> Path:
+        """The run's file, for a start. Without its curve the last validation's result is worth nothing: it is made again."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "checkpoint" / f"step-{self.plan.steps}" / RESULT).unlink(missing_ok=True)
         path = self.folder / CONFIG
         write_whole(path, toml(self.settings).encode())
         return path
@@ -167,7 +170,7 @@ def _best_rate(runs: list[StudyRun], named: dict[str, str]) -> str | None:
     for run in (run for run in runs if labels.items() <= run.labels.items()):
         if not run.is_finished:
             return None
-        curve = json.loads(run.record.read_text())["curves"][VALIDATION]
+        curve = read_record(run.record)["curves"][VALIDATION]
         losses[run.labels["rate"]] = min(*curve.values(), losses.get(run.labels["rate"], math.inf))
     return min(losses, key=lambda rate: losses[rate], default=None)
 
@@ -234,6 +237,23 @@ def toml(settings: dict[str, Any]) -> str:
     for section, values in settings.items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(x, ensure_ascii=False)}" for key, x in values.items()), ""]
     return "\n".join(lines)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A study's record of a run. Raises: ValueError."""
+    return read_json(path, "run", "settings", "facts", "configuration", "environment", "curves")
+
+
+def read_json(path: Path, *names: str) -> dict[str, Any]:
+    """A file of a run with tables or lists of these names. Raises: ValueError."""
+    try:
+        record = json.loads(path.read_text())
+        if missing := [name for name in names if not isinstance(record[name], dict | list)]:
+            raise ValueError(f"{', '.join(missing)} must be tables or lists")
+    except (ValueError, KeyError, TypeError) as e:
+        why = f"it lacks {e}" if isinstance(e, KeyError) else e
+        raise ValueError(f"{path} is damaged ({why}). Remove it, and run the study again.") from e
+    return record
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,7 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
 def encode_parts(parts: list[Part], encoding: Encoding, workers: int, report: Callable[[Part], object]) -> None:
     """Encodes all parts, in this process (workers = 1) or by others. Calls `report` with each when it is complete, in order.
 
-    Raises: as encode_part; BrokenProcessPool if a worker dies (of too little memory).
+    Raises: as encode_part; ValueError if a worker dies (of too little memory).
     """
     if workers == 1:
         tokenizer = load_tokenizer(encoding.tokenizer)
@@ -123,6 +124,11 @@ def encode_parts(parts: list[Part], encoding: Encoding, workers: int, report: Ca
     try:
         for part, _ in zip(parts, pool.map(_work, parts), strict=True):
             report(part)
+    except BrokenProcessPool as e:
+        raise ValueError(
+            "a worker was ended from outside, most likely for lack of memory. The same command continues; --workers 1 takes "
+            "the least memory."
+        ) from e
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from interdomain.data import PackedDataset
+from interdomain.launcher import ENDED, tell_launcher
 from interdomain.model import Transformer, meta_model
 from interdomain.model.shard import one_gloo_thread
 
@@ -75,7 +76,9 @@ def run(job: JobConfig) -> None:
             trainer.close()
         raise
     trainer.close(ended=True)
-    finished = trainer.step == trainer.plan.steps
+    finished = trainer.step >= trainer.plan.steps
+    if finished:
+        tell_launcher(ENDED)
     notify(job, "end", trainer.step, "finished" if finished else "asked to leave: the same command continues the run")
     dist.destroy_process_group()
 

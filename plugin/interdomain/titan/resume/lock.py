@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -138,6 +139,10 @@ def hold_folder(job_config) -> FolderLock | None:
         return None
     lock = FolderLock(job_config.job.dump_folder)
     lock.acquire()
+    if job_config.checkpoint.enable:  # now, and not at the first save
+        folder = Path(job_config.job.dump_folder, job_config.checkpoint.folder)
+        folder.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     return lock
 
 

@@ -249,7 +249,7 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
             f"{'; '.join(differences[:3])}. Restore the settings that it was made with, or give this run a folder of its own "
             "with --job.dump_folder."
         )
-    if batch and not any(name.startswith(OTHER_STATE) for name, _ in entries):
+    if (batch or optimizer) and not any(name.startswith(OTHER_STATE) for name, _ in entries):
         raise ValueError(
             f"{point.folder} holds the weights alone (checkpoint.last_save_model_only of TorchTitan's trainer, or a seed "
             "checkpoint), which no run continues. Choose an earlier checkpoint (checkpoint.load_step), or start another run "

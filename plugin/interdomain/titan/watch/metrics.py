@@ -16,6 +16,7 @@ from torch import Tensor
 from interdomain.model import Transformer
 from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
 
+from ..errors import user_errors
 from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
 from ..plan.estimate import record_of
 from ..plan.measured import note, step_times
@@ -59,7 +60,7 @@ class InterdomainMetrics(MetricsProcessor):
         notify(config, "restart" if restarted else "start", first_step - 1, f"training begins at step {first_step}")
         if config.metrics.enable_tensorboard:
             place = folder / config.metrics.save_tb_folder
-            self.run_log = RunLog(place, self.plan, config, first_step, self.fingerprints)
+            self.run_log = user_errors(RunLog)(place, self.plan, config, first_step, self.fingerprints)
             self.logger.add_logger(self.run_log)
         if config.metrics.enable_wandb:
             self.logger.add_logger(WandbLog(folder, self.plan, config, self.fingerprints))
