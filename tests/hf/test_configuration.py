@@ -65,6 +65,8 @@ def test_a_configuration_that_cannot_be(settings, words):
     with pytest.raises(ValueError, match="tie_word_embeddings: the head has a matrix of its own"):
         hf.InterdomainConfig(**sizes, tie_word_embeddings=True)
     config = hf.InterdomainConfig(**sizes)
+    config.tie_word_embeddings = True
+    assert not hf.InterdomainModel(config).config.tie_word_embeddings
     for name, value in settings.items():
         setattr(config, name, value)
     with pytest.raises(ValueError, match=words):

@@ -110,6 +110,8 @@ def test_positions_masks_and_embeddings(loaded):
         torch.compile(model, backend="eager")(tokens, **packed)
     with pytest.raises(ValueError, match="no packed sequences"):
         model(tokens, cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match=r"use torch\.export"):
+        torch.jit.trace(model, tokens)
 
 
 @pytest.mark.parametrize(

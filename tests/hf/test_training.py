@@ -26,6 +26,9 @@ def test_loss_and_gradients_behind_padding(loaded, case, side):
     out = there.train()(tokens, attention_mask=mask, labels=tokens)
     torch.testing.assert_close(out.loss.double(), sum(losses) / 15, rtol=1e-6, atol=1e-6)
     assert out.past_key_values is None
+    labels = tokens.masked_fill(mask == 0, -100)  # as a collator makes them, and counted as Trainer does
+    counted = there(tokens, attention_mask=mask, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum())
+    torch.testing.assert_close(counted.loss, out.loss)
     out.loss.backward()
     wanted = {name: p.grad for name, p in native.named_parameters()}
     for name, p in there.named_parameters():
@@ -149,6 +152,10 @@ def test_trainer(tmp_path, loaded):
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(losses) == 2
     assert losses[1] < losses[0] < 6
+    arguments.label_smoothing_factor = 1e-9  # nearly none: the loss of the same labels
+    given = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    smoothed = transformers.Trainer(model=tuned, args=arguments, eval_dataset=rows).compute_loss(tuned, dict(given))
+    torch.testing.assert_close(smoothed, tuned(**given).loss)
     folder = tmp_path / "run" / "checkpoint-12"
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert not torch.equal(saved.output.weight, there.output.weight)

@@ -4,6 +4,7 @@ import copy
 from dataclasses import fields
 
 from transformers import PretrainedConfig
+from transformers.utils import logging
 
 from .plain_interdomain import CONV_WIDTH, KINDS, LARGEST, MixerConfig, from_version_1
 
@@ -78,6 +79,9 @@ class InterdomainConfig(PretrainedConfig):
 
     def check(self) -> None:
         """Raises ValueError as the class says. Again when a model is made: `from_pretrained` sets its options later."""
+        if self.tie_word_embeddings:
+            logging.get_logger(__name__).warning("tie_word_embeddings is off: the head has a matrix of its own.")
+            self.tie_word_embeddings = False
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
             if not 0 < getattr(self, name) <= LARGEST:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 to {LARGEST:,}.")

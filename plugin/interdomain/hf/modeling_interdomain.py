@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
@@ -37,6 +38,7 @@ from .scan_interdomain import (
 PACKED = "no packed sequences"
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"  # so Trainer's label smoothing shifts them
 
 
 class InterdomainMixer(nn.Module):
@@ -283,6 +285,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
             raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
         if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")):
             raise ValueError(f"{PACKED}: give each text a row.")
+        if torch.jit.is_tracing():
+            raise NotImplementedError("torch.jit.trace would make constants of length and mask: use torch.export.")
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -357,6 +361,14 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.output = new_embeddings
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> nn.Module:
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        if (
+            new_num_tokens is not None and self.generation_config is not None
+        ):  # rows of the vocabulary that are no tokens
+            self.generation_config.suppress_tokens = [*range(new_num_tokens, self.config.vocab_size)] or None
+        return embeddings
+
     @can_return_tuple
     def forward(
         self,
@@ -389,7 +401,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if labels is not None:
             if attention_mask is not None:
                 mask = attention_mask[:, -hidden.shape[1] :].to(labels.device).bool()
-                labels = labels.masked_fill(~(mask & F.pad(mask, (1, 0))[:, :-1]), -100)
+                kept_labels = labels.masked_fill(~(mask & F.pad(mask, (1, 0))[:, :-1]), -100)
+                if (items := kwargs.get("num_items_in_batch")) is not None:  # Trainer counts without the mask
+                    there, left = ((x[:, 1:] != -100).sum() for x in (labels, kept_labels))
+                    kwargs["num_items_in_batch"] = items * left / there.clamp_min(1)
+                labels = kept_labels
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states)
 
@@ -397,7 +413,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         new = kwargs.get("next_sequence_length")  # transformers 5
         nothing = new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
         if kwargs.get(CACHE) is not None and nothing:
-            raise ValueError("input_ids must be what past_key_values has read and at least one token more.")
+            raise ValueError("input_ids must have at least one token more than past_key_values has read.")
         prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, inputs_embeds=inputs_embeds, **kwargs
         )

@@ -119,7 +119,8 @@ class Served(nn.Module):
                 if (dim := split_dimension(self.model.layers, name)) is not None:
                     module.weight = nn.Parameter(shard_of(module.weight, self.part, dim).clone())
         generation: Any = settings.try_get_generation_config()
-        self.no_tokens = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
+        suppressed = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
+        self.no_tokens = [token for token in suppressed if token < self.own.vocab_size]
         self.mixers: list[Any] = []
         for i, (block, layer) in enumerate(zip(self.blocks, self.own.layers, strict=True)):
             kind = Softmax if layer.mixer.kind == "softmax" else Recurrent
