@@ -20,6 +20,17 @@ CHUNK = 64  # tokens of a chunk
 READOUTS = ("complex", "hermitian", "real")
 
 
+def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
+    """(log(-Re A), Im A) of a new model, each [M] float64, by `MixerConfig.a_init` (formulas there)."""
+    n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
+    decay, frequency = {
+        "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
+        "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
+        "s4d-real": (n + 1, torch.zeros_like(n)),
+    }[form]
+    return decay.log(), frequency
+
+
 def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
     """theta = log Lambda = dt * A per token (paper eq. 11), with A = -exp(log_A_real) + i A_imag and a soft bound on the decay.
 

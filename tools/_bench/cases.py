@@ -171,9 +171,7 @@ def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Ten
         return torch.exp(math.log(low) + u * math.log(high / low))
 
     dt = log_uniform(1e-3, 1e-1, H)
-    n = torch.arange(M, dtype=torch.float64)
-    log_A_real = torch.full((H, M), math.log(0.5), dtype=torch.float64)
-    A_imag = (M / math.pi * (M / (2 * n + 1) - 1)).expand(H, M).clone()
+    log_A_real, A_imag = (x.expand(H, M).clone() for x in scan.initial_A("s4d-inv", M))
     if mixed:
         log_A_real[1::2] = (log_uniform(1e-3, 0.3, H, M) / dt[:, None]).log()[1::2]
     C = torch.randn(H, M, M, 2, generator=g, dtype=torch.float64) / M

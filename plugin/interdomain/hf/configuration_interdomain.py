@@ -104,8 +104,12 @@ class InterdomainConfig(PretrainedConfig):
         if heads % groups:
             raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}: got {groups}.")
         if self.mixer != "hybrid":
-            settings = {name: getattr(self, name) for name in MIXER}
-            MixerConfig(kind=self.mixer, n_kv_heads=None if groups == heads else groups, **settings)
+            self.mixer_config  # noqa: B018 (it checks itself)
+
+    @property
+    def mixer_config(self) -> MixerConfig:
+        heads = None if self.num_key_value_heads == self.num_attention_heads else self.num_key_value_heads
+        return MixerConfig(kind=self.mixer, n_kv_heads=heads, **{name: getattr(self, name) for name in MIXER})
 
     def of_layer(self, i: int) -> "InterdomainConfig":
         """The configuration of a model all of whose layers are like layer i."""

@@ -10,24 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .configuration_interdomain import InterdomainConfig
-from .plain_interdomain import KeptInFloat32, l2_normed, plain_recurrence
+from .plain_interdomain import KeptInFloat32, l2_normed, plain_recurrence, state_shape
 from .scan_interdomain import InterdomainCache, Padding, ShortConv, features, residual_linear, take, wide
 
 # Shapes: B batch, T tokens, H heads of state, K key width, V value width.
 
 LOW_RANK = 16  # of gated linear attention's gate, and what its logarithm is divided by
-
-
-def state_shape(config: InterdomainConfig) -> tuple[int, int, int]:
-    """(H, K, V). Without state_heads of 4 n_basis hidden_size numbers, as many as interdomain attention's state has."""
-    wide, dim = config.mixer == "mamba2", config.hidden_size
-    width = 2 * dim if wide else dim
-    value_width = math.gcd(width, 64) if wide else 4 * config.n_basis
-    heads = config.state_heads or width // value_width
-    value_width = width // heads if config.state_heads else value_width
-    if heads * value_width != width:
-        raise ValueError(f"{config.mixer}: heads of {value_width} do not divide {width}; set state_heads or n_basis.")
-    return heads, 2 * config.n_basis if wide else value_width, value_width
 
 
 class StepSize(KeptInFloat32):
@@ -64,7 +52,7 @@ class FixedStateMixer(nn.Module):
     def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.kind = config, layer_idx, config.mixer
-        dim, (H, K, V), kind = config.hidden_size, state_shape(config), config.mixer
+        dim, (H, K, V), kind = config.hidden_size, state_shape(config.mixer_config, config.hidden_size), config.mixer
         self.shape, values = (H, K, V), H * V
         self.widths = [K if kind == "mamba2" else H * K] * 2 + [values]
 

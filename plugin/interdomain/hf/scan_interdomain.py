@@ -26,6 +26,7 @@ from .plain_interdomain import (
     decay_exponent,
     decay_factor,
     in_order,
+    initial_A,
     input_gain,
     is_exporting,
     linear_one_step,
@@ -33,6 +34,7 @@ from .plain_interdomain import (
     multiply,
     normed,
     powers,
+    readout_std,
     readout_vector,
     scan_step,
 )
@@ -239,21 +241,15 @@ class SSMDynamics(KeptInFloat32):
     def init_values(self) -> None:
         """A new model's; within transformers' `_init_weights`."""
         config = self.config
-        M, n = config.n_basis, torch.arange(config.n_basis, dtype=torch.float64, device="cpu")
-        decay, frequency = {
-            "s4d-inv": (torch.full_like(n, 0.5), M / math.pi * (M / (2 * n + 1) - 1)),
-            "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
-            "s4d-real": (n + 1, torch.zeros_like(n)),
-        }[config.a_init]
         nn.init.uniform_(self.log_dt, math.log(config.dt_min), math.log(config.dt_max))
-        for parameter, values in ((self.log_A_real, decay.log()), (self.A_imag, frequency)):
+        for parameter, values in zip(
+            (self.log_A_real, self.A_imag), initial_A(config.a_init, config.n_basis), strict=True
+        ):
             if not getattr(parameter, "_is_hf_initialized", False):  # transformers' mark of a loaded one
                 parameter.copy_(values)
-        if self.C is not None:
-            scale = 1 / M if config.c_form == "full" else M**-0.5
-            nn.init.normal_(self.C, 0.0, scale if config.c_scale is None else config.c_scale / math.sqrt(2))
-        if self.c is not None:
-            nn.init.normal_(self.c, 0.0, M**-0.5 if config.linear_scale is None else config.linear_scale)
+        for name, std in readout_std(config).items():
+            if (parameter := getattr(self, name)) is not None:
+                nn.init.normal_(parameter, 0.0, std)
 
 
 # What is carried from one pass to the next.

@@ -4,7 +4,6 @@ The two tables do not know each other; `build_config(size, condition)` is any ce
 every field by name. Configurations are frozen: change one with `dataclasses.replace`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,7 +13,16 @@ from typing import Any, NamedTuple
 from interdomain import features, scan
 
 from .feature_maps import FEATURE_MAPS
-from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, from_version_1, one_of, setting
+from .settings import (
+    FIXED_STATE,
+    MIXER_SETTINGS,
+    MixerConfig,
+    check_fields,
+    from_version_1,
+    one_of,
+    setting,
+    state_shape,
+)
 
 FORMAT_VERSION = 2  # 1: without output_norm, and conv_width said nothing for gla
 
@@ -156,38 +164,6 @@ class ModelConfig:
         for mixer in mixers:
             check_names("mixer", mixer, MIXER_SETTINGS)
         return cls(**settings, mixers=tuple(MixerConfig(**mixer) for mixer in mixers))
-
-
-class StateShape(NamedTuple):
-    """State of a baseline in FIXED_STATE: each head is a matrix of key_width x value_width numbers."""
-
-    heads: int
-    key_width: int
-    value_width: int
-
-
-def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
-    """Shape with, by default, 4 n_basis dim numbers per layer, as interdomain attention's state: n_basis x 2 dim complex ones.
-
-    Heads of 4 n_basis x 4 n_basis; of Mamba-2, whose inner width is 2 dim, of 2 n_basis x 64 (less, where 64 does not divide
-    2 dim). With `state_heads` the heads are square and share dim. Mamba-2's share its inner width: its state stays as large.
-    Raises: ValueError for widths that do not divide.
-    """
-    wide = mixer.kind == "mamba2"
-    width, name = (2 * dim, "2 dim") if wide else (dim, "dim")
-    if mixer.state_heads is not None:
-        if width % mixer.state_heads:
-            raise ValueError(f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}.")
-        head = width // mixer.state_heads
-    else:
-        head = math.gcd(width, 64) if wide else 4 * mixer.n_basis
-        if width % head:
-            allowed = ", ".join(str(n // 4) for n in range(4, dim + 1, 4) if dim % n == 0)
-            raise ValueError(
-                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {head} wide, "
-                f"which must divide dim = {dim}. Set one of {allowed}, or mixer.state_heads for a state of another size."
-            )
-    return StateShape(width // head, 2 * mixer.n_basis if wide else head, head)
 
 
 MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")

@@ -15,9 +15,11 @@ from itertools import starmap
 import torch
 from torch import Tensor, nn
 
+from interdomain.scan import initial_A
+
 from .config import ModelConfig
 from .feature_maps import FEATURE_MAPS
-from .settings import OUTPUT_NORM_SCALE
+from .settings import OUTPUT_NORM_SCALE, readout_std
 
 # Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -107,15 +109,9 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             dt = uniform(math.log(mixer.dt_min), math.log(mixer.dt_max)).exp()
             return dt + (-torch.expm1(-dt)).log()
         case "ssm", "log_A_real" | "A_imag":
-            return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].expand(shape).clone()
-        case "ssm", "C":
-            if mixer.c_scale is not None:
-                return normal(mixer.c_scale / math.sqrt(2))  # of the real and of the imaginary part
-            # The scale at which the readout starts decides whether the mixer learns: 1/M for the full
-            # matrix; 1/sqrt(M) gives the diagonal the same readout scale (one product per basis function instead of M).
-            return normal(1 / n_basis if mixer.c_form == "full" else n_basis**-0.5)
-        case "ssm", "c":
-            return normal(n_basis**-0.5 if mixer.linear_scale is None else mixer.linear_scale)
+            return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].float().expand(shape).clone()
+        case "ssm", "C" | "c":
+            return normal(readout_std(mixer)[leaf])
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
             xi = FEATURE_MAPS[mixer.feature_map]
@@ -126,14 +122,3 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "wa" | "wb" | "gate_down" | "gate_up", "weight":  # gates of the fixed-state baselines
             return normal(0.02)
     raise AssertionError(f"no initialisation rule for {name}")
-
-
-def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
-    """(log(-Re A), Im A) at initialisation, each [M] float32, by `MixerConfig.a_init` (formulas there)."""
-    n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
-    decay, frequency = {
-        "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
-        "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
-        "s4d-real": (n + 1, torch.zeros_like(n)),
-    }[form]
-    return decay.log().float(), frequency.float()

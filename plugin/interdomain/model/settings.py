@@ -7,7 +7,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from .feature_maps import FEATURE_MAPS
 
@@ -171,6 +171,49 @@ class MixerConfig:
 
 
 MIXER_SETTINGS = {f.name: f for f in fields(MixerConfig)}
+
+
+class StateShape(NamedTuple):
+    """State of a baseline in FIXED_STATE: each head is a matrix of key_width x value_width numbers."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+
+def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
+    """Shape with, by default, 4 n_basis dim numbers per layer, as interdomain attention's state: n_basis x 2 dim complex ones.
+
+    Heads of 4 n_basis x 4 n_basis; of Mamba-2, whose inner width is 2 dim, of 2 n_basis x 64 (less, where 64 does not divide
+    2 dim). With `state_heads` the heads are square and share dim. Mamba-2's share its inner width: its state stays as large.
+    Raises: ValueError for widths that do not divide.
+    """
+    wide = mixer.kind == "mamba2"
+    width, name = (2 * dim, "2 dim") if wide else (dim, "dim")
+    if mixer.state_heads is not None:
+        if width % mixer.state_heads:
+            raise ValueError(f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}.")
+        head = width // mixer.state_heads
+    else:
+        head = math.gcd(width, 64) if wide else 4 * mixer.n_basis
+        if width % head:
+            allowed = ", ".join(str(n // 4) for n in range(4, dim + 1, 4) if dim % n == 0)
+            raise ValueError(
+                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {head} wide, "
+                f"which must divide dim = {dim}. Set one of {allowed}, or mixer.state_heads for a state of another size."
+            )
+    return StateShape(width // head, 2 * mixer.n_basis if wide else head, head)
+
+
+def readout_std(mixer: Any) -> dict[str, float]:
+    """Standard deviation of a new C, of its real and of its imaginary part, and of a new c. mixer: has MixerConfig's settings.
+
+    The scale at which the readout starts decides whether the mixer learns: 1/M for the full matrix; 1/sqrt(M) gives the
+    diagonal the same (one product per basis function instead of M).
+    """
+    M = mixer.n_basis
+    C = (1 / M if mixer.c_form == "full" else M**-0.5) if mixer.c_scale is None else mixer.c_scale / math.sqrt(2)
+    return {"C": C, "c": M**-0.5 if mixer.linear_scale is None else mixer.linear_scale}
 
 
 def from_version_1(settings: dict[str, Any], kind: str) -> dict[str, Any]:
