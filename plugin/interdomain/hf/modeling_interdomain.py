@@ -285,7 +285,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
         if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")):
             raise ValueError(f"{PACKED}: give each text a row.")
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise NotImplementedError("torch.jit.trace would make constants of length and mask: use torch.export.")
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
