@@ -5,11 +5,18 @@ import pickle
 import random
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from interdomain.files import checkpoint_index
 from interdomain.files import distributed_checkpoint as checkpoints
@@ -56,6 +63,10 @@ GADGETS = {
     "a dotted name": b"\x80\x04\x8c\x07pathlib\x94\x8c\x0fPath.write_text\x94\x93\x94.",
     "builtins.getattr": b"cbuiltins\ngetattr\n(cpathlib\nPath\nS'write_text'\ntR.",
     "a module's module": b"\x80\x04\x8c\x05torch\x94\x8c\x09os.system\x94\x93\x94.",
+    "a class's attribute": b"cpathlib\nPosixPath\n(N(S'_str'\nS'elsewhere'\ndtb.",
+    "a class's bases": b"cpathlib\nPosixPath\n(N(S'__bases__'\n(cpathlib\nPurePosixPath\ntdtb.",
+    "a member's value": b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    b"S'TORCH_CHANNELS_LAST'\ntR(S'_value_'\nI9\ndb.",
 }
 
 
@@ -80,6 +91,11 @@ def test_no_gadget_is_reached(checkpoint):
         (checkpoint / checkpoints.METADATA).write_bytes(gadget)
         with pytest.raises(ValueError, match=r"is damaged.*(has no place|__class__)"):
             checkpoints.tensor_index(checkpoint)
+    assert (str(Path("here")), PosixPath.__bases__[0], _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value) == (
+        "here",
+        Path,
+        1,
+    )
 
 
 def test_code_in_an_index_never_runs(checkpoint, tmp_path):

@@ -72,6 +72,8 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
         "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
         "--checkpoint.copy_to=file:///copies": "checkpoint.copy_to has no effect while checkpoint.enable is off",
+        "--checkpoint.enable --checkpoint.copy_to=file://folder/checkpoint": "is the run's own folder of checkpoints",
+        "--checkpoint.initial_load_path=sftp://me:secret@host/run": "checkpoint.initial_load_path has a password",
         "--checkpoint.load_step=4": "checkpoint.load_step has no effect while checkpoint.enable is off",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
         "--data.leave_out 4 0": "data.leave_out must be of steps from 1: got [4, 0]",

@@ -18,7 +18,7 @@ from interdomain import storage
 from interdomain.data import local_corpus
 from interdomain.files.distributed_checkpoint import METADATA
 from interdomain.files.pretrained import load_pretrained
-from interdomain.files.remote_checkpoint import COPIED, remote_steps
+from interdomain.files.remote_checkpoint import COPIED, LATEST, remote_steps
 from interdomain.folders import new_folder
 from interdomain.storage import RemoteFolder
 from interdomain.titan.resume import copies
@@ -140,6 +140,39 @@ def test_a_later_step_of_a_run_that_went_back_is_not_continued(new, start, addre
     other = new(initial_load_path=address)
     assert other.manager.load()
     assert (other.model.weight.unique().item(), other.trainer.step) == (2, 0)
+    assert new(initial_load_path=address).manager.load()  # killed before its first save, and started again
+
+
+def test_another_address_and_what_lies_beside_the_files(start, address, tmp_path):
+    start(1)
+    (tmp_path / "run" / "checkpoint" / "step-1" / ".ipynb_checkpoints").mkdir()
+    assert start(2, copy_to=f"{address}/other") == 1
+    assert kept(f"{address}/other") == ["step-1", "step-2"]
+    RemoteFolder(f"{address}/step-2.superseded-2").write("file", b"kept")
+    for _ in range(3):
+        start(2, load=1)
+        shutil.rmtree(tmp_path / "run")
+        start()
+    assert RemoteFolder(f"{address}/step-2.superseded-2").read("file") == b"kept"
+
+
+def test_the_newest_is_named_whatever_fails(start, address, tmp_path, monkeypatch, capsys):
+    write, failed = RemoteFolder.write, []
+
+    def fail(remote, name, data):
+        if name == LATEST and data == b"step-2\n" and not failed:
+            failed.append(1)
+            raise OSError("away")
+        write(remote, name, data)
+
+    monkeypatch.setattr(RemoteFolder, "write", fail)
+    start(1, 2)
+    assert failed
+    assert RemoteFolder(address).read(LATEST) == b"step-2\n"
+    for step in (1, 2):
+        RemoteFolder(f"{address}/step-{step}").remove()
+    shutil.rmtree(tmp_path / "run")
+    assert f"{address}/latest names a checkpoint, and none there is complete" in refusal(capsys, start)
 
 
 def test_a_damaged_copy_is_passed_over(start, address, tmp_path, caplog, capsys):

@@ -9,6 +9,7 @@ import json
 import math
 import pickle
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,36 @@ def _member(enum: object, name: str) -> object:
     return enum[name]
 
 
+@contextmanager
+def _classes_as_they_are() -> Iterator[None]:
+    """Context in which an index may set nothing on the classes and members that it names: BUILD takes whatever is there.
+
+    Raises: pickle.UnpicklingError, and all is as before.
+    """
+    known = (getattr(sys.modules.get(module), name, None) for module, names in _ALLOWED.items() for name in names)
+    classes = [x for x in known if isinstance(x, type)]
+    before = [(x, dict(vars(x))) for x in [*classes, *(m for x in classes if isinstance(x, EnumType) for m in x)]]
+    bases, altered = [x.__bases__ for x in classes], []
+    try:
+        yield
+    finally:
+        for x, was in zip(classes, bases, strict=True):
+            if x.__bases__ != was:
+                x.__bases__ = was
+                altered.append(x)
+        for x, was in before:
+            for name in vars(x).keys() | was.keys():
+                if name not in was:
+                    delattr(x, name)
+                elif vars(x).get(name) is not was[name]:
+                    setattr(x, name, was[name])
+                else:
+                    continue
+                altered.append(x)
+        if altered:
+            raise pickle.UnpicklingError(f"it alters {altered[0]}, which has no place in the index of a checkpoint")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
@@ -76,7 +107,8 @@ class _IndexUnpickler(pickle.Unpickler):
 def parse_index(data: bytes, checkpoint: Path) -> Metadata:
     """The index of a checkpoint from the bytes of its file, which are not trusted. Raises: ValueError."""
     try:
-        metadata = _IndexUnpickler(io.BytesIO(data)).load()
+        with _classes_as_they_are():
+            metadata = _IndexUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
             raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
         places = metadata.storage_data.values()
@@ -180,7 +212,7 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
             raise ValueError(f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}")
         check_types(record, run=dict, versions=dict, tokenizer=dict, size=str, condition=str, step=int, tokens=int)
         return ModelConfig.from_dict(record["model"]), record
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{path} is damaged or of another version ({type(e).__name__}: {e}).") from e
 
 

@@ -18,7 +18,7 @@ from .checkpoint_index import check_lengths, read_index
 from .distributed_checkpoint import METADATA, read_sidecar, step_of
 
 LATEST = "latest"
-COPIED = "copied.json"  # in a folder here: the names of its files that are in the store
+COPIED = "copied.json"  # in a folder here: the names of its files that are in the store, and at which address
 
 
 def remote_steps(address: str) -> Iterator[tuple[int, RemoteFolder]]:
@@ -52,6 +52,8 @@ def fetch_step(remote: RemoteFolder, parent: Path) -> Path:
     Raises: ValueError for one that is not complete or damaged; OSError.
     """
     folder = parent / remote.address.rpartition("/")[2]
+    if (folder / METADATA).is_file() and METADATA in copied_names(folder, remote.address):  # by an earlier start
+        return folder
     if folder.is_dir() and not (folder / METADATA).exists():
         shutil.rmtree(folder)  # remains of a save
     with new_folder(folder) as partial:
@@ -61,9 +63,18 @@ def fetch_step(remote: RemoteFolder, parent: Path) -> Path:
             read_sidecar(partial)
         except (FileNotFoundError, ValueError) as e:
             raise ValueError(f"{remote.address} is damaged: {e}") from e
-        note_copied(partial, [path.name for path in partial.iterdir()])
+        note_copied(partial, remote.address, {path.name for path in partial.iterdir()})
     return folder
 
 
-def note_copied(folder: Path, names: list[str]) -> None:
-    write_whole(folder / COPIED, (json.dumps(sorted(names)) + "\n").encode())
+def note_copied(folder: Path, address: str, names: set[str]) -> None:
+    write_whole(folder / COPIED, (json.dumps({"address": address, "names": sorted(names)}) + "\n").encode())
+
+
+def copied_names(folder: Path, address: str) -> set[str]:
+    """Names of a checkpoint's files that are at an address."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        copied = json.loads((folder / COPIED).read_text())
+        if copied["address"] == address:
+            return {*copied["names"]}
+    return set()

@@ -254,6 +254,6 @@ class InterdomainTrainer(Trainer):
         """Finish what is being written, and release the folder. ended: of its own; then wait for copies. Collective."""
         super().close()
         if ended:
-            self.checkpointer.finish_copies()
+            self.checkpointer.finish_copies(leaving=self.step < self.plan.steps)
         if self.lock:
             self.lock.release()

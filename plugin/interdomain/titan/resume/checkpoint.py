@@ -60,6 +60,7 @@ from .resume_from import (
     warn_of_changes,
 )
 
+LEAVING_SECONDS = 60  # that a run waits for its copies when it was asked to leave: a scheduler gives it minutes to save
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CUT_SHORT = "unexpected pos"  # all that is left, in PyTorch's words, of a write of which the system took a part
 
@@ -259,10 +260,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if self.copies:
             self.copies.end()
 
-    def finish_copies(self) -> None:
-        """Wait for the copies of checkpoints, at most checkpoint.copy_wait_seconds. Collective."""
+    def finish_copies(self, leaving: bool = False) -> None:
+        """Wait for the copies of checkpoints, at most checkpoint.copy_wait_seconds; not as long in a run that leaves: its next
+        start copies what is missing. Collective."""
+        seconds = min(self.copy_wait_seconds, LEAVING_SECONDS) if leaving else self.copy_wait_seconds
         if self.enable:
-            on_rank_0_at_length(lambda: self.copies and self.copies.finish(self.copy_wait_seconds))
+            on_rank_0_at_length(lambda: self.copies and self.copies.finish(seconds))
 
     # Loading
 

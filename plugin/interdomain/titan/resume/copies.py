@@ -7,13 +7,12 @@ deletes nothing in the store.
 """
 
 import contextlib
-import json
 import os
 import threading
 from pathlib import Path
 
 from interdomain.files.distributed_checkpoint import METADATA, finished_steps
-from interdomain.files.remote_checkpoint import COPIED, LATEST, fetch_step, note_copied, remote_steps
+from interdomain.files.remote_checkpoint import COPIED, LATEST, copied_names, fetch_step, note_copied, remote_steps
 from interdomain.storage import AT_ONCE, RemoteFolder
 
 from ..host import logger
@@ -54,10 +53,14 @@ class Copies:
                     damaged = e
         if damaged:
             raise ValueError(f"no checkpoint at {self.address} can be loaded. The last one tried: {damaged}")
+        store = RemoteFolder(self.address)
+        if wanted == -1 and not self.tried and LATEST in store.sizes():
+            raise ValueError(
+                f"{self.address}/{LATEST} names a checkpoint, and none there is complete. Restore one, or remove that file to "
+                "start from the beginning."
+            )
         # Now rather than at the first checkpoint: is there a bucket, and may this run write to it?
-        RemoteFolder(self.address).write(
-            "copied-from.txt", f"{os.uname().nodename}:{self.folder.absolute()}\n".encode()
-        )
+        store.write("copied-from.txt", f"{os.uname().nodename}:{self.folder.absolute()}\n".encode())
 
     # Sending
 
@@ -113,7 +116,10 @@ class Copies:
         if self.lock and self.lock.lost:
             return []
         newest_first = sorted(finished_steps(self.folder).items(), reverse=True)
-        return [folder for _, folder in newest_first if _names(folder) - _copied(folder)]
+        return [folder for _, folder in newest_first if _names(folder) - self._copied(folder)]
+
+    def _copied(self, folder: Path) -> set[str]:
+        return copied_names(folder, (RemoteFolder(self.address) / folder.name).address)
 
     def _send(self, folder: Path) -> None:
         with self.removal:
@@ -126,14 +132,14 @@ class Copies:
             self.sending = None
 
     def _send_files(self, folder: Path, remote: RemoteFolder) -> None:
-        copied = _copied(folder)
+        copied = self._copied(folder) & _names(folder)
         if not copied:
             self._make_room(remote)
         names = sorted(_names(folder) - copied - {METADATA})
         for i in range(0, len(names), AT_ONCE):
             remote.put(folder, names[i : i + AT_ONCE])
             copied |= {*names[i : i + AT_ONCE]}
-            note_copied(folder, [*copied])
+            note_copied(folder, remote.address, copied)
         if METADATA in copied:
             return
         there = remote.sizes()
@@ -141,9 +147,10 @@ class Copies:
             (folder / COPIED).unlink()
             raise OSError(f"{remote.address} lacks {wrong[0]}, which was sent before")
         remote.put(folder, [METADATA])
-        note_copied(folder, [*copied, METADATA])
-        newest = max(step for step, path in finished_steps(self.folder).items() if METADATA in _copied(path))
+        steps = finished_steps(self.folder).items()
+        newest = max(step for step, path in steps if path == folder or METADATA in self._copied(path))
         RemoteFolder(self.address).write(LATEST, f"step-{newest}\n".encode())
+        note_copied(folder, remote.address, copied | {METADATA})  # last: until then a later start does the rest
         logger.info("copied %s to %s", folder, remote.address)
 
     def _make_room(self, remote: RemoteFolder) -> None:
@@ -152,8 +159,10 @@ class Copies:
             remote.remove()
             return
         name = remote.address.rpartition("/")[2]
-        n = sum(other.startswith(f"{name}.superseded") for other in RemoteFolder(self.address).folders())
-        aside = f"{name}.superseded" + (f"-{n + 1}" if n else "")
+        aside, others, n = f"{name}.superseded", RemoteFolder(self.address).folders(), 1
+        while aside in others:
+            n += 1
+            aside = f"{name}.superseded-{n}"
         remote.rename(aside)
         logger.warning("%s was another checkpoint of this step: renamed to %s", remote.address, aside)
 
@@ -161,11 +170,5 @@ class Copies:
 def _names(folder: Path) -> set[str]:
     """Names of the files of a checkpoint; none if it was removed meanwhile."""
     with contextlib.suppress(OSError):
-        return {name for name in os.listdir(folder) if name != COPIED and not name.endswith(".partial")}
-    return set()
-
-
-def _copied(folder: Path) -> set[str]:
-    with contextlib.suppress(OSError, ValueError):
-        return {*json.loads((folder / COPIED).read_text())}
+        return {x.name for x in folder.iterdir() if x.is_file() and x.name != COPIED and x.suffix != ".partial"}
     return set()

@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import operator
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -186,6 +187,10 @@ def _refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
     if get_origin(kind) is Annotated:
         bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
         kind = kind.__origin__
+    if any(re.search("://[^/@]*:[^/@]*@", str(x)) for x in (value if isinstance(value, list) else [value])):
+        raise ValueError(
+            f"{setting} has a password, and settings are recorded. Give keys by the store's own variables or files."
+        )
     if not _fits(value, kind):
         words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
         raise ValueError(f"{setting} must be {words}: got {value!r}.")
@@ -292,6 +297,11 @@ def refuse_unsupported(job_config: JobConfig) -> None:
         raise ValueError(
             "checkpoint.enable is not possible with comm.mode = fake_backend: one process has not what the others would save. "
             "Set --checkpoint.no-enable."
+        )
+    store, here = checkpoint.copy_to.removeprefix("file://"), Path(job_config.job.dump_folder, checkpoint.folder)
+    if store != checkpoint.copy_to and Path(store).resolve() == here.resolve():
+        raise ValueError(
+            f"checkpoint.copy_to = {checkpoint.copy_to} is the run's own folder of checkpoints. Choose another."
         )
     for name in ("initial_load_path", "load_step", "copy_to", *MILESTONES):
         # TorchTitan would pass over it.
