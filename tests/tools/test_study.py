@@ -25,6 +25,7 @@ from interdomain.titan.watch.run_log import RunLog
 from interdomain.tools import launch, prepare_data, study
 from interdomain.tools._study import definition, tables
 from interdomain.tools._study import run as _study_run
+from interdomain.tools._study.intervals import Documents, interval_of, perplexities
 
 from ..common import REPOSITORY
 
@@ -130,6 +131,23 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_p
     assert dots.dots[0] == ("interdomain, lr 0.003", mean, (mean - deviation, mean + deviation))
     ours, mean, deviation = panel.curves[0], *repeated["loss"]
     assert (ours.y[1], ours.error[1]) == pytest.approx((math.exp(mean), math.exp(mean) * deviation))
+
+
+def test_another_optimizer_or_start_is_no_other_seed(write, tmp_path):
+    start = ("--checkpoint.enable", "--checkpoint.initial_load_path", "start")
+    others = {"muon": ("--optimizer.name", "Muon"), "started": start}
+    runs = [write("run", "softmax", {1: 4.0}), *(write(name, "softmax", {1: 3.0}, *f) for name, f in others.items())]
+    runs.append(write("ours", "interdomain", {1: 2.0}))
+    cells, text = shown(tmp_path / "out", *runs)
+    assert [cell["seeds"] for cell in cells] == [[42]] * 4
+    assert "| softmax, optimizer.name Muon, checkpoint.initial_load_path None |" in text
+    assert "- 125M: several rows are of softmax, so no percentage compares them." in text
+
+
+def test_an_interval_is_over_the_documents_that_were_read():
+    runs = [Documents([128.0, 0.0, 0.0, 0.0, 192.0], [64, 0, 0, 0, 64])]
+    low, high = interval_of(perplexities(runs, 0))
+    assert (low, high) == pytest.approx((math.exp(2), math.exp(3)))
 
 
 def test_runs_on_other_text_are_not_compared(write, tmp_path, monkeypatch):

@@ -20,8 +20,10 @@ def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
     """Perplexities [DRAWS] of runs that differ in the seed alone. Every draw takes as many documents as there are, and as many
     runs, with replacement. The documents depend on their number alone, so draws of two cells can be compared one by one."""
     labels = np.array(runs[0].labels, np.float64)
+    read = labels > 0  # of a long split not every document
+    labels, nats = labels[read], np.array([run.nats for run in runs]).T[read]
     documents = _times_drawn(len(labels))
-    losses = documents @ np.array([run.nats for run in runs]).T / (documents @ labels)[:, None]  # [DRAWS, runs]
+    losses = documents @ nats / (documents @ labels)[:, None]  # [DRAWS, runs]
     chosen = np.random.default_rng(seed).integers(len(runs), size=losses.shape)
     return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
 

@@ -5,7 +5,7 @@ import math
 import re
 import statistics
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,12 @@ PAPER = {
 }
 # Settings that two runs must share, beside the text and the tokens read, for their perplexities to be compared.
 SHARED = {"data": ("reset_state_at_documents",), "validation": ("tokens", "seq_len")}
+# Settings that the runs of one cell must share, too.
+OF_A_CELL = {
+    "optimizer": ("name", "beta1", "beta2", "ssm_weight_decay"),
+    "lr_scheduler": ("decay_ratio", "decay_type", "min_lr"),
+    "checkpoint": ("initial_load_path",),
+}
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
@@ -115,6 +121,13 @@ class Run:
         return {name: str(value) for name, value in self.text.items()} | {"tokens": f"{self.trained:,}"}
 
     @property
+    def settings(self) -> dict[str, str]:
+        """What tells a cell from others of the same condition, by name."""
+        sections = {section: self.configuration.get(section, {}) for section in OF_A_CELL}
+        settings = {f"{s}.{n}": str(sections[s].get(n)) for s, names in OF_A_CELL.items() for n in names}
+        return {"lr": f"{self.facts['lr']:g}", **settings}
+
+    @property
     def compute(self) -> float:
         """6ND of all parameters, as the paper counts."""
         return 6 * self.facts["parameters"] * self.trained
@@ -168,7 +181,7 @@ def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
     by_cell: dict[str, list[Run]] = {}
     for run in runs:
         same = {name: value for name, value in run.facts.items() if name not in REPEATED}
-        by_cell.setdefault(repr([run.labels, same, run.text]), []).append(run)
+        by_cell.setdefault(repr([run.labels, same, run.text, run.settings]), []).append(run)
     seeds = [sorted(cell, key=lambda run: run.seed) for cell in by_cell.values()]
     cells = [Cell(str(runs[0].labels["condition"]), runs[0].group, runs) for runs in seeds]
     cells.sort(key=lambda cell: cell.perplexity[0])
@@ -230,7 +243,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
             rows.append(
                 dict(
                     group=" ".join(group),
-                    condition=cell.label,
+                    condition=_label(cell, cells, without=("lr",)),  # which has a column
                     lr=first.facts["lr"],
                     seeds=[run.seed for run in cell.runs],
                     parameters=first.facts["parameters"],
@@ -310,6 +323,9 @@ def differences(cells: list[Cell]) -> dict[str, list[str]]:
 def incomparable(group: tuple[str, ...], cells: list[Cell]) -> list[str]:
     """Sentences that say why no percentage compares cells of a group."""
     differ = [f"runs differ in {name} ({'; '.join(values)})" for name, values in differences(cells).items()]
+    softmax = [cell for cell in cells if cell.label == "softmax"]
+    if any(sum(not differences([cell, other]) for other in softmax) > 1 for cell in cells):
+        differ.append("several rows are of softmax")
     return [f"{' '.join(group)}: {difference}, so no percentage compares them." for difference in differ]
 
 
@@ -385,10 +401,11 @@ def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value]) -> 
     return curves
 
 
-def _label(cell: Cell, cells: list[Cell]) -> str:
+def _label(cell: Cell, cells: list[Cell], without: Collection[str] = ()) -> str:
     """The cell's label, with the settings that tell it from others of the same condition."""
-    twins = [other for other in cells if other.label == cell.label]
-    return cell.label if len(twins) == 1 else f"{cell.label}, lr {cell.runs[0].facts['lr']:g}"
+    twins = [other.runs[0].settings for other in cells if other.label == cell.label]
+    settings = [(name, value) for name, value in cell.runs[0].settings.items() if name not in without]
+    return ", ".join([cell.label, *(f"{n} {x}" for n, x in settings if any(twin[n] != x for twin in twins))])
 
 
 def _perplexity(loss: Value) -> Value:
