@@ -49,7 +49,7 @@ def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tupl
     train.GPTModel, train.transformer_config, train.block_spec = model, hybrid.hybrid_config, lambda _, spec: spec
     layout = dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages, sequence_parallel=tensor > 1)
     spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, rope_theta=THETA, **ranks.STATE)
-    rates = dict(lr=ranks.LR, min_lr=0.0, ssm_lr=ranks.SSM_LR, steps=1, warmup_steps=0)
+    rates = dict(lr=ranks.LR, min_lr=0.0, ssm_lr=ranks.SSM_LR, steps=1, warmup_steps=0, global_batch=ranks.MICRO)
     args = argparse.Namespace(bf16=False, seed=1, micro_batch=ranks.MICRO, **rates)
     run = train.Run(config_of(), spec, args, **layout)
     run.load(folder / "release")

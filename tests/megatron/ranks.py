@@ -206,6 +206,7 @@ def open_run(
     bf16=False,
     kind=None,
     transformer_engine=False,
+    tokenizer=None,
     **settings,
 ):
     """settings: of TransformerConfig."""
@@ -216,7 +217,7 @@ def open_run(
 
     config = config_of(case)
     tensor = p.get_tensor_model_parallel_world_size()
-    rates = dict(lr=LR, min_lr=min_lr, ssm_lr=SSM_LR, steps=STEPS, warmup_steps=warmup_steps)
+    rates = dict(lr=LR, min_lr=min_lr, ssm_lr=SSM_LR, steps=STEPS, warmup_steps=warmup_steps, global_batch=MICRO)
     layout = dict(
         tensor_model_parallel_size=tensor,
         sequence_parallel=tensor > 1,
@@ -231,7 +232,7 @@ def open_run(
         transformer_engine=transformer_engine,
     )
     spec = layer_spec(kind or config.mixers[0].kind, **facts)
-    spec.submodules.self_attention.params["mixers"] = config.mixers
+    spec.submodules.self_attention.params |= {"mixers": config.mixers, "tokenizer": tokenizer}
     return Run(config, spec, Namespace(bf16=bf16, seed=1, micro_batch=MICRO, **rates), **layout | settings)
 
 
@@ -365,6 +366,9 @@ def others(folder: Path, seen: dict) -> None:
     refusal(seen, "heads of the state", lambda: open_run("one head"))
     begun = folder / "tensor and sequence" / "iter_0000005"
     refusal(seen, "rates", lambda: open_run(min_lr=2 * MIN_LR).load(begun))
+    open_run(tokenizer="one").save(folder / "tokenizer")
+    place = folder / "tokenizer" / "iter_0000000"
+    refusal(seen, "another tokenizer", lambda: open_run(tokenizer="another").load(place))
     refusal(seen, "a norm within in_proj", lambda: open_run("mamba2", kind="interdomain", **ENGINE))
     refusal(seen, "another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
 

@@ -152,6 +152,12 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
         ),
         (f"{GOOD} --num-query-groups 4", "--num-query-groups is ignored without --group-query-attention"),
         (f"{GOOD} --transformer-impl transformer_engine", "Transformer Engine cannot be imported."),
+        (f"{GOOD} --overlap-grad-reduce --pipeline-model-parallel-size 2", "Set --no-align-grad-reduce"),
+        (f"{GOOD} --rampup-batch-size 2", "--rampup-batch-size is ignored by this version"),
+        (
+            "--spec interdomain.megatron.spec gla --model.size 125M --group-query-attention",
+            "is ignored: no layer shares",
+        ),
         (f"{GOOD} --sft --context-parallel-size 2", "--sft with --context-parallel-size: "),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),

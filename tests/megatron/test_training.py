@@ -152,8 +152,9 @@ def test_delayed_gradients_of_weights(computed):
         ),
         ("pieces", "ValueError: context-parallel ranks hand a state from piece to piece"),
         ("length", "ValueError: 31 tokens cannot be cut into 4 equal pieces."),
-        ("rates", "'min_lr': 0.0002, 'ssm_lr': 0.001}. Give the same learning rates."),
+        ("rates", "'min_lr': 0.0002, 'ssm_lr': 0.001, 'seed': 1, 'global_batch': 2}. Give the same."),
         ("a norm within in_proj", "ValueError: mamba2 has products of all heads, which need the input norm"),
+        ("another tokenizer", "ValueError: the checkpoint is of another tokenizer"),
         ("another mixer", "ValueError: the checkpoint is of another model"),
     ],
 )

@@ -46,7 +46,9 @@ with open(sys.argv[1], "wb") as f:
 """
 # Of one version alone, or only with another package.
 SOMETIMES = {"--use-mup", "--use-legacy-models", "--hybrid-layer-pattern", "--kitchen-config-file"}
-SOMETIMES |= {"--use-transformer-engine-op-fuser"}
+SOMETIMES |= {"--use-transformer-engine-op-fuser", "--fused-residual-rmsnorm", "--use-grouped-gemm-for-dense-mlp"}
+SOMETIMES |= {"--use-te-activation-func", "--flash-attention-version", "--mamba-training-ssm-states-dtype"}
+SOMETIMES |= {"--mtp-hybrid-override-pattern", "--step-batch-size-schedule", "--align-grad-reduce"}
 
 
 def environment(folder):

@@ -79,6 +79,8 @@ class Corpus(argparse.Action):
         namespace.train_data_path, namespace.valid_data_path = paths
         namespace.tokenizer_type = "NullTokenizer"
         namespace.vocab_size = manifest["vocab_size"] - NullTokenizer(0).vocab_size  # up to 0.17 it adds one
+        if hasattr(namespace, "null_tokenizer_eod_id"):  # from 0.19
+            namespace.null_tokenizer_eod_id = manifest["eos_id"]
         namespace.make_vocab_size_divisible_by = 1  # rows that are added take part in the softmax
 
 

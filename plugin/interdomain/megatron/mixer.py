@@ -292,8 +292,13 @@ class InterdomainAttention(MegatronModule):
         record = state_dict.pop(prefix + RECORD, None)
         if record is not None:
             same = dict(vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)  # of no matter to a layer
-            if (there := replace(read_record(record)[0], **same)) != self.whole:
+            (config, _, theirs), (*_, ours) = read_record(record), read_record(self.record)
+            if (there := replace(config, **same)) != self.whole:
                 raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
+            if theirs and ours and theirs != ours:
+                raise ValueError(
+                    "the checkpoint is of another tokenizer: its tokens mean other texts. Give a corpus of that one."
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from interdomain.data.corpus import read_manifest
-from interdomain.model.config import CONDITIONS, SIZES, with_settings
+from interdomain.model.config import CONDITIONS, FIXED_STATE, SIZES, with_settings
 from interdomain.model.costs.flops import train_flops_per_token
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
@@ -49,8 +49,8 @@ def layers_of(args: Namespace) -> tuple[Any, list[Any]]:
         layers = [getattr(parts, SLOTS[letter]) for letter in mixer_letters(pattern)]
     elif pattern:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern} is ignored by GPTModel's layers, as {module} makes them. Take "
-            "pretrain_hybrid.py and --spec interdomain.megatron.hybrid, or a spec made by layer_spec(layers=...)."
+            f"--hybrid-layer-pattern {pattern} is ignored by GPTModel's layers, as {module} makes them. Take the script of the "
+            "HybridModel and --spec interdomain.megatron.hybrid, or a spec made by layer_spec(layers=...)."
         )
     attentions: list[Any] = [getattr(getattr(x, "submodules", None), "self_attention", None) for x in layers]
     if any(getattr(attention, "module", None) is not InterdomainAttention for attention in attentions):
@@ -74,6 +74,17 @@ def check(args: Namespace) -> None:
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
         raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
+    if args.eod_mask_loss and getattr(args, "data.corpus") and not hasattr(args, "null_tokenizer_eod_id"):
+        raise ValueError(
+            "--eod-mask-loss: this version of Megatron knows no end-of-text token of --data.corpus. Leave it out."
+        )
+    if args.rampup_batch_size and hasattr(args, "step_batch_size_schedule"):
+        raise ValueError("--rampup-batch-size is ignored by this version of Megatron. Leave it out.")
+    if args.overlap_grad_reduce and args.align_grad_reduce and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "--overlap-grad-reduce with pipeline stages reduces the dynamics' gradients before they are there, at the "
+            "end of a step. Set --no-align-grad-reduce."
+        )
     if args.sft and args.context_parallel_size > 1:
         raise ValueError(
             "--sft with --context-parallel-size: Megatron's scripts cut its packed documents into pieces for softmax, which do "
@@ -95,6 +106,8 @@ def check(args: Namespace) -> None:
             "Megatron cannot load its distributed optimizer's state without Transformer Engine and Apex. Install one of them."
         )
     mixers = with_settings([mixer for layer in layers for mixer in params_of(layer)["mixers"]], mixer_settings(args))
+    if args.group_query_attention and all(mixer.kind in FIXED_STATE for mixer in mixers):
+        raise ValueError("--group-query-attention is ignored: no layer shares heads of keys and values. Leave it out.")
     args.hetereogenous_dist_checkpoint = any(len(params_of(layer)["mixers"]) > 1 for layer in layers)
     shared = dict(
         rope_theta=float(args.rotary_base),

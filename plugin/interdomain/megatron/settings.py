@@ -99,6 +99,10 @@ SETTINGS = (
     *_off(IGNORED, "--spec for a mixer", "--experimental-attention-variant"),
     Setting("--attention-backend", {"attention_backend": AttnBackend.auto}, IGNORED, "--mixer.backend"),
     *_off(IGNORED, LEAVE, "--log-max-attention-logit", "--linear-attention-freq", "--mamba-num-heads"),
+    *_off(IGNORED, LEAVE, "--flash-attention-version", "--mamba-training-ssm-states-dtype"),
+    *_off(IGNORED, LEAVE, "--hierarchical-context-parallel-sizes", "--mtp-hybrid-override-pattern"),
+    *_off(IGNORED, LEAVE, "--fused-residual-rmsnorm", "--use-grouped-gemm-for-dense-mlp"),
+    *_off("stops the run at the MLP", LEAVE, "--use-te-activation-func"),
     *(
         Setting(
             flag, {flag.strip("-").replace("-", "_"): size}, IGNORED, "the settings of the mixer (--mixer.state_heads)"
@@ -126,6 +130,12 @@ SETTINGS = (
         {"optimizer": "adam"},
         "is not the recipe: Megatron's Muon would orthogonalize the dynamics and biases of two dimensions, too",
         "adam; for Muon train with TorchTitan (optimizer.name)",
+    ),
+    *_off(IGNORED, LEAVE, "--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type"),
+    *_off(
+        "counts the learning rate by its first batch size, and ends above --min-lr",
+        "--global-batch-size",
+        "--step-batch-size-schedule",
     ),
     Setting(
         "--cuda-graph-impl",

@@ -56,10 +56,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace, layout: dict[str, int], data: PackedDataset) -> None:
     """Raises: ValueError for settings that cannot run on the ranks of this start, or on this corpus."""
     ranks, model, context = int(os.environ.get("WORLD_SIZE", 0)), math.prod(layout.values()), args.context_parallel_size
-    uneven, each = not ranks or ranks % model, args.micro_batch * max(ranks // model, 1)
+    uneven, each = not ranks or ranks % model, max(args.micro_batch, 1) * max(ranks // model, 1)
+    counts = [getattr(args, name) for name in ("micro_batch", "global_batch", "log_interval", "save_interval")]
     unloadable = args.save and torch.cuda.is_available() and not distrib_optimizer.HAVE_APEX_OR_TE
     wrong = {
         f"start it with torchrun on a multiple of {model} ranks (tensor x pipeline x context), not {ranks}": uneven,
+        "--micro-batch, --global-batch, --log-interval and --save-interval must be at least 1": min(counts) < 1,
         f"--global-batch must be a multiple of {each}, --micro-batch x data-parallel ranks": args.global_batch % each,
         f"--context-parallel must divide a sequence of {data.seq_len} tokens": data.seq_len % context,
         "--warmup-steps may be at most --steps": args.warmup_steps > args.steps,
@@ -89,10 +91,12 @@ class Run:
         gradients = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.ddp = DistributedDataParallel(megatron, gradients, self.model)
 
-        self.rates: Any = dict(lr=args.lr, min_lr=args.min_lr, ssm_lr=args.ssm_lr)
+        self.recipe: Any = {name: getattr(args, name) for name in ("lr", "min_lr", "ssm_lr", "seed", "global_batch")}
         adam: Any = dict(adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.1, clip_grad=1.0)
         optimizer = OptimizerConfig(lr=args.lr, min_lr=args.min_lr, use_distributed_optimizer=True, **adam, **precision)
-        self.optimizer: Any = get_megatron_optimizer(optimizer, [self.ddp], config_overrides=overrides(**self.rates))
+        self.optimizer: Any = get_megatron_optimizer(
+            optimizer, [self.ddp], config_overrides=overrides(args.lr, args.min_lr, args.ssm_lr)
+        )
         rates: Any = dict(init_lr=0.0, max_lr=args.lr, min_lr=args.min_lr, lr_decay_style="cosine")
         length: Any = dict(lr_warmup_steps=args.warmup_steps, lr_decay_steps=max(args.steps, args.warmup_steps + 1))
         decay: Any = dict(start_wd=0.1, end_wd=0.1, wd_incr_steps=1, wd_incr_style="constant")
@@ -125,7 +129,7 @@ class Run:
         if not optimizer:
             return {"model": model}
         state = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA.copy())
-        return {"model": model, "optimizer": state, "step": self.step, "rates": self.rates}
+        return {"model": model, "optimizer": state, "step": self.step, "recipe": self.recipe}
 
     def save(self, folder: Path) -> None:
         place = folder / f"iter_{self.step:07d}"
@@ -135,14 +139,17 @@ class Run:
             (folder / TRACKER).write_text(str(self.step))
 
     def load(self, checkpoint: Path) -> None:
-        """A step of this program, or weights alone (`release`), of any layout of ranks. Raises: ValueError for other rates."""
+        """A step of this program, or weights alone (`release`), of any layout of ranks.
+
+        Raises: ValueError for another recipe.
+        """
         started = checkpoint.name != "release"
         state: Any = dist_checkpointing.load(self.state(optimizer=started, loading=True), str(checkpoint))
         self.model.load_state_dict(state["model"])
         if not started:
             return self.optimizer.reload_model_params()
-        if (rates := state.get("rates")) != self.rates:
-            raise ValueError(f"{checkpoint} is of a run with {rates}, not {self.rates}. Give the same learning rates.")
+        if (recipe := state.get("recipe")) != self.recipe:
+            raise ValueError(f"{checkpoint} is of a run with {recipe}, not {self.recipe}. Give the same.")
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self.schedule.step(self.step)
