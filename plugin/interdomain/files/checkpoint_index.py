@@ -110,8 +110,8 @@ def altered_entry(
                 data = f.read(length)
                 try:
                     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                        small = any(info.compress_type for info in archive.infolist())  # it might grow without end
-                        record = "a compressed record" if small else archive.testzip()
+                        packed = any(info.compress_type for info in archive.infolist())  # it might grow without end
+                        record = "a compressed record" if packed else archive.testzip()
                 except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:  # headers are bytes too
                     record = str(e)
                 if record is not None:

@@ -363,9 +363,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> nn.Module:
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        if (
-            new_num_tokens is not None and self.generation_config is not None
-        ):  # rows of the vocabulary that are no tokens
+        if new_num_tokens is not None and self.generation_config is not None:  # rows from here on are no tokens
             self.generation_config.suppress_tokens = [*range(new_num_tokens, self.config.vocab_size)] or None
         return embeddings
 

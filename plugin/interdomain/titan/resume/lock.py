@@ -141,7 +141,7 @@ def hold_folder(job_config) -> FolderLock | None:
     lock.acquire()
     if job_config.checkpoint.enable:  # now, and not at the first save
         folder = Path(job_config.job.dump_folder, job_config.checkpoint.folder)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     return lock
 
