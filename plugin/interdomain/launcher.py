@@ -1,4 +1,4 @@
-"""What a run and the process that started it know of each other. Standard library only.
+"""Knowledge that a run and the process which started it have of each other. Standard library only.
 
 Why a run ended stands in a file, where torchrun's exit status cannot say it.
 """

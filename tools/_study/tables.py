@@ -122,7 +122,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What tells a cell from others of the same condition, by name."""
+        """Settings that tell a cell from others of the same condition, by name."""
         sections = {section: self.configuration.get(section, {}) for section in OF_A_CELL}
         settings = {f"{s}.{n}": str(sections[s].get(n)) for s, names in OF_A_CELL.items() for n in names}
         return {"lr": f"{self.facts['lr']:g}", **settings}

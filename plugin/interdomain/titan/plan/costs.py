@@ -89,7 +89,7 @@ class Costs:
 
     @property
     def checkpointing(self) -> str:
-        """What the backward pass recomputes: none, selective or full. Every n-th block counts as none for n > 1."""
+        """Extent of what the backward pass recomputes: none, selective or full. Every n-th block counts as none for n > 1."""
         config = self.job.activation_checkpoint
         if config.mode != "selective" or config.selective_ac_option == "op":
             return config.mode

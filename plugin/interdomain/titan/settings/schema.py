@@ -274,7 +274,8 @@ class Checkpoint:
     #: Address in an object store (s3://bucket/runs/debug) that every checkpoint is copied to, beside the training. A start
     #: whose folder has no checkpoint fetches the latest from there (docs/storage.md). Empty: none.
     copy_to: Annotated[str, Address] = ""
-    copy_wait_seconds: CountOr0 = 300  # Seconds that the end of a run waits for the copies that are not there yet.
+    #: Seconds that the end of a run waits for the copies that are not there yet; at most 60 when it leaves on a signal.
+    copy_wait_seconds: CountOr0 = 300
     #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own. Also one
     #: in an object store.
     initial_load_path: str | None = None
