@@ -23,7 +23,7 @@ import torch
 
 from interdomain.model import SIZES, ModelConfig, ModelState, Transformer, build_config
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
-from interdomain.tools._bench import results
+from interdomain.tools._bench import compilations, results
 from interdomain.tools._bench.timing import measure, peak_memory, ratio, release, timer
 from interdomain.tools._cli import argument_parser, require_at_least, user_errors
 
@@ -63,7 +63,11 @@ GPU: dict[str, Any] = dict(sizes=("1.3B", "125M", "350M", "760M"), batches=(1, 6
 GPU |= dict(prompts=(*PAPER_MEMORY, LONG_PROMPT))
 GPU |= dict(prefixes=(4096, 16_384, 512, 8192, 2048, 1024), chunk=PREFILL_CHUNK, dtype="bfloat16")
 GPU |= dict(steps=32, rounds=20, seconds=0.5)  # of a timed call; how often, and what all of them may take
-QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
+# The paper's comparison in a minute: no prompts are read, and interdomain is timed as a CUDA graph only.
+QUICK: dict[str, Any] = GPU | dict(
+    sizes=("1.3B", "125M"), batches=(1, 8, 64), prefixes=(512, 4096, 16_384), prompts=(), steps=16, rounds=8
+)
+QUICK_PATHS = tuple(path for path in PATHS if path != "interdomain, eager")
 TINY: dict[str, Any] = dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32)
 TINY |= dict(dtype="float32", steps=2, rounds=3, seconds=0.05)
 DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
@@ -138,7 +142,7 @@ def decode_batch(models, size: str, batch: int, mode, device, report: results.Re
     paper: dict[str, str] = dict(zip(PAPER_PATHS, PAPER_DECODE.get((size, batch), ()), strict=False))
     for prefix in mode.prefixes:
         softmax = []  # ms of its paths
-        for path in PATHS:
+        for path in mode.paths:
             condition, way = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
             row |= attempt(decode_figures, models[condition], way == "graph", batch, prefix, mode, device=device)
@@ -165,14 +169,14 @@ def read_prompts(models, mode, device, report: results.Report) -> None:
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    results.add_arguments(p)
+    results.add_arguments(p, "inference")
     text = f"{', '.join(SIZES)}; the first at all batch sizes and with prompts (default: {' '.join(GPU['sizes'])})"
     p.add_argument("--sizes", nargs="+", metavar="SIZE", help=text)
     text = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
     p.add_argument("--steps", type=int, metavar="N", help=text)
     for name, text in {"--batches": "sequences decoded at once", "--prefixes": "tokens before the step"}.items():
         p.add_argument(name, type=int, nargs="+", metavar="N", help=f"{text} (default: by device)")
-    p.add_argument("--quick", action="store_true", help="on a GPU: fewer prefixes and rounds, about two minutes")
+    p.add_argument("--quick", action="store_true", help="on a GPU: two sizes and few rounds, no prompts: one minute")
     return p.parse_args(argv)
 
 
@@ -184,17 +188,20 @@ def main(argv=None) -> int:
     require_at_least(args, steps=1, batches=1, prefixes=1)
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
+    mode.paths = QUICK_PATHS if defaults is QUICK else PATHS
     sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))
-    report = results.Report("inference", args.output, device, vars(mode), named=bool(args.prefixes))
+    report = results.Report(args.name, args.output, device, vars(mode), named=bool(args.prefixes))
+    counts = compilations.count()
     for size in sizes:
         models = {c: random_model(build_config(size, c), device, mode.dtype) for c in ("interdomain", "softmax")}
         report.table(f"decode, {size}", DECODE)
-        for batch in mode.batches if size == sizes[0] else SIZE_BATCHES:
+        all_batches = size == sizes[0] or defaults is QUICK
+        for batch in mode.batches if all_batches else SIZE_BATCHES:
             decode_batch(models, size, batch, mode, device, report)
-        if size == sizes[0]:
+        if size == sizes[0] and mode.prompts:
             read_prompts(models, mode, device, report)
         release(device)
-    report.finish()
+    report.finish(counts=str(counts))
     return 0
 
 

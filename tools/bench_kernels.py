@@ -19,6 +19,7 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +30,20 @@ from torch.profiler import ProfilerActivity
 
 from interdomain import InterdomainAttention, scan
 from interdomain.features import input_features
+from interdomain.scan.triton_plan import Plan, make_plan
 from interdomain.tools._bench import results
 from interdomain.tools._bench.cases import Case, Shape, make_inputs
-from interdomain.tools._bench.peers import PEERS, peer
-from interdomain.tools._bench.timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
+from interdomain.tools._bench.peers import PEERS, UNTUNED, leave_untuned, peer, time_refused_kernels
+from interdomain.tools._bench.timing import (
+    TARGET_SHAPE,
+    TARGETS,
+    Call,
+    measure,
+    peak_memory,
+    ratio,
+    roofline_ms,
+    run_once,
+)
 from interdomain.tools._cli import argument_parser, user_errors
 
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
@@ -44,9 +55,18 @@ ATTENTION = {
 ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
 STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
 SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
+# The scan with one entry of its plan changed, to see what that entry is worth; only if named. The check does not cover them.
+VARIANTS: dict[str, Callable[[Plan], Plan]] = {
+    "chunkwise-not-fused": lambda plan: plan._replace(fused=None),
+    "chunkwise-8-warps": lambda plan: plan._replace(contract=(8192, 8, 2), expand=(8192, 8, 2)),
+    "chunkwise-1-stage": lambda plan: plan._replace(contract=(8192, 4, 1), expand=(8192, 4, 1)),
+    "chunkwise-3-stages": lambda plan: plan._replace(contract=(8192, 4, 3), expand=(8192, 4, 3)),
+    "chunkwise-not-held": lambda plan: plan._replace(held=False),
+    "chunkwise-decay-2048": lambda plan: plan._replace(decay=2048),
+}
 # In the order in which they run: those that a run which is cut should not lose come first.
 NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "features", "linear", "sdpa-default", "layer")
-NAMES += (*PEERS, *SLOW)
+NAMES += (*PEERS, *SLOW, *VARIANTS)
 ON_CPU = ("chunkwise", "features", "linear", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")
@@ -83,9 +103,23 @@ def candidate(name: str, shape: Shape, device: torch.device, dtype: torch.dtype 
     elif name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
         forward = lambda: scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]  # noqa: E731
     else:
-        inputs |= dict(backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept", final_state=False)
+        if device.type == "cuda":
+            change_plan(VARIANTS.get(name))
+        backend = "chunkwise" if name in VARIANTS else name.removesuffix("-kept")
+        inputs |= dict(backend=backend, recompute=name != "chunkwise-kept", final_state=False)
         forward = lambda: scan.interdomain_scan(**inputs)[0]  # noqa: E731
     return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
+
+
+def change_plan(change: Callable[[Plan], Plan] | None) -> None:
+    """Make this process plan its launches with a change from now on; without one as always."""
+    from interdomain.scan import triton_chunkwise
+
+    def changed_plan(*args: Any) -> Plan:
+        plan = make_plan(*args)
+        return plan if change is None else change(plan)
+
+    triton_chunkwise.make_plan = changed_plan
 
 
 def features(s: Shape, device: torch.device, dtype: torch.dtype) -> Call:
@@ -131,13 +165,24 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
 
 
 def run_case(
-    case: tuple[str, Shape], device: torch.device, *, rounds: int, dtype: torch.dtype = torch.bfloat16
+    case: tuple[str, Shape],
+    device: torch.device,
+    *,
+    rounds: int,
+    dtype: torch.dtype = torch.bfloat16,
+    untuned: bool = False,
 ) -> dict[str, Any]:
-    """A row of the table."""
+    """A row of the table. untuned: see --untuned."""
     name, shape = case
     row: dict[str, Any] = {"mixer": name}
     try:
         call = candidate(name, shape, device, dtype)
+        if name.startswith("fla-"):
+            remarks = [time_refused_kernels(name, device)]
+            if untuned:
+                leave_untuned("fla")
+                remarks.append(UNTUNED)
+            row["remark"] = "; ".join(remark for remark in remarks if remark)
         times = measure(call, device, rounds=rounds, seconds=1.0 if device.type == "cuda" else 0.05)
         row["peak MiB"] = peak_memory(call, device)
     except Exception as e:
@@ -153,14 +198,16 @@ def run_case(
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    results.add_arguments(p)
+    results.add_arguments(p, "kernels")
     text = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
     p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=text)
-    text = f"{', '.join(NAMES)} (default: all but {', '.join(SLOW)}; on a CPU a few)"
+    text = f"{', '.join(NAMES)} (default: all but {', '.join((*SLOW, *VARIANTS))}; on a CPU a few)"
     p.add_argument("--mixers", nargs="+", metavar="NAME", help=text)
     text = "of q, k and v (default: bfloat16)"
     p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
     p.add_argument("--rounds", type=int, metavar="N", help="timed calls, at least 1 (default: 20; on a CPU 3)")
+    text = "leave flash-linear-attention's kernels one configuration each: tuning takes minutes"
+    p.add_argument("--untuned", action="store_true", help=text)
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
 
@@ -184,7 +231,7 @@ def main(argv=None) -> int:
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     device = results.choose_device(args.device)
     cuda = device.type == "cuda"
-    default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
+    default = [name for name in NAMES if name not in (*SLOW, *VARIANTS)] if cuda else ON_CPU
     names = results.choose("--mixers", args.mixers or default, NAMES)
     named = bool(args.shapes)
     results.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
@@ -197,7 +244,9 @@ def main(argv=None) -> int:
         return 0
 
     options = {"mixers": names, "rounds": args.rounds, "dtype": args.dtype}
-    report = results.Report("kernels", args.output, device, options, named=named)
+    report = results.Report(args.name, args.output, device, options, named=named)
+    if target := TARGETS.get(torch.cuda.get_device_name(device) if cuda else ""):
+        report.note(f"The goal on this card, at {TARGET_SHAPE}: at most {target} of the fastest attention's time.")
     report.note(
         "Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates, in bf16."
     )
@@ -213,9 +262,11 @@ def main(argv=None) -> int:
             r["of best attention"] = ratio(r.get("both ms"), best)
         report.add(table, row)
 
-    results.work(device, [cases], functools.partial(run_case, rounds=args.rounds, dtype=dtype), add)
-    ran = sum("both ms" in row for shape in shapes for row in report.rows(str(shape)))
-    report.finish(counts=f"{ran} timings")
+    run = functools.partial(run_case, rounds=args.rounds, dtype=dtype, untuned=args.untuned)
+    results.work(device, [cases], run, add)
+    rows = [row for shape in shapes for row in report.rows(str(shape))]
+    timings = sum("both ms" in row for row in rows)
+    report.finish(counts=f"{timings} timings, {results.compilations_of(rows)}")
     return 0
 
 

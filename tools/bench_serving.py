@@ -43,7 +43,7 @@ def parse(argv):
     p.add_argument("--answer", type=int, default=128, metavar="TOKENS", help="of each answer (128)")
     p.add_argument("--document", type=int, default=100_000, metavar="TOKENS", help="of the document (100,000)")
     p.add_argument("--readers", type=int, default=1000, metavar="N", help="of the document (1,000); 0: none")
-    results.add_arguments(p)
+    results.add_arguments(p, "serving")
     return p.parse_args(argv)
 
 
@@ -137,7 +137,7 @@ def main(argv=None) -> int:
         read_config(folder)
     device = results.choose_device(args.device)
     options = dict(prompt=args.prompt, answer=args.answer, requests=REQUESTS)
-    report = results.Report("serving", args.output, device, options, named=True)
+    report = results.Report(args.name, args.output, device, options, named=True)
     report.table("speed", SPEED)
     report.table("memory", MEMORY)
     report.table("readers", READERS)

@@ -158,7 +158,7 @@ def add_kernels(report: results.Report, case: str, table: str, output: Path) -> 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    results.add_arguments(p, "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
+    results.add_arguments(p, "training", "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
     p.add_argument("--sizes", nargs="+", metavar="SIZE", help="files in train_configs (default: 1.3B; on a CPU debug)")
     p.add_argument("--seq-len", type=int, nargs="+", metavar="N", help="in tokens (default: 4096; on a CPU 64)")
     p.add_argument("--tokens", type=int, metavar="N", help="tokens per step (default: 16384; on a CPU 128)")
@@ -189,7 +189,7 @@ def main(argv=None) -> int:
     configs = {p.stem: p for p in sorted(CONFIGS.glob("*.toml"))}
     configs = {size: configs[size] for size in results.choose("--sizes", args.sizes, configs)}
     shown = ("sizes", "seq_len", "tokens", "steps", "ranks", "train_flags")
-    report = results.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
+    report = results.Report(args.name, args.output, device, {k: getattr(args, k) for k in shown})
     try:
         for name in ("tensorboard", "torchdata"):
             importlib.import_module(name)

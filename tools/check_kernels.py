@@ -6,7 +6,7 @@ The scan, the one-token step and whole layers run on the GPU. Outputs, states an
 the same inputs, by relative RMS error. Many cases run twice and must agree in every bit. Run this before you believe a
 benchmark. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
-    interdomain check-kernels --groups layer step --device cpu --output benchmarks/results/layer
+    interdomain check-kernels --groups layer-interdomain step --device cpu --output benchmarks/results/layer
 
 Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the allowed error); 2 a
 wrong option; 3 no case failed, but one has more than the allowed error
@@ -20,7 +20,7 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,11 +30,12 @@ from interdomain import InterdomainAttention, scan
 from interdomain.model import Execution
 from interdomain.tools._bench import results as _bench
 from interdomain.tools._bench.cases import LAYERS, STEPS, Case, convert, groups, make_inputs
+from interdomain.tools._bench.pages import FAIL, UNFINISHED, VERDICTS
 from interdomain.tools._cli import argument_parser, user_errors
 
 CPU = torch.device("cpu")
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
-BEYOND, FAIL = "beyond the bound", "FAIL"
+BEYOND = "beyond the bound"
 STATUS = {0: "passed", 1: "failed", 3: "beyond bounds"}  # by exit status
 LOOP_LIMIT = 512  # tokens: beyond, the float64 chunkwise form judges, which agrees with the loop to 1e-10 by the tests
 # (arguments, cotangents of the results, function(exact, arguments) -> results by name). exact: by the form that judges.
@@ -187,9 +188,34 @@ PROBLEMS = {
 }
 
 
+class Verdicts:
+    """One verdict for each set of sizes, as a row that changes with every case that ran."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self.rows: dict[str, dict] = {}
+        for case in cases:
+            row = self.rows.setdefault(case.sizes, {"sizes": case.sizes, "cases": 0, "ran": 0, "verdict": UNFINISHED})
+            row["cases"] += 1
+
+    def add(self, case: Case, result: str) -> None:
+        row = self.rows[case.sizes]
+        row["ran"] += 1
+        row["worst result"] = max(row.get("worst result", "PASS"), result, key=severity)
+        if row["worst result"].startswith(FAIL):
+            row["verdict"] = FAIL
+        elif row["ran"] == row["cases"]:
+            row["verdict"] = row["worst result"]
+
+
+def severity(result: str) -> int:
+    if result == "PASS":
+        return 0
+    return 1 if result == BEYOND else 2
+
+
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    _bench.add_arguments(p)
+    _bench.add_arguments(p, "check")
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"{', '.join(groups(True))} (default: all)")
     return p.parse_args(argv)
 
@@ -200,22 +226,29 @@ def main(argv=None) -> int:
     device = _bench.choose_device(args.device)
     available = groups(device.type == "cuda")
     names = _bench.choose("--groups", args.groups, available)
-    report, results = _bench.Report("check", args.output, device, {"groups": names}), []
+    report = _bench.Report(args.name, args.output, device, {"groups": names})
+    results = []
+    verdicts = Verdicts(case for name in names for case in available[name])
+    report.table(VERDICTS, ["sizes", "cases", "ran", "verdict"])
+    report.rows(VERDICTS).extend(verdicts.rows.values())
     report.table("cases", ["case", "worst", "in", "bound", "bit-equal", "result"])
 
     def add(case: Case, row: dict | str) -> None:
         row = {"case": str(case), "result": f"{FAIL}: {row}"} if isinstance(row, str) else row
         results.append(row["result"])
+        verdicts.add(case, row["result"])
         report.add("cases", row)
 
-    workers = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # they mostly compile
+    # Cases that compile take a core, those that run only the GPU: some cores are left for the launches.
+    workers = max(1, len(os.sched_getaffinity(0)) * 3 // 4)
     _bench.work(device, [available[name] for name in names], run_case, add, workers)
     code = 1 if set(results) - {"PASS", BEYOND} else 3 if BEYOND in results else 0
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
     elif code == 1:
         report.note("A compiler may be at fault, above all on Hopper: docs/benchmarks.md says what to try.")
-    report.finish(STATUS[code], f"{results.count('PASS')} of {len(results)} cases passed")
+    passed = f"{results.count('PASS')} of {len(results)} cases passed"
+    report.finish(STATUS[code], f"{passed}, {_bench.compilations_of(report.rows('cases'))}")
     return code
 
 

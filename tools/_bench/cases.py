@@ -62,6 +62,12 @@ class Case:
     slow: bool = False  # W and tokens of one sign, theta a hundredth: lags add up in dlog_decay, and roundings do not
 
     @property
+    def sizes(self) -> str:
+        """What kernels are compiled for, and judged by. (T, B and the heads are numbers that a kernel is called with.)"""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"d={self.shape.d} M={self.shape.M} {dtype}"
+
+    @property
     def linear(self) -> bool:
         return self.kind.startswith("linear")
 
@@ -95,7 +101,17 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
     q, lin = _case, partial(_case, kind="linear scan")
     step, lin_step = (partial(_case, "", kind, T=STEPS) for kind in ("step", "linear step"))
     layer, layer_step = (partial(_case, "triton", kind, T=130) for kind in ("layer", "layer step"))
-    every = {
+
+    def layer_cases(mode: str) -> list[Case]:
+        wide = layer(mode=mode, dtype=FP32, d=96, T=65, H=2)
+        return [layer(mode=mode, repeat=True), wide, layer_step(mode=mode, T=STEPS)]
+
+    every = {f"layer-{mode}": layer_cases(mode) for mode in LAYERS}
+    every["layer-interdomain"] += [
+        layer(mode="interdomain", documents=True),
+        layer_step(mode="interdomain", dtype=FP32, T=STEPS, d=96, B=19, H=5),
+    ]
+    every |= {
         "documents": [
             *(q(documents=True, repeat=True, T=130), q(documents=True, dtype=FP32, H=2, G=2, T=70)),
             *(lin(documents=True, T=130), q(documents=True, M=128, T=70)),
@@ -128,13 +144,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
             *(q("chunkwise-torch", repeat=True), q("chunkwise-torch", dtype=FP32, G=2, d=96, T=130)),
             *(lin("chunkwise-torch", T=130), lin("chunkwise-torch", dtype=FP32, T=65)),
             *(q("reference", dtype=FP32, T=63), lin("reference", dtype=FP32, T=63)),
-        ],
-        "layer": [
-            *(layer(mode=mode, repeat=True) for mode in LAYERS),
-            *(layer(mode=mode, dtype=FP32, d=96, T=65, H=2) for mode in LAYERS),
-            layer(mode="interdomain", documents=True),
-            *(layer_step(mode=mode, T=STEPS) for mode in LAYERS),
-            layer_step(mode="interdomain", dtype=FP32, T=STEPS, d=96, B=19, H=5),
         ],
         "step": [
             *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2, B=40), step(d=96, wider=1)),

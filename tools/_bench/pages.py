@@ -1,4 +1,8 @@
-"""Results as Markdown. `python -m interdomain.tools._bench.pages FOLDER` prints those of every tool, for benchmarks/gpu.sh."""
+"""Results as Markdown. `python -m interdomain.tools._bench.pages FOLDER` prints those of every tool, for benchmarks/gpu.sh.
+
+The kernel check judges each set of sizes by itself (head width, M and dtype): a failure at M = 16 says nothing about
+M = 64, whose kernels are compiled apart.
+"""
 
 import json
 import sys
@@ -7,9 +11,31 @@ from typing import Any
 
 from interdomain.markdown import markdown_rows
 
-PARTS = ("check", "kernels", "training", "inference")
-CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
-NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
+CHECK = "check.json"
+VERDICTS = "verdicts"  # the table in it
+CHECK_FAILED = "THE CORRECTNESS CHECK FAILED ON THIS MACHINE: do not use figures of these sizes"
+FAIL = "FAIL"
+UNFINISHED = "unfinished, no failure so far"
+
+
+def read_verdicts(check: Path) -> dict[str, str]:
+    """The verdict of the check at each set of sizes; empty if no check was run."""
+    if not check.exists():
+        return {}
+    table = json.loads(check.read_text())["tables"][VERDICTS]
+    return {row["sizes"]: row["verdict"] for row in table["rows"]}
+
+
+def warnings(verdicts: dict[str, str]) -> list[str]:
+    """What to know before figures of this machine are used."""
+    sentences = []
+    failed = [sizes for sizes, verdict in verdicts.items() if verdict == FAIL]
+    unfinished = [sizes for sizes, verdict in verdicts.items() if verdict == UNFINISHED]
+    if failed:
+        sentences.append(f"{CHECK_FAILED}: {'; '.join(failed)}.")
+    if unfinished:
+        sentences.append(f"The correctness check was cut, and found no failure so far, at: {'; '.join(unfinished)}.")
+    return sentences
 
 
 def show(value: Any) -> str:
@@ -37,9 +63,11 @@ def page(contents: dict[str, Any]) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    contents = [json.loads(path.read_text()) for part in PARTS if (path := folder / f"{part}.json").exists()]
-    failed = any(part["part"] == "check" and part["status"] not in NO_FAILURE for part in contents)
-    print(*([f"\n**{CHECK_FAILED}**"] if failed else ()), *(line for part in contents for line in page(part)), sep="\n")
+    for warning in warnings(read_verdicts(folder / CHECK)):
+        print(f"\n**{warning}**")
+    tools = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    for contents in sorted(tools, key=lambda contents: contents["started"]):
+        print(*page(contents), sep="\n")
 
 
 if __name__ == "__main__":

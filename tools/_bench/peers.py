@@ -1,7 +1,7 @@
 """Others' kernels as `bench_kernels` times them beside ours, where their packages are installed; called by their public names.
 
 Each is given the q, k, v [B, T, H, d] that ours is given. What else it needs (gates, steps) is drawn at the values that its
-method starts from, and gets gradients too. None of them has been run yet.
+method starts from, and gets gradients too. None of them has been run on a GPU yet.
 """
 
 import importlib
@@ -21,6 +21,39 @@ PEERS = {  # name: (package, module, function); those with the most kernels to t
     "mamba2": ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
     "fla-gla": ("fla", "fla.ops.gla", "chunk_gla"),
 }
+
+
+# flash-linear-attention refuses its gated backward on Hopper with Triton 3.4 to 3.7.0, whose results it found to be wrong.
+FLA_GUARD = "fla.ops.common.chunk_o", "TRITON_ABOVE_3_7_1"
+WRONG_RESULTS = "time only: with this version of Triton its gradients are wrong on Hopper"
+UNTUNED = "one configuration per kernel, not tuned"
+
+
+def time_refused_kernels(name: str, device: torch.device) -> str | None:
+    """Let flash-linear-attention run kernels that it refuses on this GPU.
+
+    Returns:
+        The remark that their times need; None if it refuses none.
+    """
+    if name not in ("fla-gated-delta", "fla-simple-gla") or device.type != "cuda":
+        return None
+    module = importlib.import_module(FLA_GUARD[0])
+    refused = module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
+    if not refused:
+        return None
+    setattr(module, FLA_GUARD[1], True)
+    return WRONG_RESULTS
+
+
+def leave_untuned(package: str) -> None:
+    """Leave one configuration to every kernel of a package that tunes itself: tuning 105 to 270 of them takes minutes."""
+    from triton.runtime.autotuner import Autotuner
+
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == package:
+            for value in vars(module).values():
+                if isinstance(value, Autotuner):
+                    del value.configs[1:]
 
 
 def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:

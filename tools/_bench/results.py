@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -13,7 +14,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,23 @@ from interdomain.folders import write_whole
 from interdomain.markdown import markdown_rows
 from interdomain.scan.triton_support import cannot_launch
 from interdomain.tools import _cli
-from interdomain.tools._bench.pages import CHECK_FAILED, NO_FAILURE, show
+from interdomain.tools._bench import compilations
+from interdomain.tools._bench.pages import CHECK, read_verdicts, show, warnings
 from interdomain.tools._bench.timing import release
 from interdomain.tools.launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 RESULTS = Path("benchmarks/results/today")
 CASE_SECONDS = 60.0  # that a case may take on a GPU, compilation included
+COUNTS = compilations.Compilations()  # of a process in which cases run
 HANG_SECONDS = 25.0  # that it may run after its last compilation: then it hangs
 
 
-def add_arguments(parser: argparse.ArgumentParser, device: str = _cli.DEVICE) -> None:
-    """--output and --device, the same in every part."""
+def add_arguments(parser: argparse.ArgumentParser, name: str, device: str = _cli.DEVICE) -> None:
+    """Add --output, --name and --device, which every tool has. name: the default of --name."""
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
+    text = f"the results are DIR/NAME.json (default: {name}), so that one folder can hold several runs of a tool"
+    parser.add_argument("--name", default=name, help=text)
     _cli.add_device(parser, device)
 
 
@@ -96,12 +101,14 @@ class Report:
         if self.json.exists():
             raise FileExistsError(f"{self.json} exists, and results are never overwritten. Give another --output.")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.started, self.printed, check = time.monotonic(), None, self.folder / "check.json"
+        self.started = time.monotonic()
+        self.printed = None
+        verdicts = read_verdicts(self.folder / CHECK)
         self.contents = {
             "part": part,
             "status": "unfinished",
             "label": label or measured,
-            "check": json.loads(check.read_text())["status"] if check.exists() else "not run",
+            "check": verdicts or "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
             "environment": record,
@@ -111,8 +118,8 @@ class Report:
         }
         self.write()
         print(f"== {part}: {self.contents['label']} ==", *(f"{k:>24}  {v}" for k, v in record.items()), sep="\n")
-        if self.contents["check"] not in NO_FAILURE:
-            self.note(CHECK_FAILED)
+        for warning in warnings(verdicts):
+            self.note(warning)
 
     def note(self, text: str) -> None:
         """A sentence below the tables."""
@@ -145,6 +152,13 @@ class Report:
     def write(self) -> None:
         self.contents["seconds"] = round(time.monotonic() - self.started, 1)
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
+
+
+def compilations_of(rows: Iterable[dict]) -> str:
+    """How many kernels the cases of these rows compiled, and read from the cache on the disk."""
+    compiled = sum(row.get("compiled", 0) for row in rows)
+    read = sum(row.get("read", 0) for row in rows)
+    return str(compilations.Compilations(compiled, read))
 
 
 def reason(e: BaseException) -> str:
@@ -211,7 +225,9 @@ def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, 
 
 
 def _report_compilations(running_since: Any) -> None:
-    """Keep `running_since` up to date, by Triton's hooks around each compilation."""
+    """Keep `running_since` up to date, by Triton's hooks around each compilation, and count the compilations."""
+    global COUNTS
+    COUNTS = compilations.count()
 
     def set_to(seconds: Callable[[], float]) -> Callable:
         def hook(**_) -> None:
@@ -247,7 +263,9 @@ def _on_device(device: torch.device, function: Callable[[Any, torch.device], dic
     """Raises: RuntimeError if the GPU does not survive the case: a new process takes the rest."""
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
+    before = dataclasses.replace(COUNTS)
     row = function(case, device)
+    row |= {"compiled": COUNTS.compiled - before.compiled, "read": COUNTS.read - before.read}
     require_healthy(device, str(case))
     release(device)
     return row

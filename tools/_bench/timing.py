@@ -32,6 +32,11 @@ DATASHEET = {
     "RTX 6000 Ada": (0.96e12, 364e12),
 }
 
+# The goal for the scan on a card: its forward and backward time at TARGET_SHAPE over that of the fastest attention. An H100
+# needs 0.30 of FlashAttention-3's time to move the bytes alone (docs/tuning.md), so its goal is higher.
+TARGET_SHAPE = "8x4096x32x64"
+TARGETS = {"NVIDIA H100 80GB HBM3": 0.40, "NVIDIA H200": 0.30}
+
 
 class Times(NamedTuple):
     """ms of one call: the median, the 10th and 90th percentile, and how many were taken."""
