@@ -215,7 +215,7 @@ def test_the_command_line_wins_over_the_file(tmp_path, caplog):
     assert kept == [25, 50, 64, 75, 80]
     assert "milestones  5 checkpoint(s) of 0.0" in said
     assert "GB in all; the first after step 25" in said
-    assert milestones("--checkpoint.keep_every", "40", "--checkpoint.keep_steps", "7")[0] == [7, 40, 80]
+    assert milestones("--checkpoint.keep_every", "15", "--checkpoint.keep_steps", "7")[0] == [7, 15, 30, 45, 60, 75, 80]
     assert milestones("--checkpoint.keep_every_tokens", "1", "--training.steps", "30")[0] == [*range(1, 31)]
     assert milestones("--checkpoint.keep_every_tokens", "0")[0] == [64, 80]
     assert "shortened" not in caplog.text
