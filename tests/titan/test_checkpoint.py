@@ -13,9 +13,10 @@ from concurrent.futures import Future
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from interdomain.files.checkpoint_index import altered_entry, read_index
-from interdomain.files.distributed_checkpoint import finished_steps, milestones
+from interdomain.files.distributed_checkpoint import finished_steps, half_copies, milestones
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import FolderLock
 
@@ -152,6 +153,66 @@ def test_no_code_in_a_checkpoint_runs(new, folder, tmp_path):
     assert not (tmp_path / "planted").exists()
 
 
+# Half a copy
+
+
+def copy_visible(source, target):
+    """What `cp source/* target/` copies: no hidden file."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*"))
+
+
+def bytes_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kept", ["shards", "record"])
+def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys, kept):
+    """Also a start from an initial checkpoint. Beside a complete one it is passed over, and nothing of it is lost."""
+    moved = tmp_path / "moved" / "checkpoint"
+    for step in (2, 3):
+        copy_visible(folder / f"step-{step}", moved / f"step-{step}")
+        (moved / f"step-{step}" / "KEEP").touch()
+        for path in moved.glob(f"step-{step}/" + ("*.json" if kept == "shards" else "*.distcp")):
+            path.unlink()
+    before = bytes_in(moved)
+
+    def start(**settings):
+        run = new(**settings)
+        run.manager.folder = str(moved)
+        return run
+
+    for settings in ({}, {"initial_load_path": str(folder / "step-1")}):
+        error = refusal(capsys, start(**settings).load)
+        assert all(words in error for words in (str(moved), "step-2, step-3", ".metadata", "move step-2, step-3 away"))
+    assert bytes_in(moved) == before
+    (moved / "step-4").symlink_to(tmp_path / "not mounted")
+    assert "step-2, step-3, step-4 without .metadata" in refusal(capsys, start().load)
+
+    shutil.copytree(folder / "step-1", moved / "step-1")
+    run = start(keep_latest_k=2)
+    assert run.manager.load()
+    run.save(2, 3, 4, 5)
+    assert {*finished_steps(moved)} == {2, 3, 4, 5}  # each aside's new name has its KEEP: milestones
+    now = bytes_in(moved)
+    assert all(now[name.replace("/", ".superseded/", 1)] == data for name, data in before.items())
+
+
+def test_what_an_interrupted_save_left_stops_nothing(new, tmp_path, monkeypatch):
+    """Not even of a run's first save; and its place is used again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "finish", lambda *_: 1 / 0)
+        with pytest.raises(CheckpointException):
+            new().save(4)
+    folder = tmp_path / "run" / "checkpoint"
+    assert [path.name for path in (folder / "step-4").glob("*.distcp")] == ["__0_0.distcp"]
+    assert half_copies(folder) == []
+    run = new()
+    assert run.manager.load() is False
+    run.save(4)
+    assert names(folder) == ["step-4"]
+    assert new().load() == 4
+
+
 # Going back
 
 
@@ -202,6 +263,45 @@ def test_retention_counts_finished_checkpoints(new, folder, monkeypatch):
     run.save(4)
     assert sorted(map(os.path.basename, removed)) == ["step-0", "step-1", "step-2"]
     assert set(finished_steps(folder)) == {3, 4}  # the index goes first
+
+
+def test_retention_removes_only_what_the_run_wrote(new, folder, tmp_path):
+    """No link, no folder that another run or a person put there. What interrupted saves and removals left goes."""
+    archive = tmp_path / "archive"
+    shutil.copytree(folder / "step-2", archive)
+    (folder / "step-0").symlink_to(archive)
+    copy_visible(folder / "step-2", folder / "step-4")
+    shutil.copytree(folder / "step-2", folder / "step-5")
+    of_another_run = json.dumps(record(folder, 2) | {"folder": "/another/run"})
+    (folder / "step-5" / "interdomain.json").write_text(of_another_run)
+    (folder / "step-6").mkdir()
+    (folder / "step-6" / "notes.txt").write_text("not a checkpoint")
+    copy_visible(folder / "step-2", folder / "step-7")
+    (folder / "step-7" / ".incomplete").touch()
+    shutil.copytree(folder / "step-7", folder / "step-8")
+    (folder / "step-8" / "interdomain.json").write_text(of_another_run)
+    others = ("step-0", "step-4", "step-5", "step-6", "step-8")
+    before = {name: bytes_in(folder / name) for name in others}
+    new(keep_latest_k=2).save(9, 10, 11)
+    assert names(folder) == sorted([*others, "step-10", "step-11"])
+    assert {name: bytes_in(folder / name) for name in others} == before
+    assert (folder / "step-0").is_symlink()
+
+
+def test_a_linked_checkpoint_is_read_and_never_written(new, folder, tmp_path):
+    archive = tmp_path / "archive" / "step-3"
+    archive.parent.mkdir()
+    (folder / "step-3").rename(archive)
+    (folder / "step-3").symlink_to(archive)
+    before = bytes_in(archive)
+    run = new()
+    assert run.load() == 3
+    assert not run.manager.lacks_validation(3)
+    run.manager.note_validation(3, 1.0, 2.7, None, None)
+    new().save(3)
+    assert bytes_in(archive) == before
+    assert not (folder / "step-3").is_symlink()
+    assert (folder / "step-3.superseded").resolve() == archive
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

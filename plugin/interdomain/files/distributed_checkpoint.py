@@ -34,6 +34,9 @@ VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, 
 KEEP = "KEEP"  # an empty file: the checkpoint is a milestone, which is never removed
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
+# An empty or old file in a step folder that a run is saving or removing. A folder that has neither this file nor the index was
+# put there by somebody else, such as half a copy: no run removes it or writes into it.
+INCOMPLETE = ".incomplete"
 SIDECAR_VERSION = 1
 SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
 
@@ -150,10 +153,39 @@ def step_of(folder: Path | str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def step_folders(folder: Path) -> list[Path]:
+    """All entries of a folder with the name of a checkpoint, whole or not, sorted by step."""
+    if not folder.is_dir():
+        return []
+    steps = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(steps)]
+
+
 def finished_steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder whose saves came to the end, by step: the index is written last."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return {step: path for path in entries if (step := step_of(path)) is not None and (path / METADATA).is_file()}
+    steps = {step_of(path): path for path in step_folders(folder) if (path / METADATA).is_file()}
+    return {step: path for step, path in steps.items() if step is not None}
+
+
+def is_unfinished(folder: Path) -> bool:
+    """True for what a run left of a checkpoint, because its save or its removal was interrupted; also if nothing is in it."""
+    if folder.is_symlink() or not folder.is_dir() or (folder / METADATA).is_file():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return INCOMPLETE in names or names <= {KEEP}
+
+
+def half_copies(folder: Path) -> list[Path]:
+    """The step folders in a folder that hold shards or a record, but no index, and that no run is known to have left so. A
+    link that leads nowhere counts, too."""
+    found = []
+    for path in step_folders(folder):
+        if (path / METADATA).is_file() or is_unfinished(path):
+            continue
+        leads_nowhere = path.is_symlink() and not path.exists()
+        if leads_nowhere or (path / SIDECAR).exists() or any(path.glob("*.distcp")):
+            found.append(path)
+    return found
 
 
 def milestones(folder: Path) -> dict[int, Path]:

@@ -15,7 +15,7 @@ from interdomain.folders import new_folder, write_whole
 from interdomain.storage import RemoteFolder
 
 from .checkpoint_index import check_lengths, read_index
-from .distributed_checkpoint import METADATA, read_sidecar, step_of
+from .distributed_checkpoint import METADATA, is_unfinished, read_sidecar, step_of
 
 LATEST = "latest"
 COPIED = "copied.json"  # in a folder here: the names of its files that are in the store, and at which address
@@ -54,8 +54,8 @@ def fetch_step(remote: RemoteFolder, parent: Path) -> Path:
     folder = parent / remote.address.rpartition("/")[2]
     if (folder / METADATA).is_file() and METADATA in copied_names(folder, remote.address):  # by an earlier start
         return folder
-    if folder.is_dir() and not (folder / METADATA).exists():
-        shutil.rmtree(folder)  # remains of a save
+    if is_unfinished(folder):
+        shutil.rmtree(folder)
     with new_folder(folder) as partial:
         remote.get(partial)
         try:

@@ -6,8 +6,13 @@ step-N/validation.json    loss and perplexity, where the run validated after thi
 step-N/KEEP               marks a milestone, which is never removed; a user may make this file, too
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
+step-N/.incomplete        only while a run saves or removes the checkpoint
 step-N.damaged            could not be read back; no run loads, counts or removes it
-step-N.superseded         came after a step that the run went back to (checkpoint.load_step); likewise
+step-N.superseded         came after a step that the run went back to (checkpoint.load_step), or lay where the run saved this
+                          step; likewise
+
+A run removes and overwrites only what it wrote itself: no link, no checkpoint of another run, no folder that lacks its index
+and is not marked as `.incomplete`.
 """
 
 import contextlib
@@ -19,6 +24,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -31,13 +37,17 @@ from interdomain.data import Tokenizer
 from interdomain.files.checkpoint_index import altered_entry, load_part
 from interdomain.files.distributed_checkpoint import (
     DOCUMENTS,
+    INCOMPLETE,
     KEEP,
     METADATA,
+    SIDECAR,
     SIDECAR_FACTS,
     SIDECAR_VERSION,
     VALIDATION,
     finished_steps,
+    is_unfinished,
     milestones,
+    step_folders,
     step_of,
     write_record,
 )
@@ -55,6 +65,7 @@ from .resume_from import (
     on_rank_0,
     on_rank_0_at_length,
     require_same_run,
+    set_aside,
     set_damaged_aside,
     set_later_aside,
     warn_of_changes,
@@ -84,6 +95,7 @@ def describe_run(plan, job_config, data: list[dict], tokenizer) -> dict:
         "condition": plan.cell.condition,
         "run": run,
         "configuration": job_config.to_dict(),
+        "folder": str(Path(job_config.job.dump_folder).resolve()),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
     }
@@ -118,6 +130,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
     ) -> None:
         self.record, self.tensors, self.tokenizer, self.lock = record, tensors, tokenizer, lock
         self.milestones = milestones
+        # The run's folder, and those that it had before: records of older versions name none.
+        self.run_folders = {record.get("folder"), None}
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
         if self.enable and checkpoint_config.copy_to and dist.get_rank() == 0:
             self.copies = Copies(Path(self.folder), checkpoint_config.copy_to, lock)
@@ -134,7 +148,16 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self.saving = str(checkpoint_id)
         with self._explain_full_disk():
             on_rank_0(lambda: self._write_record(Path(checkpoint_id)))
-            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+            saved = super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        if isinstance(saved, Future):
+            saved.add_done_callback(lambda _: self._unmark_if_complete(Path(checkpoint_id)))
+        else:
+            self._unmark_if_complete(Path(checkpoint_id))
+        return saved
+
+    def _unmark_if_complete(self, folder: Path) -> None:
+        if dist.get_rank() == 0 and (folder / METADATA).is_file():
+            (folder / INCOMPLETE).unlink(missing_ok=True)
 
     def _refuse_not_finite(self, checkpoint_id: str) -> None:
         """End the run before weights that are not finite would become its latest checkpoint. Collective."""
@@ -163,7 +186,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         except (CheckpointException, OSError) as e:
             if (full := _disk_full(e)) is None:
                 raise
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and self._wrote(Path(self.saving)):
                 shutil.rmtree(self.saving, ignore_errors=True)
             last = max(finished_steps(Path(self.folder)), default="none")
             stop(
@@ -185,9 +208,14 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.lock.require()
         step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
         keep = step in self.milestones or (folder / KEEP).exists()
-        if folder.exists():  # from an older save of this step; without its index it is no checkpoint
-            (folder / METADATA).unlink(missing_ok=True)
+        if self._wrote(folder):
+            _mark_incomplete(folder)
             shutil.rmtree(folder)
+        elif os.path.lexists(folder):
+            logger.warning("renamed to %s, to save this step: %s", set_aside(folder, "superseded").name, folder)
+        # First of all, so that a save which is interrupted at any later moment is known as one.
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INCOMPLETE).touch()
         stage, tokens = data_stage(self.record["run"], step)
         record = {**self.record, "step": step, "tokens": tokens, "run": self.record["run"] | stage}
         record |= optimizers.guard.state_dict() | {"branched_from": self.branched_from}
@@ -205,7 +233,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
         documents: sums of losses and of labels, by document, where the split has few.
         """
-        if self.enable and dist.get_rank() == 0 and self._folder_of(step).is_dir():
+        if self.enable and dist.get_rank() == 0 and self._is_saved_here(step):
             result = {"step": step, "loss": loss, "perplexity": perplexity}
             result |= {} if accuracy is None else {"accuracy": accuracy}
             if documents is not None:
@@ -217,8 +245,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
     @user_errors
     def lacks_validation(self, step: int) -> bool:
         """True if this step was saved and not validated. Collective; the same on all ranks."""
-        folder = self._folder_of(step) if self.enable else None
-        return on_rank_0(lambda: folder is not None and folder.is_dir() and not (folder / VALIDATION).exists())
+        result = self._folder_of(step) / VALIDATION
+        return on_rank_0(lambda: self.enable and self._is_saved_here(step) and not result.exists())
+
+    def _is_saved_here(self, step: int) -> bool:
+        """True if the step has a folder, which is not a link to a checkpoint elsewhere."""
+        folder = self._folder_of(step)
+        return folder.is_dir() and not folder.is_symlink()
 
     def _folder_of(self, step: int) -> Path:
         return Path(self._create_checkpoint_id(step))
@@ -236,10 +269,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the milestones and the latest `keep_latest_k` finished checkpoints, the one being saved included. Remains of
-        older saves go too.
-
-        The index is removed first: a folder of which a part is gone is not a checkpoint any more.
+        """Keep the milestones and the latest `keep_latest_k` finished checkpoints, the one being saved included. Unfinished
+        saves of earlier steps go too, and nothing that this run did not write.
         """
         current = step_of(self.saving)
         if self.keep_latest_k <= 0 or dist.get_rank() != 0 or current is None:
@@ -247,13 +278,27 @@ class SelfDescribingCheckpoints(CheckpointManager):
         folder = Path(self.folder)
         finished = sorted(step for step in {*finished_steps(folder), current} if step <= current)
         kept = {*finished[-self.keep_latest_k :], *milestones(folder)}
-        for path in folder.iterdir():
+        for path in step_folders(folder):
             step = step_of(path)
-            if step is not None and step <= current and step not in kept:
-                if self.copies and not self.copies.release(path):
-                    continue  # it is being sent: the next save removes it
-                (path / METADATA).unlink(missing_ok=True)
-                self.purge_queue.put(str(path))
+            if step is None or step > current or step in kept or not self._wrote(path):
+                continue
+            if self.copies and not self.copies.release(path):
+                continue  # it is being sent: the next save removes it
+            _mark_incomplete(path)
+            self.purge_queue.put(str(path))
+
+    def _wrote(self, folder: Path) -> bool:
+        """True if this run, or the one that it continues, wrote a step folder."""
+        unfinished = is_unfinished(folder)
+        if folder.is_symlink() or not (unfinished or (folder / METADATA).is_file()):
+            return False
+        try:
+            record = json.loads((folder / SIDECAR).read_text())
+        except FileNotFoundError:  # not written yet, or removed already
+            return unfinished
+        except (OSError, ValueError):
+            return False
+        return isinstance(record, dict) and record.get("folder") in self.run_folders
 
     def close(self) -> None:
         super().close()
@@ -303,6 +348,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         initial = point.source == "initial"
         if not initial:
             self.exclude_from_loading = []
+            self.run_folders.add(point.record.get("folder"))
         states = self._states_to_load(initial and self.initial_load_model_only)
         continues = TRAIN_STATE in states
         require_same_run(point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states)
@@ -321,6 +367,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self.record["run"] |= {"started_from": origin} if origin else {}
         gc.collect()  # the trainer has turned off Python's own collections
         return None
+
+
+def _mark_incomplete(folder: Path) -> None:
+    """Before a checkpoint is removed: a folder of which a part is gone is not a checkpoint any more."""
+    with contextlib.suppress(FileNotFoundError):  # it is unfinished
+        (folder / METADATA).rename(folder / INCOMPLETE)
 
 
 def _disk_full(error: BaseException) -> str | None:

@@ -11,7 +11,7 @@ import os
 import threading
 from pathlib import Path
 
-from interdomain.files.distributed_checkpoint import METADATA, finished_steps
+from interdomain.files.distributed_checkpoint import INCOMPLETE, METADATA, finished_steps
 from interdomain.files.remote_checkpoint import COPIED, LATEST, copied_names, fetch_step, note_copied, remote_steps
 from interdomain.storage import AT_ONCE, RemoteFolder
 
@@ -89,7 +89,8 @@ class Copies:
         with self.removal:
             if folder == self.sending:
                 return False
-            (folder / METADATA).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                (folder / METADATA).rename(folder / INCOMPLETE)
             return True
 
     def _run(self) -> None:

@@ -5,6 +5,7 @@ that it saves from then on. So a restart of the same command continues from what
 one that leaves other data out (`data.leave_out`) does.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -14,7 +15,15 @@ import torch
 import torch.distributed as dist
 
 from interdomain.files.checkpoint_index import Index, check_lengths, read_index
-from interdomain.files.distributed_checkpoint import finished_steps, latest_checkpoint, read_sidecar
+from interdomain.files.distributed_checkpoint import (
+    METADATA,
+    finished_steps,
+    half_copies,
+    latest_checkpoint,
+    read_sidecar,
+    step_folders,
+    step_of,
+)
 from interdomain.files.remote_checkpoint import fetch_checkpoint, remote_steps
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
@@ -109,6 +118,7 @@ def find_resume_point(
         fetch: fetches a step (-1: the latest) from checkpoint.copy_to, where the folder has none.
     Raises: ValueError for a checkpoint that cannot be loaded; OSError.
     """
+    refuse_other_run(folder, run)
     if not finished_steps(folder):
         fetch(-1)
     latest = _latest(folder, above=step)
@@ -125,6 +135,10 @@ def find_resume_point(
     if latest is None and initial:
         start = fetch_checkpoint(initial, folder / "initial") if is_address(initial) else latest_checkpoint(initial)
         return ResumePoint(start, *_read_checked(start), "initial")
+    if latest:
+        for path in half_copies(folder):
+            if (step_of(path) or 0) > (step_of(latest.folder) or 0):
+                logger.warning("%s is passed over: it has no %s, the index", path, METADATA)
     if latest and step != -1:
         logger.warning(
             "the run went back to step %d before: continuing from %s, which it saved since. To go back once more, move the "
@@ -132,6 +146,30 @@ def find_resume_point(
             *(step, latest.folder, step),
         )
     return latest
+
+
+def refuse_other_run(folder: Path, run: dict) -> None:
+    """Raises: ValueError if another run saves its checkpoints in this folder. Only asked outside of the run's own folder:
+    checkpoints that lie within it were put there for this run, also where its folder was renamed.
+
+    Args:
+        run: this run's record.
+    """
+    own = run.get("folder")
+    if own is None or folder.resolve().is_relative_to(own):
+        return
+    for path in step_folders(folder):
+        try:
+            other = read_sidecar(path)[1].get("folder")
+        except (OSError, ValueError):  # no record, or a damaged one: the other checkpoints say whose they are
+            continue
+        # A link at the old place of a renamed folder leads to the new one.
+        if other is not None and str(Path(other).resolve()) != own:
+            raise ValueError(
+                f"{path} is a checkpoint of another run, whose folder is {other} (this run's is {own}). Give each run a "
+                f"checkpoint.folder of its own, or continue that run with --job.dump_folder {other}. If that is the old name "
+                f"of this run's folder, make a link there: ln -s {own} {other}"
+            )
 
 
 def left_out(record: dict) -> list[int]:
@@ -149,11 +187,18 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
             except ValueError as e:
                 _refuse_newer(path)
                 set_damaged_aside(path, str(e))
-    damaged = sorted(path.name for path in folder.glob("step-*.damaged*"))
+    damaged = sorted(path.name for why in ("damaged", "superseded") for path in folder.glob(f"step-*.{why}*"))
     if damaged and above == -1:  # starting over is not for a program to decide
         raise ValueError(
             f"no complete checkpoint is left in {folder}, only {', '.join(damaged)}. Restore one of them, or move them away "
             "to start from the beginning."
+        )
+    if above == -1 and (copies := half_copies(folder)):
+        names = ", ".join(path.name for path in copies)
+        raise ValueError(
+            f"{folder} holds {names} without {METADATA}, the index of a checkpoint (`cp step-N/*` leaves this hidden file "
+            "behind), and no complete checkpoint. Copy the index from where the rest came from, or the whole folder. To start "
+            f"from the beginning, move {names} away."
         )
     return None
 
@@ -178,10 +223,10 @@ def _read_checked(folder: Path) -> tuple[Index, dict]:
     return index, read_sidecar(folder)[1]
 
 
-def _set_aside(folder: Path, why: str) -> Path:
+def set_aside(folder: Path, why: str) -> Path:
     """Rename a checkpoint to `step-N.WHY`: no run loads, counts or removes it, and no later save of its step overwrites it."""
     aside, n = folder.with_name(f"{folder.name}.{why}"), 1
-    while aside.exists():
+    while os.path.lexists(aside):
         n += 1
         aside = folder.with_name(f"{folder.name}.{why}-{n}")
     return folder.rename(aside)
@@ -189,14 +234,14 @@ def _set_aside(folder: Path, why: str) -> Path:
 
 def set_damaged_aside(folder: Path, reason: str) -> None:
     """Rename a damaged checkpoint. On rank 0."""
-    logger.warning("SKIPPED, and renamed to %s: %s", _set_aside(folder, "damaged").name, reason)
+    logger.warning("SKIPPED, and renamed to %s: %s", set_aside(folder, "damaged").name, reason)
 
 
 def set_later_aside(folder: Path, step: int) -> None:
     """Rename the checkpoints after the step that a run has gone back to. On rank 0."""
     for later, path in sorted(finished_steps(folder).items()):
         if later > step:
-            logger.warning("went back to step %d: renamed %s to %s", step, path, _set_aside(path, "superseded").name)
+            logger.warning("went back to step %d: renamed %s to %s", step, path, set_aside(path, "superseded").name)
 
 
 @user_errors
