@@ -4,15 +4,16 @@ import json
 import logging
 from pathlib import Path
 
+from interdomain.files.run_folder import events_of
+
 EVENTS = "events.out.tfevents.*"
-FOLDER = "tb"  # of a run's dump folder (metrics.save_tb_folder)
 
 Curves = dict[str, dict[int, float]]  # {tag: {step: value}}
 
 
 def events_folder(run: Path) -> Path:
-    """The folder with a run's events: `run` itself or its `tb`. Raises: FileNotFoundError."""
-    for folder in (run, run / FOLDER):
+    """The folder with a run's events: `run` itself or the one in which the run wrote them. Raises: FileNotFoundError."""
+    for folder in (run, events_of(run)):
         if any(folder.glob(EVENTS)):
             return folder
     raise FileNotFoundError(

@@ -29,12 +29,13 @@ from pathlib import Path
 
 import torch
 
+from interdomain.files.run_folder import events_of
 from interdomain.model import CONDITIONS
 from interdomain.tools import launch
 from interdomain.tools._bench import results
 from interdomain.tools._bench.timing import ratio
 from interdomain.tools._cli import argument_parser, user_errors
-from interdomain.tools._curves import EVENTS, FOLDER, Curves, read_curves
+from interdomain.tools._curves import EVENTS, Curves, read_curves
 from interdomain.tools._start import torchrun
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
@@ -100,7 +101,7 @@ def run_case(run: argparse.Namespace, data: Path, output: Path) -> dict:
             problem = f"exit status {done.returncode}" if done.returncode else None
         except subprocess.TimeoutExpired:  # torchrun was killed, and its ranks die with it
             problem = f"cut after {run.case_limit:.0f} s"
-    events = output / FOLDER
+    events = events_of(output)
     row = {"case": run.case} | figures(read_curves(events) if any(events.glob(EVENTS)) else {}, run)
     if problem:
         output_of_run = log.read_text(errors="replace")

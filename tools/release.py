@@ -24,6 +24,7 @@ from pathlib import Path
 
 from interdomain.files.distributed_checkpoint import finished_steps
 from interdomain.files.pretrained import DTYPES
+from interdomain.files.run_folder import checkpoints_of
 from interdomain.folders import new_folder
 from interdomain.markdown import markdown_rows
 from interdomain.tools import convert
@@ -70,7 +71,7 @@ def chosen(sources: list[Path], only: str) -> dict[str, Path]:
         raise ValueError(
             f"no finished run was found with --only {only}. `interdomain study plan STUDY.toml` lists a study's."
         )
-    if gone := [str(folder) for folder in folders.values() if not finished_steps(folder / "checkpoint")]:
+    if gone := [str(folder) for folder in folders.values() if not finished_steps(checkpoints_of(folder))]:
         raise ValueError(
             f"no checkpoint is left of {', '.join(gone)}. Train again (remove the record first), or choose others by --only."
         )

@@ -30,14 +30,13 @@ import torch
 from interdomain.environment import environment, versions
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files.checkpoint import open_checkpoint
+from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.folders import kept_folder, write_whole
 from interdomain.tools import _cli, convert, evaluate
 from interdomain.tools._bench import results
 from interdomain.tools._bench.timing import release
-from interdomain.tools._curves import FOLDER
 from interdomain.tools._evaluate import harness, task_table
 
-CHECKPOINTS = "checkpoint"  # of a run's dump folder (checkpoint.folder)
 LOOK_SECONDS = 30
 
 
@@ -69,11 +68,19 @@ class Watcher:
 
     def __init__(self, args, names: list[str], corpora: dict[str, str], device: torch.device, work: Path) -> None:
         self.args, self.names, self.corpora, self.device, self.work = args, names, corpora, device, work
-        self.folder, self.title = args.run / CHECKPOINTS, "-".join(filter(None, ("evaluation", args.name)))
+        self.title = "-".join(filter(None, ("evaluation", args.name)))
         self.machine = environment(device) | versions(evaluate.PACKAGES)
-        self.events = args.run / FOLDER / self.title
         self.drawn: dict[int, dict[str, float]] = {}
         self.asked: dict[str, dict[str, dict]] = {}  # kind -> task or corpus -> options that change its figures
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's checkpoints. A run that begins after the watcher says only then where it is."""
+        return checkpoints_of(self.args.run)
+
+    @property
+    def events(self) -> Path:
+        return events_of(self.args.run) / self.title
 
     def has_data(self) -> bool:
         """Read the data of tasks and corpora, if the run has a checkpoint with its tokenizer. Raises: as `read_data`."""

@@ -83,6 +83,32 @@ def test_another_run_is_refused_before_its_tensors_are_read(new, folder, capsys)
     assert new(model=build_config("debug", max_seq_len=128)).load() == 3  # a longer context is the same model
 
 
+def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, folder, tmp_path, capsys):
+    """Two runs of the same settings, whose checkpoint.folder is the same place: told apart by their folders in the record."""
+
+    def start(name, checkpoints):
+        run = new()
+        run.manager.folder = str(checkpoints)
+        run.manager.record["folder"] = str(tmp_path / name)
+        run.manager.run_folders = {str(tmp_path / name), None}
+        return run
+
+    shared = tmp_path / "shared"
+    start("first", shared).save(4)
+    shorten(shared / "step-4" / "__0_0.distcp")
+    before = bytes_in(shared)
+    error = refusal(capsys, start("second", shared).load)
+    assert f"{shared / 'step-4'} is a checkpoint of another run, whose folder is {tmp_path / 'first'}" in error
+    assert bytes_in(shared) == before  # not even a damaged one is renamed
+    start("first", shared).save(5)
+    assert start("first", shared).load() == 5
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first").symlink_to(tmp_path / "second")  # a folder that was renamed
+    assert start("second", shared).load() == 5
+    own = shutil.copytree(shared, tmp_path / "third" / "checkpoint")  # put there for this run
+    assert start("third", own).load() == 5
+
+
 def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
     """Once, without folders, logging, saving and what is the ranks' affair. What changes the function is refused."""
     assert new(interval=7).load() == 3

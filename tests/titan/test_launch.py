@@ -106,4 +106,4 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     for line in text.partition("ChildFailedError")[0].splitlines():
         if line.lstrip().startswith("File "):
             assert "interdomain/titan" not in line, line
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]

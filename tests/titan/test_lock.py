@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
 
@@ -134,11 +135,11 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
         first.require()
 
 
-def config(folder, save=True, draw=False):
+def config(folder, save=True, draw=False, checkpoints="checkpoint", curves="tb"):
     parts = {
         "job": {"dump_folder": str(folder)},
-        "checkpoint": {"enable": save, "folder": "checkpoint"},
-        "metrics": {"enable_tensorboard": draw, "enable_wandb": False},
+        "checkpoint": {"enable": save, "folder": str(checkpoints)},
+        "metrics": {"enable_tensorboard": draw, "enable_wandb": False, "save_tb_folder": str(curves)},
     }
     return SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
 
@@ -152,6 +153,51 @@ def test_who_holds_a_lock(tmp_path, monkeypatch, settings, rank, holds):
     assert bool(hold_folder(config(tmp_path / "run", **settings))) == (tmp_path / "run" / NAME).exists() == holds
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"checkpoints": "../shared/a"}, {"checkpoints": "../shared/a/"}),
+        ({"checkpoints": "../shared/a"}, {"checkpoints": "link"}),
+        ({"checkpoints": "own"}, {"checkpoints": "../first/own"}),
+        ({"curves": "../shared/a"}, {"curves": "../shared/a", "save": False}),
+        ({"curves": "own"}, {"checkpoints": "../first/own"}),
+    ],
+    ids=["checkpoints", "through a link", "inside the first", "curves", "checkpoints into curves"],
+)
+def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, first, second):
+    """Each has a folder of its own, but the second's checkpoints or curves would go where the first one's go."""
+    monkeypatch.setenv("RANK", "0")
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
+    holder = hold_folder(config(tmp_path / "first", draw=True, **first))
+    between_looks(monkeypatch, holder.beat)
+    assert "in use by another run" in refusal(
+        capsys, hold_folder, config(tmp_path / "second", draw="curves" in second, **second)
+    )
+
+
+def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
+    """A minute, and not a minute in each of its folders."""
+    monkeypatch.setenv("RANK", "0")
+    for folder in ("", "checkpoint", "tb"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        held(tmp_path / folder)
+    looks = []
+    between_looks(monkeypatch, lambda: looks.append(1))
+    assert hold_folder(config(tmp_path, draw=True))
+    assert len(looks) == lock.PATIENCE
+
+
+def test_the_tools_find_what_a_run_wrote(tmp_path, monkeypatch):
+    """By the names of its last start, also outside of its folder; without a note, of an earlier version, by the defaults."""
+    monkeypatch.setenv("RANK", "0")
+    run = tmp_path / "run"
+    assert (checkpoints_of(run), events_of(run)) == (run / "checkpoint", run / "tb")
+    for checkpoints, curves in (("ck", "curves"), (tmp_path / "elsewhere", "tb")):
+        hold_folder(config(run, draw=True, checkpoints=checkpoints, curves=curves)).release()
+        assert (checkpoints_of(run), events_of(run)) == (run / checkpoints, run / curves)
+
+
 def test_checkpoints_that_could_not_be_written(tmp_path, monkeypatch, capsys):
     """They are refused before the first save, for one on a disk that is away."""
     monkeypatch.setenv("RANK", "0")
@@ -161,9 +207,12 @@ def test_checkpoints_that_could_not_be_written(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
     """This process as the second of two nodes, where the same path leads elsewhere."""
-    token = acquire(tmp_path).record["token"]
+    monkeypatch.setenv("RANK", "0")
+    token = hold_folder(config(tmp_path)).token
     require_shared(config(tmp_path / "elsewhere"), None)  # nobody holds a lock
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))
     require_shared(config(tmp_path), None)
+    apart = config(tmp_path, checkpoints=tmp_path / "mine")
+    assert f"{tmp_path / 'mine'} is not the same folder" in refusal(capsys, require_shared, apart, None)
     error = refusal(capsys, require_shared, config(tmp_path / "elsewhere"), None)
     assert f"is not the same folder on all nodes: {os.uname().nodename} cannot see" in error

@@ -28,7 +28,9 @@ validation.freq = 4
 validation.tokens = 64
 checkpoint.enable = true
 checkpoint.interval = 1
+checkpoint.folder = "ck"
 metrics.enable_tensorboard = true
+metrics.save_tb_folder = "curves"
 [sizes.tiny]
 [conditions.interdomain]
 [[runs]]
@@ -55,7 +57,7 @@ def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert study.main(run) == 0
     ours.record.unlink()
-    events = max((ours.folder / "tb").iterdir())
+    events = max((ours.folder / "curves").iterdir())
     while "12" in definition.record_of(ours.folder)["curves"]["validation_metrics/loss"]:  # as after a power cut
         os.truncate(events, events.stat().st_size - 200)
     assert study.main(run) == 0  # validates again

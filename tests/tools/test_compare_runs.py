@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from interdomain.files.run_folder import note_folders
 from interdomain.tools import compare_runs
 
 TAGS = compare_runs.COLUMNS
@@ -45,6 +46,8 @@ def compare(capsys):
 
 def test_the_same_run_twice(write, compare):
     a, b = (write(name, 1, [3.0, 2.5, 2.25], validation=[3]) for name in "ab")
+    (Path(a) / "tb").rename(Path(a) / "curves")
+    note_folders(Path(a), "checkpoint", "curves")
     for below in ("tokens", "earlier-20260101-000000"):  # a run's curves by tokens, and those of an earlier run
         with SummaryWriter(Path(b) / "tb" / below) as writer:
             writer.add_scalar(TAGS["loss"], 1.0, 512)

@@ -18,6 +18,7 @@ from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import megatron_checkpoint as megatron
 from interdomain.files.model_card import BIBTEX
 from interdomain.files.pretrained import BASE, read_config
+from interdomain.files.run_folder import note_folders
 from interdomain.model import Transformer, cell_of, count_parameters
 from interdomain.tools import convert
 
@@ -116,7 +117,8 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert (record["step"], record["tokens"], record["size"], record["condition"]) == (0, 0, *cell)
     assert record["run"]["started_from"]["step"] == 100
     assert_same(of_checkpoint(again), model.state_dict())
-    run(tmp_path / "again", tmp_path / "exports" / "second")
+    note_folders(tmp_path, "again", "tb")  # by the folder of a run whose checkpoint.folder is `again`
+    run(tmp_path, tmp_path / "exports" / "second")
     first, second = contents(output), contents(tmp_path / "exports" / "second")
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)

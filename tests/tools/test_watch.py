@@ -11,6 +11,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.files.distributed_checkpoint import KEEP
+from interdomain.files.run_folder import note_folders
 from interdomain.folders import kept_folder
 from interdomain.tools import convert, evaluate, watch
 from interdomain.tools._curves import read_curves
@@ -167,6 +168,9 @@ def test_what_cannot_be_is_refused_before_anything_is_evaluated(ran, refused, tm
     refused(watch.main, [path / "nowhere", *text], "There is no folder")
     shutil.copytree(path / "run" / "checkpoint" / "step-150", tmp_path / "checkpoint" / "step-150")
     refused(watch.main, [tmp_path, *text], "holds no milestone", "step-N/KEEP")
+    note_folders(tmp_path, "ck", "curves")
+    refused(watch.main, [tmp_path, *text], f"{tmp_path / 'ck'} holds no milestone")
+    note_folders(tmp_path, "checkpoint", "tb")
     (tmp_path / "checkpoint" / "step-150" / KEEP).touch()
     refused(watch.main, [tmp_path, *text, "--name", "a/b"], "--name is 'a/b'")
     shutil.copytree(path / "exports" / "step-400", tmp_path / "exports" / "step-150")

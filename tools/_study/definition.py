@@ -14,11 +14,12 @@ from typing import Any
 
 from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
 from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
+from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.folders import write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
 from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
-from interdomain.tools._curves import EVENTS, FOLDER, curves_of, events_folder, facts_of, read_events
+from interdomain.tools._curves import EVENTS, curves_of, events_folder, facts_of, read_events
 
 AXES = ("sizes", "conditions", "settings", "rates")
 BEST = "best"  # in the place of a rate: the one at which the condition's finished runs have the lowest loss
@@ -67,7 +68,7 @@ class StudyRun:
         if self.record.is_file():
             self._refuse_changes(self.record, read_record(self.record)["settings"])
             return True
-        logged = record_of(self.folder) if any((self.folder / FOLDER).glob(EVENTS)) else {"curves": {}}
+        logged = record_of(self.folder) if any(events_of(self.folder).glob(EVENTS)) else {"curves": {}}
         ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
         config = self.folder / CONFIG
         if (ended or self.step) and config.is_file():
@@ -75,7 +76,7 @@ class StudyRun:
         if ended:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
-            by_document = self.folder / "checkpoint" / f"step-{self.plan.steps}" / DOCUMENTS
+            by_document = checkpoints_of(self.folder) / f"step-{self.plan.steps}" / DOCUMENTS
             if by_document.is_file():
                 record["documents"] = read_json(by_document, "nats", "labels")
             write_whole(self.record, dumped(record))
@@ -95,12 +96,12 @@ class StudyRun:
     @property
     def step(self) -> int:
         """The last step that a checkpoint is of; 0: none."""
-        return max(finished_steps(self.folder / "checkpoint"), default=0)
+        return max(finished_steps(checkpoints_of(self.folder)), default=0)
 
     def write_config(self) -> Path:
         """The run's file, for a start. Without its curve the last validation's result is worth nothing: it is made again."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "checkpoint" / f"step-{self.plan.steps}" / RESULT).unlink(missing_ok=True)
+        (checkpoints_of(self.folder) / f"step-{self.plan.steps}" / RESULT).unlink(missing_ok=True)
         path = self.folder / CONFIG
         write_whole(path, toml(self.settings).encode())
         return path

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from interdomain.folders import write_whole
 from interdomain.model.config import ModelConfig
 
+from .run_folder import checkpoints_of
+
 SIDECAR = "interdomain.json"
 DOCUMENTS = "validation-documents.json"  # {"nats": [...], "labels": [...]}, of each document of a split that has few
 VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
@@ -194,13 +196,13 @@ def milestones(folder: Path) -> dict[int, Path]:
 
 
 def latest_checkpoint(folder: Path | str) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest complete `step-N` in it or in its `checkpoint/` subfolder."""
+    """`folder` itself if it is a checkpoint, else the newest complete `step-N` in it or in the run whose folder it is."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
     if (folder / METADATA).is_file() or step_of(folder) is not None:
         return folder
-    steps = finished_steps(folder) | finished_steps(folder / "checkpoint")
+    steps = finished_steps(folder) | finished_steps(checkpoints_of(folder))
     if not steps:
         raise FileNotFoundError(f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it).")
     return steps[max(steps)]

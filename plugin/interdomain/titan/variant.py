@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interdomain.files.distributed_checkpoint import write_record
 from interdomain.files.pretrained import BASE, stored_name
+from interdomain.files.run_folder import note_folders
 from interdomain.model import Transformer
 
 from .data.dataloader import Batch, read_batch
@@ -126,4 +127,6 @@ def record_run(job_config: Any, plan: RunPlan, data: dict[str, Any], tokenizer: 
     """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own."""
     if job_config.checkpoint.enable and dist.get_rank() == 0:
         record = describe_run(plan, job_config, [data], tokenizer)
-        write_record(Path(job_config.job.dump_folder), record, tokenizer)
+        folder = Path(job_config.job.dump_folder)
+        write_record(folder, record, tokenizer)
+        note_folders(folder, job_config.checkpoint.folder, job_config.metrics.save_tb_folder)

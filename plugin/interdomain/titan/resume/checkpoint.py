@@ -57,7 +57,7 @@ from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from ..plan.device import device_here
 from .copies import Copies
-from .lock import FolderLock
+from .lock import RunLock
 from .resume_from import (
     ResumePoint,
     data_stage,
@@ -110,7 +110,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         record: of `describe_run`. tensors: of the whole model, by name, of which this rank may have a part.
         tokenizer: written into every checkpoint.
         milestones: steps that are saved whatever the interval, and never removed.
-        lock: on rank 0, where the run holds its folder.
+        lock: on rank 0, where the run holds its folders.
     """
 
     saving = ""  # the folder being written, or written last
@@ -124,7 +124,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         tensors: dict,
         tokenizer: Tokenizer,
         milestones: Collection[int],
-        lock: FolderLock | None,
+        lock: RunLock | None,
         checkpoint_config,
         **torchtitans,
     ) -> None:

@@ -16,7 +16,7 @@ from interdomain.files.remote_checkpoint import COPIED, LATEST, copied_names, fe
 from interdomain.storage import AT_ONCE, RemoteFolder
 
 from ..host import logger
-from .lock import FolderLock
+from .lock import RunLock
 
 LOOK_SECONDS = 10.0
 LONGEST_WAIT = 600.0  # between two tries
@@ -25,7 +25,7 @@ LONGEST_WAIT = 600.0  # between two tries
 class Copies:
     """The copies of the checkpoints in `folder` at `address`. lock: of the run's folder; once it is lost, nothing is sent."""
 
-    def __init__(self, folder: Path, address: str, lock: FolderLock | None) -> None:
+    def __init__(self, folder: Path, address: str, lock: RunLock | None) -> None:
         self.folder, self.address, self.lock = folder, address, lock
         self.tried: set[int] = set()  # steps that were fetched: what turned out to be damaged is not fetched again
         self.sending: Path | None = None

@@ -1,4 +1,7 @@
-"""One run at a time in a folder: `run.lock` names the run that trains there, which touches the file as long as it lives.
+"""One run at a time in a folder: `run.lock` names the run that writes there, which touches the file as long as it lives.
+
+A run holds every folder that it writes to, with one token: its own, that of the checkpoints and that of the TensorBoard events.
+The last two may lie elsewhere, where another run could write, too.
 
 A start takes the lock over at once if the holder's process is gone from this machine, or if the holder was an earlier start of
 the same SLURM job; otherwise after a minute in which nobody touched it. A run whose lock was taken over ends before it writes
@@ -10,12 +13,13 @@ import contextlib
 import json
 import os
 import secrets
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import torch.distributed as dist
+
+from interdomain.files.run_folder import note_folders
 
 from ..errors import user_errors
 from ..host import logger
@@ -29,9 +33,16 @@ KINDS = dict(token=str, pid=int, host=str, machine=str, since=str, slurm_job=str
 
 
 class FolderLock:
-    """Holds `folder` from `acquire` to `release`. Attributes: lost, whether it is another run's now."""
+    """Holds `folder` from `acquire` to `release`.
 
-    def __init__(self, folder: Path | str) -> None:
+    Args:
+        token: Names the run.
+
+    Attributes:
+        lost: Whether the folder is another run's now.
+    """
+
+    def __init__(self, folder: Path | str, token: str | None = None) -> None:
         self.folder, self.path, self.lost = folder, Path(folder) / NAME, False
         # One boot of one machine, and the container in it that has process numbers of its own.
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
@@ -41,14 +52,26 @@ class FolderLock:
                 f"SLURM_RESTART_COUNT must be a number: got {restarts!r}. Unset it, or set what SLURM had set."
             )
         self.record = {
-            **{"token": secrets.token_hex(8), "pid": os.getpid(), "host": os.uname().nodename, "machine": machine},
+            **{
+                "token": token or secrets.token_hex(8),
+                "pid": os.getpid(),
+                "host": os.uname().nodename,
+                "machine": machine,
+            },
             **{"since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "slurm_job": os.environ.get("SLURM_JOB_ID")},
             "slurm_restarts": int(restarts),  # how often the job was requeued
         }
 
-    def acquire(self) -> None:
-        """Raises: ValueError that names a holder that lives on, or for a file that is no lock."""
-        self._wait_for_holder()
+    def acquire(self, ended: set[str] | None = None) -> None:
+        """Take the folder.
+
+        Args:
+            ended: Tokens of runs that are known to have ended. That of a holder which was silent for a minute is added.
+
+        Raises:
+            ValueError: The holder lives on, or the file is no lock.
+        """
+        self._wait_for_holder(set() if ended is None else ended)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
         partial.write_text(json.dumps(self.record) + "\n")
@@ -56,9 +79,9 @@ class FolderLock:
         threading.Thread(target=self._keep_beating, daemon=True).start()
         atexit.register(self.release)
 
-    def _wait_for_holder(self) -> None:
+    def _wait_for_holder(self, ended: set[str]) -> None:
         first = self.holder()
-        if not first or self._has_ended(first):
+        if not first or first["token"] in ended or self._has_ended(first):
             return
         name = "process {pid} on {host}, since {since}".format_map(first)
         logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
@@ -69,9 +92,10 @@ class FolderLock:
                 return
         if holder != first:
             raise ValueError(
-                f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give this run another folder "
-                "with --job.dump_folder."
+                f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give this run other folders "
+                "(--job.dump_folder; checkpoint.folder and metrics.save_tb_folder, if they lie elsewhere)."
             )
+        ended.add(first["token"])
 
     def _has_ended(self, holder: dict) -> bool:
         """True if the holder's process is gone, or the scheduler has put this start in its place (its node may be cut off)."""
@@ -118,6 +142,38 @@ class FolderLock:
                 self.path.unlink()
 
 
+class RunLock:
+    """The locks of all folders that a run writes to, with one token."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.token = secrets.token_hex(8)
+        self.locks = [FolderLock(folder, self.token) for folder in folders]
+
+    @property
+    def lost(self) -> bool:
+        """True if any of the folders is another run's now."""
+        return any(lock.lost for lock in self.locks)
+
+    def acquire(self) -> None:
+        """Raises: ValueError, OSError as `FolderLock.acquire`; the folders that were held by then are released at the exit."""
+        ended: set[str] = set()  # a lost node's run is waited for once, and not in each folder
+        for lock in self.locks:
+            lock.acquire(ended)
+
+    def beat(self) -> None:
+        for lock in self.locks:
+            lock.beat()
+
+    def require(self) -> None:
+        """Raises: ValueError if another run has taken a folder over."""
+        for lock in self.locks:
+            lock.require()
+
+    def release(self) -> None:
+        for lock in self.locks:
+            lock.release()
+
+
 def _record(path: Path, text: bytes) -> dict:
     """A lock's text as `FolderLock.record` has it. Raises: ValueError."""
     with contextlib.suppress(ValueError):
@@ -130,36 +186,55 @@ def _record(path: Path, text: bytes) -> dict:
     )
 
 
+def written_folders(job_config) -> list[Path]:
+    """The folders that a run writes to, each once; none for a run that writes nothing."""
+    run, metrics = Path(job_config.job.dump_folder), job_config.metrics
+    folders = []
+    if job_config.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb:
+        folders.append(run)
+    if job_config.checkpoint.enable:
+        folders.append(run / job_config.checkpoint.folder)
+    if metrics.enable_tensorboard:
+        folders.append(run / metrics.save_tb_folder)
+    by_place: dict[Path, Path] = {}
+    for folder in folders:
+        by_place.setdefault(folder.resolve(), folder)
+    return list(by_place.values())
+
+
 @user_errors
-def hold_folder(job_config) -> FolderLock | None:
-    """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there."""
-    metrics = job_config.metrics
-    writes = job_config.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb
-    if not writes or int(os.environ["RANK"]):
+def hold_folder(job_config) -> RunLock | None:
+    """The lock of the run's folders, held by rank 0. None on other ranks, and for a run that writes nothing."""
+    folders = written_folders(job_config)
+    if not folders or int(os.environ["RANK"]):
         return None
-    lock = FolderLock(job_config.job.dump_folder)
-    lock.acquire()
-    if job_config.checkpoint.enable:  # now, and not at the first save
-        folder = Path(job_config.job.dump_folder, job_config.checkpoint.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+    lock = RunLock(folders)
+    lock.acquire()  # it writes: folders that cannot be written are refused now, and not at the first save
+    note_folders(Path(job_config.job.dump_folder), job_config.checkpoint.folder, job_config.metrics.save_tb_folder)
     return lock
 
 
 @user_errors
-def require_shared(job_config, lock: FolderLock | None) -> None:
-    """Refuse a folder that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
-    token, folder = [lock and lock.record["token"]], job_config.job.dump_folder
+def require_shared(job_config, lock: RunLock | None) -> None:
+    """Refuse folders that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
+    token = [lock and lock.token]
     dist.broadcast_object_list(token)
-    hosts, host = [None] * dist.get_world_size(), os.uname().nodename
+    hidden: list[Path] = []
+    if token[0] is not None:
+        hidden = written_folders(job_config)
     for _ in range(10):  # a network may take a moment
-        if token[0] in (None, FolderLock(folder).holder().get("token")):
-            host = None
+        hidden = [folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]]
+        if not hidden:
             break
         time.sleep(LOOK_SECONDS)
-    dist.all_gather_object(hosts, host)
-    if blind := {*filter(None, hosts)}:
+    hidden_by_rank: list[list[Path]] = [[]] * dist.get_world_size()
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hidden_by_rank, hidden)
+    dist.all_gather_object(hosts, os.uname().nodename)
+    blind = {host: folders for host, folders in zip(hosts, hidden_by_rank, strict=True) if folders}
+    if blind:
+        folders = next(iter(blind.values()))
         raise ValueError(
-            f"{folder} is not the same folder on all nodes: {', '.join(blind)} cannot see what the first node wrote there. "
+            f"{folders[0]} is not the same folder on all nodes: {', '.join(blind)} cannot see what the first node wrote there. "
             "Choose a folder on a file system that all nodes share."
         )
