@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 
 import pytest
 
@@ -17,6 +18,39 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
         folders.write_whole(path, b"two")
     assert path.read_bytes() == b"one"
     assert os.listdir(tmp_path) == ["record.json"]
+
+
+@pytest.mark.parametrize("refused", ["folders", "files and folders"])
+def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refused):
+    """The work is kept all the same. A failing disk is an error that names the place."""
+    answer, sync = {"error": errno.EINVAL}, os.fsync
+
+    def fsync(descriptor):
+        if refused != "folders" or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(answer["error"], os.strerror(answer["error"]))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        answer["error"] = number
+        output = tmp_path / str(number)
+        with folders.new_folder(output) as folder:
+            folders.write_whole(folder / "weights", b"...")
+        assert (output / "weights").read_bytes() == b"..."
+    answer["error"] = errno.EIO
+    with pytest.raises(OSError, match=r"Input/output error: '.*output"), folders.new_folder(tmp_path / "output"):
+        pass
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(("build", "suffix"), [(folders.new_folder, "partial"), (folders.kept_folder, "unfinished")])
+def test_nothing_is_removed_through_a_link(tmp_path, build, suffix):
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "weights").write_bytes(b"...")
+    (tmp_path / f".output.{suffix}").symlink_to(tmp_path / "archive")
+    with pytest.raises(NotADirectoryError, match=suffix), build(tmp_path / "output"):
+        pass
+    assert os.listdir(tmp_path / "archive") == ["weights"]
 
 
 def test_a_folder_has_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Files and folders that appear complete or not at all, however a process ends. Standard library only."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -9,6 +10,18 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+# Answers of file systems that have no sync for a file or a folder, or not for one that was opened to read: SMB, FUSE, WSL.
+CANNOT_SYNC = {
+    errno.EINVAL,
+    errno.EBADF,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+}
 
 
 @contextlib.contextmanager
@@ -59,7 +72,8 @@ def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
         while True:
             require_empty(output)
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            # Not through a link: what lies in the folder is removed.
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,13 +129,25 @@ def write_whole(path: Path | str, data: bytes) -> None:
 def sync(f: IO[bytes]) -> None:
     """Flush an open file to the disk."""
     f.flush()
-    os.fsync(f.fileno())
+    with _synced_where_possible(f.name):
+        os.fsync(f.fileno())
 
 
 def sync_path(path: Path | str) -> None:
     """Flush a file's bytes, or a folder's entries, to the disk, so that a rename survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    with _synced_where_possible(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _synced_where_possible(path: Path | str) -> Iterator[None]:
+    """Pass over the answer of a file system that cannot sync this, such as a folder on SMB. Other errors name the path."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as e:
+        if e.errno not in CANNOT_SYNC:
+            raise OSError(e.errno, e.strerror, str(path)) from e
