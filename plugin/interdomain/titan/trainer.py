@@ -238,6 +238,11 @@ class InterdomainTrainer(Trainer):
             user_errors(refuse_jump)(
                 self.job_config, self.plan.steps, self.plan.warmup_steps
             )  # of a fetched checkpoint too
+            if self.step >= self.plan.steps:
+                logger.warning(
+                    "NO STEP IS TAKEN: the run continues from step %d, and training.steps = %d. To train on, set it higher.",
+                    *(self.step, self.plan.steps),
+                )
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         elif self.step == self.first_step:  # of this start: what is slow once has been done
