@@ -90,6 +90,7 @@ ALLOWED = {
     "files": {
         *("torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"),
         *("interdomain.storage", "interdomain.markdown"),
+        "tensorboard",  # late: what names event files
     },
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),

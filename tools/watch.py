@@ -30,6 +30,7 @@ import torch
 from interdomain.environment import environment, versions
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files.checkpoint import open_checkpoint
+from interdomain.files.event_files import open_events
 from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.folders import kept_folder, write_whole
 from interdomain.tools import _cli, convert, evaluate
@@ -197,9 +198,7 @@ class Watcher:
         curves = {step: values for step, results in sorted(found.items()) if (values := scalars(results))}
         if curves == self.drawn:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(self.events, purge_step=0) as writer:
+        with open_events(self.events, first_step=0) as writer:
             for step, values in curves.items():
                 for tag, value in values.items():
                     writer.add_scalar(tag, value, step)

@@ -1,5 +1,6 @@
 """One TensorBoard folder per run: what TensorBoard's own readers make of restarts, and what a folder says about its run."""
 
+import itertools
 import json
 import re
 import resource
@@ -31,11 +32,13 @@ def job():
 @pytest.fixture
 def start(tmp_path, job, monkeypatch):
     """start(first, last, value): a start of the run that logs `value` as the loss of each step, and is killed."""
-    clock = iter(range(1_700_000_000, 1_800_000_000))
-    # SummaryWriter names its file by the second; TensorBoard reads a folder's files in the order of their names.
-    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
+    # SummaryWriter names its file by the second; TensorBoard reads a folder's files in the order of their names. These are the
+    # clocks of the nodes that a run was started on: some are behind that of an earlier start, or as late.
+    clock = itertools.cycle([1_700_000_000, 1_700_000_000, 1_600_000_000, 1_600_000_500])
 
     def start(first, last, value):
+        now = next(clock)
+        monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: now))
         log = RunLog(tmp_path / "tb", make_plan(job, 1), job, first, {"train": "text"})
         for step in range(first, last + 1):
             log.log({LOSS: value, **({RARE: value} if step in (1, 6) else {})}, step)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import struct
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.files.run_folder import note_folders
 from interdomain.tools import compare_runs
+from interdomain.tools._curves import read_curves
 
 TAGS = compare_runs.COLUMNS
 
@@ -88,6 +90,30 @@ def test_restarts_are_one_curve(write, compare):
     status, out = compare(a, write("restarted", 3, [3.0, 2.0]))
     assert status == 0
     assert "at 4 step(s), 1 to 4" in out[-1]
+
+
+@pytest.mark.parametrize("damage", ["length", "data", "cut out", "cut off"])
+def test_a_damaged_record_is_left_out_and_the_rest_is_read(write, compare, capsys, damage):
+    """Also the records behind it, and with a note. An end that a killed run cut off is no damage."""
+    a, b = (write(name, 1, [5.0, 4.0, 3.0, 2.0]) for name in "ab")
+    (events,) = Path(b).glob("tb/events*")
+    contents = bytearray(events.read_bytes())
+    data = contents.index(struct.pack("<f", 4.0))  # of the loss at step 2
+    if damage == "length":
+        header = contents.rindex(TAGS["grad_norm"].encode(), 0, data) + len(TAGS["grad_norm"]) + 9
+        contents[header : header + 4] = bytes(4)
+    elif damage == "data":
+        contents[data] ^= 255
+    elif damage == "cut out":
+        del contents[data - 20 : data + 1]
+    else:
+        del contents[-1:]
+    events.write_bytes(contents)
+    curves = read_curves(Path(b) / "tb")
+    noted = capsys.readouterr().err
+    assert (f"note: {events} is damaged at byte" in noted) == (damage != "cut off")
+    assert [*curves[TAGS["loss"]]] == ([1, 2, 3, 4] if damage == "cut off" else [1, 3, 4])
+    assert compare(a, b)[0] == (damage != "cut off")
 
 
 def test_a_stored_curve_stands_for_the_run(write, compare, tmp_path):

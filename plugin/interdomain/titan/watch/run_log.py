@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.environment import environment
+from interdomain.files.event_files import open_events
 from interdomain.folders import write_whole
 from interdomain.markdown import markdown_rows
 
@@ -69,7 +70,7 @@ class RunLog(BaseLogger):
         self, folder: Path, plan: RunPlan, job_config: Any, first_step: int, fingerprints: dict[str, str]
     ) -> None:
         self.plan = plan
-        self.writer: SummaryWriter | None = SummaryWriter(folder, max_queue=1000, purge_step=first_step)
+        self.writer: SummaryWriter | None = open_events(folder, first_step, max_queue=1000)
         logger.info("TensorBoard: %s, from step %d", folder, first_step)
         # TensorBoard matches a pattern from the start only.
         self.writer.add_custom_scalars(
