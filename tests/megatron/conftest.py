@@ -29,20 +29,21 @@ multi-latent-attention qk-layernorm qk-l2-norm qk-clip apply-query-key-layer-sca
 apply-residual-connection-post-layernorm fp32-residual-connection init-method-xavier-uniform reset-attention-mask
 reset-position-ids hybrid-context-parallel group-query-attention use-mup use-legacy-models
 use-transformer-engine-op-fuser use-torch-fsdp2 use-megatron-fsdp log-max-attention-logit sft apply-wd-to-qk-layernorm
-fused-residual-rmsnorm use-grouped-gemm-for-dense-mlp use-te-activation-func eod-mask-loss overlap-grad-reduce"""
+fused-residual-rmsnorm use-grouped-gemm-for-dense-mlp use-te-activation-func eod-mask-loss overlap-grad-reduce
+use-flash-attn fine-grained-activation-offloading"""
 OPTIONS = """num-layers hidden-size ffn-hidden-size seq-length save load lr mtp-num-layers num-experts no-rope-freq window-size
 activation-func-clamp-value rotary-seq-len-interpolation-factor experimental-attention-variant fp8-format fp4-format
 te-precision-config-file kitchen-config-file heterogeneous-layers-config-path
 heterogeneous-layers-config-encoded-json linear-attention-freq mamba-num-heads
 hybrid-layer-pattern hybrid-override-pattern global-batch-size no-weight-decay-cond-type flash-attention-version
 mamba-training-ssm-states-dtype hierarchical-context-parallel-sizes mtp-hybrid-override-pattern step-batch-size-schedule
-rampup-batch-size"""
+rampup-batch-size window-attn-skip-freq mrope-section num-attention-heads kv-channels"""
 DEFAULTS = {
     **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "softmax-type": "vanilla"},
     **{"rotary-base": 10000, "rotary-percent": 1.0, "num-query-groups": 1, "seed": 1234, "min-lr": 0.0},
     **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
     **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine", "optimizer": "adam"},
-    **{"pipeline-model-parallel-size": 1, "align-grad-reduce": True},
+    **{"pipeline-model-parallel-size": 1, "tensor-model-parallel-size": 1, "align-grad-reduce": True},
     **{"context-parallel-size": 1, "cp-comm-type": ["p2p"], "attention-backend": AttnBackend.auto},
     **{"cuda-graph-impl": "none"},
     **{"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "linear-conv-kernel-dim": 4},

@@ -24,6 +24,7 @@ from . import ranks, stand_ins
 from .conftest import GOOD
 
 LR = 3e-3
+GLA = "--spec interdomain.megatron.spec gla --model.size 125M --transformer-impl local"
 
 
 def test_settings_reach_the_layer(parse, corpus):
@@ -155,9 +156,20 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
         (f"{GOOD} --overlap-grad-reduce --pipeline-model-parallel-size 2", "Set --no-align-grad-reduce"),
         (f"{GOOD} --rampup-batch-size 2", "--rampup-batch-size is ignored by this version"),
         (
-            "--spec interdomain.megatron.spec gla --model.size 125M --group-query-attention",
+            f"{GLA} --group-query-attention",
             "is ignored: no layer shares",
         ),
+        (f"{GOOD} --num-attention-heads 8", "n_heads * head_dim must be dim: got 8 * 64, dim = 768"),
+        (f"{GOOD} --kv-channels 48", "got 12 * 48, dim = 768"),
+        (f"{GOOD} --kv-channels 63 --hidden-size 756 --ffn-hidden-size 2048", "head_dim must be even"),
+        (f"{GOOD} --group-query-attention --num-query-groups 5", "n_kv_heads must divide n_heads = 12: got 5"),
+        (f"{GOOD} --tensor-model-parallel-size 5", "12 heads and 12 heads of keys and values cannot be split over 5"),
+        (f"{GOOD} --group-query-attention --num-query-groups 3 --tensor-model-parallel-size 2", "12 heads and 3 heads"),
+        (
+            f"{GLA} --mixer.state_heads 3 --tensor-model-parallel-size 2",
+            "3 heads of gla's state cannot be split over 2",
+        ),
+        (f"{GLA} --mixer.state_heads 7", "mixer.state_heads must divide"),
         (f"{GOOD} --sft --context-parallel-size 2", "--sft with --context-parallel-size: "),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),

@@ -302,20 +302,28 @@ class InterdomainAttention(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def check_split(whole: ModelConfig, ranks: int) -> None:
+    """Raises: ValueError for a model whose heads cannot be split over so many tensor-parallel ranks."""
+    for mixer in whole.mixers:
+        if mixer.kind in FIXED_STATE and (n := state_shape(mixer, whole.dim).heads) % ranks:
+            raise ValueError(
+                f"{n} heads of {mixer.kind}'s state cannot be split over {ranks} ranks. Set mixer.state_heads."
+            )
+        groups = mixer.n_kv_heads or whole.n_heads
+        if whole.n_heads % ranks or groups % ranks:
+            raise ValueError(
+                f"{whole.n_heads} heads and {groups} heads of keys and values cannot be split over {ranks} ranks. Take "
+                "another number of ranks or of heads."
+            )
+
+
 def _refuse(config: Any, tp: int, whole: ModelConfig, contiguous: bool) -> None:
     refuse(config)
     if len(whole.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
             "the layers of a hybrid have tensors of other names and shapes. Set hetereogenous_dist_checkpoint=True."
         )
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    if heads % tp or groups % tp:
-        raise ValueError(f"{heads} heads and {groups} heads of keys and values cannot be split over {tp} ranks.")
-    for mixer in whole.mixers:
-        if mixer.kind in FIXED_STATE and (n := state_shape(mixer, whole.dim).heads) % tp:
-            raise ValueError(
-                f"{n} heads of {mixer.kind}'s state cannot be split over {tp} ranks. Set mixer.state_heads."
-            )
+    check_split(whole, tp)
     if config.context_parallel_size > 1 and not contiguous:
         raise ValueError(
             "context-parallel ranks hand a state from piece to piece, and Megatron gives a rank two pieces that are far apart. "

@@ -16,13 +16,13 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from interdomain.data.corpus import read_manifest
-from interdomain.model.config import CONDITIONS, FIXED_STATE, SIZES, with_settings
+from interdomain.model.config import CONDITIONS, FIXED_STATE, SIZES, MixerConfig, with_settings
 from interdomain.model.costs.flops import train_flops_per_token
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
 from .context import contiguous
 from .dynamics import DynamicsOnce
-from .mixer import InterdomainAttention, plain_config
+from .mixer import InterdomainAttention, check_split, plain_config
 from .optimizer import Schedule, overrides
 from .settings import refuse
 from .spec import RMSNorm, mlp_submodules, submodules
@@ -108,6 +108,7 @@ def check(args: Namespace) -> None:
     mixers = with_settings([mixer for layer in layers for mixer in params_of(layer)["mixers"]], mixer_settings(args))
     if args.group_query_attention and all(mixer.kind in FIXED_STATE for mixer in mixers):
         raise ValueError("--group-query-attention is ignored: no layer shares heads of keys and values. Leave it out.")
+    check_shape(args, layers, mixers)
     args.hetereogenous_dist_checkpoint = any(len(params_of(layer)["mixers"]) > 1 for layer in layers)
     shared = dict(
         rope_theta=float(args.rotary_base),
@@ -127,12 +128,40 @@ def check(args: Namespace) -> None:
         spec.submodules.mlp_layer.submodules = mlp_submodules(engine)
 
 
+def check_shape(args: Namespace, layers: list[Any], mixers: tuple[MixerConfig, ...]) -> None:
+    """Checks widths and numbers of heads before Megatron builds a layer, where a refusal would be a traceback.
+
+    Raises: ValueError, with Megatron's names of what the model's shape comes from.
+    """
+    if None in (args.hidden_size, args.num_attention_heads, args.num_layers):
+        return  # Megatron asks for them itself.
+    settings = Namespace(**vars(args))
+    ranks = getattr(args, "tensor_model_parallel_size", 1)
+    mlp_apart = params_of(layers[0])["mlp_apart"]
+    if mlp_apart:
+        settings.num_layers = 2 * len(mixers)  # Megatron counts the pattern's layers only later.
+    if settings.kv_channels is None:
+        settings.kv_channels = args.hidden_size // args.num_attention_heads
+    try:
+        config = plain_config(settings, key_heads(args), mixers, mlp_apart)
+        check_split(config, ranks)
+    except ValueError as e:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size}, --num-layers {args.num_layers}, --num-attention-heads "
+            f"{args.num_attention_heads}, --kv-channels {settings.kv_channels}, --num-query-groups {key_heads(args)} and "
+            f"--tensor-model-parallel-size {ranks} make no model of this project: {e}"
+        ) from e
+
+
+def key_heads(args: Namespace) -> int:
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
 def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any) -> Any:
     """FLOPs of a step of so many sequences, or tokens without padding, for the log: Megatron counts softmax in every layer."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     layers = [params_of(layer) for layer in layers_of(args)[1]]
     mixers = tuple(mixer for params in layers for mixer in params["mixers"])
-    config = plain_config(args, groups, mixers, layers[0]["mlp_apart"], vocab_size=args.padded_vocab_size)
+    config = plain_config(args, key_heads(args), mixers, layers[0]["mlp_apart"], vocab_size=args.padded_vocab_size)
     return (total_real_tokens_in_batch or batch_size * args.seq_length) * train_flops_per_token(config, args.seq_length)
 
 
