@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from interdomain.files.pretrained import to_transformers
 from interdomain.model import Transformer
 from interdomain.model.transformer import mixer_class
-from interdomain.vllm.config import ServedConfig, model_config, state_dtypes, state_shapes
+from interdomain.vllm.config import ServedConfig, model_config, refuse, state_dtypes, state_shapes
 
 from ..hf.common import CASES
 from ..model.common import small_config
@@ -48,3 +49,25 @@ def test_without_vllm_or_with_another(version, words, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
     assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(quantization="fp8", quant_config="fp8"), "this model has no quantization = fp8 under vLLM"),
+        (dict(mamba_ssm_cache_dtype="bfloat16"), "this model has no mamba_ssm_cache_dtype = bfloat16 under vLLM"),
+        (dict(mamba_cache_dtype="bfloat16"), "this model has no mamba_cache_dtype = bfloat16 under vLLM"),
+        (dict(cache_dtype="fp8"), "this model has no kv_cache_dtype = fp8 under vLLM"),
+        (dict(speculative_config="ngram"), "this model has no speculative decoding under vLLM"),
+        (dict(tensor_parallel_size=3), r"tensor_parallel_size = 3 must divide the heads, \[4\]"),
+    ],
+)
+def test_settings_that_would_be_ignored(settings, words):
+    usual = dict(quantization=None, quant_config=None, speculative_config=None, tensor_parallel_size=1)
+    usual |= dict.fromkeys(("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"), "auto")
+    every = SimpleNamespace(**(usual | settings))
+    every.cache_config = every.parallel_config = every.model_config = every
+    with pytest.raises(ValueError, match=words):
+        refuse(every, small_config("interdomain"))
+    if "cache_dtype" in settings:  # of keys and values, which some layers of this one have
+        refuse(every, small_config("interdomain", softmax_every=2))

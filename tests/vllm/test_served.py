@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ..common import TIMEOUT
 from ..hf.common import CASES, TOKENS, greedy, random_texts
-from ..model.common import small_config
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: ./launch.sh test tests/vllm --vllm")
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
@@ -175,25 +173,6 @@ def test_prompts_of_unequal_length_are_read_together():
         [*range(5)], [*range(5, 13)], [*range(13, 20)]
     ]  # fmt: skip
     assert batches[5,].padding is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (dict(quantization="fp8", quant_config="fp8"), "this model has no quantization = fp8 under vLLM"),
-        (dict(mamba_ssm_cache_dtype="bfloat16"), "this model has no mamba_ssm_cache_dtype = bfloat16 under vLLM"),
-        (dict(speculative_config="ngram"), "this model has no speculative decoding under vLLM"),
-        (dict(tensor_parallel_size=3), r"tensor_parallel_size = 3 must divide the heads, \[4\]"),
-    ],
-)
-def test_settings_that_would_be_ignored(settings, words):
-    from interdomain.vllm.model import refuse
-
-    usual = dict(quantization=None, quant_config=None, mamba_ssm_cache_dtype="auto", speculative_config=None)
-    every = SimpleNamespace(**(usual | dict(tensor_parallel_size=1) | settings))
-    every.cache_config = every.parallel_config = every.model_config = every
-    with pytest.raises(ValueError, match=words):
-        refuse(every, small_config("interdomain"))
 
 
 PROGRAM = """

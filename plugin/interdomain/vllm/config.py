@@ -1,11 +1,13 @@
 """Facts that vLLM asks for before a model exists: its kind, and the shape of a request's state."""
 
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig
 
 from interdomain.files.pretrained import from_transformers
 from interdomain.hf import InterdomainConfig
-from interdomain.model.config import ModelConfig
+from interdomain.model.config import FIXED_STATE, ModelConfig, state_shape
 from interdomain.model.transformer import mixer_class
 
 # vLLM asks a class, not a configuration, whether it has attention or states: one class for each kind of model.
@@ -42,6 +44,34 @@ def state_shapes(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tupl
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     return dtype, torch.float32
+
+
+def refuse(vllm_config: Any, config: ModelConfig) -> None:
+    """Raises: ValueError for settings of vLLM that these models would ignore, and for ranks that do not divide the heads."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    has_keys = any(layer.mixer.kind == "softmax" for layer in config.layers)
+    wrong = {
+        f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
+        f"kv_cache_dtype = {cache.cache_dtype}": cache.cache_dtype != "auto" and not has_keys,
+        # States are float32, and the convolutions' inputs have the model's type.
+        f"mamba_cache_dtype = {cache.mamba_cache_dtype}": cache.mamba_cache_dtype != "auto",
+        f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
+        not in ("auto", "float32"),
+        "speculative decoding": vllm_config.speculative_config is not None,
+    }
+    if settings := [setting for setting, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(f"this model has no {', '.join(settings)} under vLLM. Leave that out.")
+    ranks, fixed = parallel.tensor_parallel_size, [x for x in config.layers if x.mixer.kind in FIXED_STATE]
+    heads = {
+        config.n_heads,
+        *(x.n_kv_heads for x in config.layers),
+        *(state_shape(x.mixer, x.dim).heads for x in fixed),
+    }
+    if any(n % ranks for n in heads) or config.ffn_hidden % ranks:
+        raise ValueError(
+            f"tensor_parallel_size = {ranks} must divide the heads, {sorted(heads)}, and the feed-forward's width, "
+            f"{config.ffn_hidden}. Take fewer ranks."
+        )
 
 
 def register_states() -> None:

@@ -17,12 +17,12 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from interdomain.features import input_features
 from interdomain.files.pretrained import BASE, storage_dtype
 from interdomain.model import Transformer
-from interdomain.model.config import FIXED_STATE, ModelConfig, state_shape
+from interdomain.model.config import ModelConfig
 from interdomain.model.layers import rope_of
 from interdomain.model.shard import Part, shard_of, split_dimension
 from interdomain.model.state import MixerState
 
-from .config import model_config, state_dtypes, state_shapes
+from .config import model_config, refuse, state_dtypes, state_shapes
 
 
 class Recurrent(MambaBase):
@@ -201,27 +201,3 @@ class InterdomainHybrid(Served, HasInnerState, IsHybrid, SupportsMambaPrefixCach
 
 class InterdomainSoftmax(Served):
     """All layers are softmax."""
-
-
-def refuse(vllm_config: VllmConfig, config: ModelConfig) -> None:
-    """Raises: ValueError for settings of vLLM that these models would ignore, and for ranks that do not divide the heads."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    wrong = {
-        f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
-        f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
-        not in ("auto", "float32"),
-        "speculative decoding": vllm_config.speculative_config is not None,
-    }
-    if settings := [setting for setting, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(f"this model has no {', '.join(settings)} under vLLM. Leave that out.")
-    ranks, fixed = parallel.tensor_parallel_size, [x for x in config.layers if x.mixer.kind in FIXED_STATE]
-    heads = {
-        config.n_heads,
-        *(x.n_kv_heads for x in config.layers),
-        *(state_shape(x.mixer, x.dim).heads for x in fixed),
-    }
-    if any(n % ranks for n in heads) or config.ffn_hidden % ranks:
-        raise ValueError(
-            f"tensor_parallel_size = {ranks} must divide the heads, {sorted(heads)}, and the feed-forward's width, "
-            f"{config.ffn_hidden}. Take fewer ranks."
-        )
