@@ -208,6 +208,9 @@ def main(argv=None) -> int:
         command = nodes.command(args.config, flags, args.max_restarts)
     else:
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
+    if ignored := torchrun.ignored_options():
+        advice = "options of torchrun, which the next line has; for several machines without SLURM see docs/clusters.md"
+        print(f"{'ignored':>18}  {ignored}: {advice}")
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
         print(f"{'data':>18}  {check_data(job, plan, dry_run=True)}")

@@ -2,12 +2,16 @@
 
 import os
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from torch.distributed.run import get_args_parser
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from interdomain.launcher import REASON_FILE, launcher_has_ended
 from interdomain.tools._start import torchrun
@@ -70,6 +74,50 @@ def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", ELASTIC["PET_SIGNALS_TO_HANDLE"])
     handled = get_args_parser().parse_args(["x.py"]).signals_to_handle
     assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP", "SIGINT"}  # it would take back what nohup gave
+
+
+KUBEFLOW = {
+    "NNODES": "2",
+    "NPROC_PER_NODE": "8",
+    "NODE_RANK": "1",
+    "RDZV_BACKEND": "static",
+    "RDZV_ENDPOINT": "other:29500",
+}
+KUBEFLOW |= {
+    "STANDALONE": "0",
+    "MASTER_ADDR": "other",
+    "MASTER_PORT": "29500",
+    "LOCAL_ADDR": "other",
+    "MAX_RESTARTS": "9",
+}
+KUBEFLOW |= {"SIGNALS_TO_HANDLE": "SIGINT", "NO_PYTHON": "1", "RDZV_CONF": "is_host=false", "SHUTDOWN_TIMEOUT": "1"}
+
+
+def test_torchrun_on_one_machine_takes_no_option_from_the_environment(monkeypatch):
+    """An operator may have set them for other machines. The ranks meet at the loopback address, for the machine's own name need
+    not resolve."""
+    command = torchrun.torchrun_command("x.toml", [], 3)
+    arguments = command[command.index("interdomain.tools._start.elastic") + 1 :]
+
+    def config():
+        with mock.patch.dict(os.environ, torchrun.environment(3), clear=True):
+            return config_from_args(parse_args(arguments))
+
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: "no-such-host")
+    usual, python, words = config()
+    assert (usual.min_nodes, usual.max_nodes, usual.nproc_per_node, usual.max_restarts) == (1, 1, 3, 0)
+    store = RendezvousStoreInfo.build(0, HashStore(), usual.local_addr)
+    assert store.master_addr == "127.0.0.1"
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    monkeypatch.setenv("PYTHON_EXEC", "another")
+    again, *start = config()
+    assert start == [python, words]
+    assert python == sys.executable
+    for name in ("min_nodes", "max_nodes", "local_addr", "max_restarts", "signals_to_handle", "rdzv_configs"):
+        assert getattr(again, name) == getattr(usual, name), name
+    # The command alone does the same for who pastes it into such a shell.
+    assert parse_args(arguments).nnodes == "1"
 
 
 def test_a_rank_sees_whether_its_launcher_lives(tmp_path, monkeypatch):

@@ -46,6 +46,14 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]
 
 
+def test_one_node_meets_at_its_own_address(slurm, capsys):
+    """The node's name need not resolve there, as in a container."""
+    slurm("nid001", GPUS_ON_NODE="4")
+    command = shlex.split(dry(capsys, "train_configs/1.3B.toml")["command"])
+    args = get_args_parser().parse_args(command[command.index("interdomain.tools._start.elastic") + 1 :])
+    assert (args.standalone, args.nnodes, args.local_addr) == (True, "1", "127.0.0.1")
+
+
 def test_a_site_that_names_nccl_s_interface_names_gloo_s():
     sites = [_slurm.read_site(path.stem) for path in _slurm.SITES.glob("*.env")]
     named = [(site["NCCL_SOCKET_IFNAME"], site["GLOO_SOCKET_IFNAME"]) for site in sites if "NCCL_SOCKET_IFNAME" in site]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interdomain.tools._cli import python_here
-from interdomain.tools._start.torchrun import CONTINUE, REFUSED, handlers, torchrun_command
+from interdomain.tools._start.torchrun import CONTINUE, ONE_MACHINE, REFUSED, handlers, torchrun_command
 
 SITES = Path(__file__).parents[1] / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
@@ -45,6 +45,8 @@ class Allocation:
         # A port of the job's own, for jobs may share a node, and below those that Linux hands out.
         endpoint = f"{self.hosts[0]}:{20_000 + int(self.job) % 10_000}"
         rendezvous = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", endpoint]
+        if len(self.hosts) == 1:
+            rendezvous = [*ONE_MACHINE]
         rendezvous += shlex.split(self.environment.get("INTERDOMAIN_TORCHRUN", ""))
         return [
             *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),

@@ -7,6 +7,7 @@ srun runs it on every node of an allocation: python -m interdomain.tools._start.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,10 +35,13 @@ ELASTIC = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT",
     "LOGLEVEL": "ERROR",  # without torchrun's warnings of each signal that it passes on
 }
+# --standalone alone advertises the machine's name, and the ranks wait for ever where that does not resolve: in a container, on
+# a laptop without a network.
+ONE_MACHINE = ("--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1")
 
 
 def torchrun_command(
-    config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ("--standalone",)
+    config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ONE_MACHINE
 ) -> list[str]:
     """The command of one node. rendezvous: torchrun's flags by which nodes find each other."""
     return [
@@ -54,8 +58,22 @@ def command_here(name: str) -> list[str]:
     return [str(script), name] if script.is_file() else [python_here(), "-m", "interdomain.tools.main", name]
 
 
+def is_torchrun_option(name: str) -> bool:
+    """True for a variable from which torchrun takes an option (PET_NNODES: --nnodes), or the Python that it starts."""
+    return name.startswith("PET_") or name == "PYTHON_EXEC"
+
+
+def ignored_options() -> str:
+    """The variables of this environment that `environment` leaves out, as NAME=VALUE."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in os.environ.items() if is_torchrun_option(name))
+
+
 def environment(ranks: int) -> dict[str, str]:
-    """The run's environment: what the user set wins. Raises: PermissionError if others could write to the kernels' cache."""
+    """The run's environment. What the user set wins, except for options of torchrun: the command says them all, and operators
+    such as Kubeflow's set some in every pod.
+
+    Raises: PermissionError if others could write to the kernels' cache.
+    """
     # Compiled kernels on this machine's own disk: thousands of small files, which every rank of a shared disk would wait for.
     cache = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
     ours = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
@@ -63,7 +81,8 @@ def environment(ranks: int) -> dict[str, str]:
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         ours["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    return {"PYTHONUNBUFFERED": "1", **ELASTIC, **ours, **os.environ}
+    users = {name: value for name, value in os.environ.items() if not is_torchrun_option(name)}
+    return {"PYTHONUNBUFFERED": "1", **ELASTIC, **ours, **users}
 
 
 @contextmanager
