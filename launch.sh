@@ -9,8 +9,11 @@
 #
 # On first use this makes an environment in .venv (INTERDOMAIN_VENV names another folder) with the exact versions of
 # constraints.txt; for TorchTitan 0.3.0 in .venv-titan03, with those of constraints-titan03.txt; for vLLM's tests in .venv-vllm. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
+#
+# Paths are those of the folder that it is started in, whichever that is: the run's files go there, too.
 set -euo pipefail
-CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+started_in=$PWD
+CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" # to install, and to test
 
 fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
 
@@ -104,6 +107,10 @@ make_environment() {
   exec 9>&-
 }
 
+# What the user named, from the folder of this start. A Python without a slash is looked for on PATH.
+case ${INTERDOMAIN_VENV:-} in '' | /*) ;; *) INTERDOMAIN_VENV=$started_in/$INTERDOMAIN_VENV ;; esac
+case ${INTERDOMAIN_PYTHON:-} in /*) ;; */*) INTERDOMAIN_PYTHON=$started_in/$INTERDOMAIN_PYTHON ;; esac
+
 venv=${INTERDOMAIN_VENV:-.venv} constraints=constraints.txt extras=train
 if [ "${1:-}" = --titan ]; then
   [ -z "${INTERDOMAIN_PYTHON:-}" ] || fail "--titan chooses an environment, and so does INTERDOMAIN_PYTHON: leave one out. The installed TorchTitan is used."
@@ -134,5 +141,9 @@ if [ "${1:-}" = test ]; then
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 3 --no-loadscope-reorder "$@"
 fi
 python=${INTERDOMAIN_PYTHON:-}
-[ -n "$python" ] || make_environment "$extras"
+if [ -z "$python" ]; then
+  make_environment "$extras"
+  python=$(cd "$venv" && pwd)/bin/python
+fi
+cd -- "$started_in"
 exec "$python" -m interdomain.tools.launch "$@"

@@ -44,8 +44,13 @@ SEE_ALL = ("--samples_per_plugin", "scalars=100000")
 
 
 def started_as() -> list[str]:
-    """The words with which a user repeats this command: `interdomain launch` needs no repository."""
-    return command_here("launch") if sys.argv[0].startswith("interdomain ") else ["./launch.sh"]
+    """The words with which a user repeats this command in this folder: `interdomain launch` needs no repository."""
+    if sys.argv[0].startswith("interdomain "):
+        return command_here("launch")
+    script = Path(__file__).resolve().parents[1] / "launch.sh"
+    if script.is_file() and not Path("launch.sh").is_file():
+        return [str(script)]
+    return ["./launch.sh"]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -286,6 +286,34 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
     assert "leave one out" in start("--titan", "0.3").stderr
 
 
+def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):
+    """Started from elsewhere, and through a link: the file of settings, and the environments that the user names."""
+    checkout('#!/bin/sh\necho "$PWD $0 $@"\n', "clone/.venv/bin/python", "mine/env/bin/python", "mine/venv/bin/python")
+    for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).rename(tmp_path / "clone" / name)
+    mine = tmp_path / "mine"
+    (mine / "launch").symlink_to("../clone/launch.sh")
+    monkeypatch.chdir(mine)
+
+    def start(script):
+        said = subprocess.run(["bash", script, "mine.toml"], capture_output=True, text=True, check=True).stdout
+        return said.splitlines()[-1]
+
+    arguments = "-m interdomain.tools.launch mine.toml"
+    for script in (tmp_path / "clone/launch.sh", "../clone/launch.sh", "launch"):
+        assert start(script) == f"{mine} {tmp_path}/clone/.venv/bin/python {arguments}"
+    monkeypatch.setenv("INTERDOMAIN_VENV", "venv")
+    assert start("launch") == f"{mine} {mine}/venv/bin/python {arguments}"
+    monkeypatch.setenv("INTERDOMAIN_PYTHON", "env/bin/python")
+    assert start("launch") == f"{mine} {mine}/env/bin/python {arguments}"
+
+
+def test_a_run_is_repeated_from_the_folder_of_its_start(tmp_path, monkeypatch):
+    assert launch.started_as() == ["./launch.sh"]
+    monkeypatch.chdir(tmp_path)
+    assert launch.started_as() == [str(REPOSITORY / "launch.sh")]
+
+
 def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):
     """Killed when it had a Python and no pip, and in the middle of pip. Other constraints are installed anew."""
     checkout(STAND_IN, "tools/python3.11", ".venv/bin/python")
