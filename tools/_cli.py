@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from interdomain.folders import expand_path
+
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
@@ -55,6 +57,21 @@ def argument_parser(doc: str | None, usage: str = "") -> argparse.ArgumentParser
         formatter_class=Help,
         allow_abbrev=False,  # an option of an older version must not pass for the beginning of another
     )
+
+
+def path_argument(text: str) -> Path:
+    """The type of an argument that is a path. `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`."""
+    return Path(path_or_name(text))
+
+
+def path_or_name(text: str) -> str:
+    """The type of an argument that is a path, an address (whose `//` a Path would not keep) or a name."""
+    if "$" in text and os.path.lexists(text):  # A shell's `*.txt` names files as they are.
+        return text
+    try:
+        return expand_path(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
 
 
 def add_device(parser, text: str = DEVICE) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from interdomain.files.pretrained import read_config
 from interdomain.tools._bench import results
-from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._cli import argument_parser, path_argument, user_errors
 
 ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ENGINE |= {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -37,8 +37,8 @@ READERS = ["model", "tokens", "readers", "first reader s", "all others s", "toke
 
 def parse(argv):
     p = argument_parser(__doc__, "FOLDER SOFTMAX --output DIR")
-    p.add_argument("folder", type=Path, metavar="FOLDER", help="of `convert`")
-    p.add_argument("softmax", type=Path, metavar="SOFTMAX", help="the same size, with softmax")
+    p.add_argument("folder", type=path_argument, metavar="FOLDER", help="of `convert`")
+    p.add_argument("softmax", type=path_argument, metavar="SOFTMAX", help="the same size, with softmax")
     p.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="of each prompt (128)")
     p.add_argument("--answer", type=int, default=128, metavar="TOKENS", help="of each answer (128)")
     p.add_argument("--document", type=int, default=100_000, metavar="TOKENS", help="of the document (100,000)")

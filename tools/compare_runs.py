@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from interdomain.folders import write_whole
-from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._cli import argument_parser, path_argument, user_errors
 from interdomain.tools._curves import curves_of, events_folder, facts_of, read_events
 
 COLUMNS = {  # as they are compared, stored and printed
@@ -124,13 +124,15 @@ def table(a: Run, b: Run, differences: dict[int, dict[str, float]], columns: lis
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "RUN_A [RUN_B]")
     p.add_argument(
-        "run_a", type=Path, metavar="RUN_A", help="a run's folder (job.dump_folder), or a stored curve (.json)"
+        "run_a", type=path_argument, metavar="RUN_A", help="a run's folder (job.dump_folder), or a stored curve (.json)"
     )
-    p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
+    p.add_argument(
+        "run_b", type=path_argument, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve"
+    )
     text = "largest relative difference that counts as equal; 0: equal to the last bit"
     p.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=text)
     p.add_argument("--common", action="store_true", help="ignore steps and curves that only one run has")
-    p.add_argument("--save-curve", type=Path, metavar="FILE.json", help="store RUN_A's curves in this file")
+    p.add_argument("--save-curve", type=path_argument, metavar="FILE.json", help="store RUN_A's curves in this file")
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")

@@ -42,7 +42,7 @@ from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
 from interdomain.model.initialize import initial_value
 from interdomain.storage import is_address, output_folder
-from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
+from interdomain.tools._cli import OUTPUT, argument_parser, path_argument, path_or_name, user_errors
 
 CHECK_TOKENS = 64
 # Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit, but matrix products may sum in
@@ -55,9 +55,9 @@ def parse(argv):
     p = argument_parser(__doc__, "SOURCE --output DIR")
     text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder. Either may be "
     text += "in an object store (s3://bucket/runs/debug)"
-    p.add_argument("source", metavar="SOURCE", help=text)
+    p.add_argument("source", type=path_or_name, metavar="SOURCE", help=text)
     text = f"{OUTPUT}; a standalone folder may be in an object store"
-    p.add_argument("--output", required=True, metavar="DIR", help=text)
+    p.add_argument("--output", type=path_or_name, required=True, metavar="DIR", help=text)
     text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
     p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
     text = "licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none"
@@ -68,13 +68,13 @@ def parse(argv):
     text = (
         "with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid"
     )
-    p.add_argument("--uptrain", type=Path, metavar="RUN.toml", help=text)
+    p.add_argument("--uptrain", type=path_argument, metavar="RUN.toml", help=text)
     text = (
         "write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel"
     )
     back.add_argument("--to-megatron", nargs="?", const="gpt", choices=("gpt", "hybrid"), help=text)
     text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
-    p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
+    p.add_argument("--tokenizer", type=path_argument, metavar="PATH", help=text)
     args = p.parse_args(argv)
     if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license is not None):
         raise ValueError(

@@ -42,11 +42,11 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
-    p.add_argument("folder", metavar="FOLDER", help=STANDALONE)
+    p.add_argument("folder", type=_cli.path_or_name, metavar="FOLDER", help=STANDALONE)
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="TEXT", help="the text to look at")
-    source.add_argument("--text-file", type=Path, metavar="FILE", help="the same, from a file in UTF-8")
-    p.add_argument("--output", type=Path, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
+    source.add_argument("--text-file", type=_cli.path_argument, metavar="FILE", help="the same, from a file in UTF-8")
+    p.add_argument("--output", type=_cli.path_argument, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
     p.add_argument("--layers", nargs="+", type=int, metavar="N", help="only these, counted from 0 (default: all)")
     text = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
     p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=text)

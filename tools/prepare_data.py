@@ -33,7 +33,15 @@ from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
-from interdomain.tools._cli import OUTPUT, argument_parser, require_at_least, user_errors, visible
+from interdomain.tools._cli import (
+    OUTPUT,
+    argument_parser,
+    path_argument,
+    path_or_name,
+    require_at_least,
+    user_errors,
+    visible,
+)
 
 REQUEST = "request.json"  # in an unfinished folder: what was asked for
 # Not for --synthetic.
@@ -45,8 +53,10 @@ BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__ or "", "(--output DIR | --verify CORPUS)")
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--output", type=Path, metavar="DIR", help=OUTPUT)
-    task.add_argument("--verify", type=Path, metavar="CORPUS", help="only compare a corpus's bytes with its manifest")
+    task.add_argument("--output", type=path_argument, metavar="DIR", help=OUTPUT)
+    task.add_argument(
+        "--verify", type=path_argument, metavar="CORPUS", help="only compare a corpus's bytes with its manifest"
+    )
     text = "share of the documents in the validation split, at least 0 and below 1"
     parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=text)
     text = "size of a shard in tokens; a larger corpus has several"
@@ -56,14 +66,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "stdlib (the sources of Python's standard library); debian (manuals and books from Debian packages, which apt-get "
     text += f"downloads), debian:FOLDER (their .deb files at hand); {READ}, as paths, folders or quoted globs; "
     text += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
-    texts.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=text)
+    texts.add_argument("--input", nargs="+", type=path_or_name, default=["stdlib"], metavar="SOURCE", help=text)
     texts.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
     texts.add_argument("--max-bytes", type=int, metavar="N", help="read only so many bytes of the files (default: all)")
     text = "skip at most N bad documents (rows without text, lines that are not JSON, text not in UTF-8); name each"
     texts.add_argument("--skip-bad", type=int, default=0, metavar="N", help=text)
     tokenizer = texts.add_mutually_exclusive_group()
     text = "use this one: a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder with one"
-    tokenizer.add_argument("--tokenizer", metavar="PATH", help=text)
+    tokenizer.add_argument("--tokenizer", type=path_or_name, metavar="PATH", help=text)
     text = "without --tokenizer: train a tokenizer of so many tokens on the training split"
     tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=text)
     text = "processes that encode (default: one for every core that has work)"

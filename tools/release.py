@@ -28,14 +28,14 @@ from interdomain.files.run_folder import checkpoints_of
 from interdomain.folders import new_folder
 from interdomain.markdown import markdown_rows
 from interdomain.tools import convert
-from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
+from interdomain.tools._cli import OUTPUT, argument_parser, path_argument, user_errors
 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "STUDY.toml|RUN [...] --output DIR")
     text = "a study's file, or the folder of a run (job.dump_folder)"
-    p.add_argument("sources", nargs="+", type=Path, metavar="STUDY.toml|RUN", help=text)
-    p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
+    p.add_argument("sources", nargs="+", type=path_argument, metavar="STUDY.toml|RUN", help=text)
+    p.add_argument("--output", type=path_argument, required=True, metavar="DIR", help=OUTPUT)
     p.add_argument("--only", default="*", metavar="PATTERN", help="of studies only runs of such a name, as '1.4M/*'")
     text = "data type to store the weights in; the recurrence's parameters stay float32"
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=f"{text} (default: bfloat16)")

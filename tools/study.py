@@ -26,7 +26,7 @@ import torch
 
 from interdomain.folders import require_empty
 from interdomain.markdown import markdown_rows
-from interdomain.tools._cli import OUTPUT, Help, argument_parser, require_at_least, user_errors
+from interdomain.tools._cli import OUTPUT, Help, argument_parser, path_argument, require_at_least, user_errors
 from interdomain.tools._plots import figure_of
 
 # Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
@@ -47,7 +47,9 @@ def parse(argv) -> argparse.Namespace:
     more = " Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 left on a signal: run it again."
     run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
     for command in (plan, run):
-        command.add_argument("study", type=Path, metavar="STUDY.toml", help="the study's file (format: docs/study.md)")
+        command.add_argument(
+            "study", type=path_argument, metavar="STUDY.toml", help="the study's file (format: docs/study.md)"
+        )
         command.add_argument("--only", default="*", metavar="PATTERN", help="only runs of such a name, as '*/seed-1'")
     where = run.add_mutually_exclusive_group()
     text = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
@@ -56,9 +58,9 @@ def parse(argv) -> argparse.Namespace:
     where.add_argument("--sbatch", metavar="COMMAND", help=text)
     show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
     text = "a study's file, or the folder of a run (job.dump_folder), finished or not"
-    show.add_argument("runs", nargs="+", type=Path, metavar="STUDY.toml|RUN", help=text)
+    show.add_argument("runs", nargs="+", type=path_argument, metavar="STUDY.toml|RUN", help=text)
     text = f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png"
-    show.add_argument("--output", type=Path, metavar="DIR", help=text)
+    show.add_argument("--output", type=path_argument, metavar="DIR", help=text)
     args = p.parse_args(argv)
     if args.command == "run":
         require_at_least(args, jobs=1)

@@ -43,10 +43,12 @@ LOOK_SECONDS = 30
 
 def parse(argv) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "RUN")
-    p.add_argument("run", type=Path, metavar="RUN", help="a run's folder (job.dump_folder); before all options")
+    p.add_argument(
+        "run", type=_cli.path_argument, metavar="RUN", help="a run's folder (job.dump_folder); before all options"
+    )
     p.add_argument("--once", action="store_true", help="evaluate the milestones that are there, and end")
     text = "keep each milestone's standalone folder, DIR/step-N (default: it is removed after its evaluation)"
-    p.add_argument("--exports", type=Path, metavar="DIR", help=text)
+    p.add_argument("--exports", type=_cli.path_argument, metavar="DIR", help=text)
     text = "name of the results, evaluation-NAME: for the same milestones with other options, also at the same time"
     p.add_argument("--name", metavar="NAME", help=f"{text} (default: the results are called evaluation)")
     evaluate.add_options(p)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -22,6 +23,24 @@ CANNOT_SYNC = {
     errno.EACCES,
     errno.EPERM,
 }
+
+
+def expand_path(path: str) -> str:
+    """A path with `~`, `~user`, `$NAME` and `${NAME}` replaced, as a shell does.
+
+    Raises: ValueError for a variable that is not set or empty, and for a user without a home.
+    """
+    for braced in re.findall(r"\$(\w+|\{[^}]*\})", path):
+        name = braced.strip("{}")
+        if not os.environ.get(name):
+            raise ValueError(f"{path}: the environment variable {name} is not set. Export it, or write the path out.")
+    # Like a shell, the home first: a `~` that a variable holds is part of a name.
+    at_home = os.path.expanduser(path)
+    if at_home.startswith("~"):
+        raise ValueError(
+            f"{path}: there is no such user's home. Write the path out; ./~NAME is a file of that name here."
+        )
+    return os.path.expandvars(at_home)
 
 
 @contextlib.contextmanager

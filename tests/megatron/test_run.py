@@ -176,6 +176,8 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
         (f"{GOOD} --mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),
         (f"{GOOD} --mixer.readout imaginary", "invalid choice: 'imaginary'"),
         (f"{GOOD} --mixer.rope perhaps", "'perhaps' is neither True nor False"),
+        (f"{GOOD} --data.corpus $NONE_SUCH/x", "the environment variable NONE_SUCH is not set"),
+        (f"{GOOD} --data.corpus ~/nowhere", "/nowhere is not a prepared corpus"),
         (f"{GOOD} --data.corpus nowhere", "nowhere is not a prepared corpus"),
     ],
 )

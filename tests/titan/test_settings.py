@@ -150,6 +150,64 @@ def test_a_toml_file_that_cannot_be(text, tmp_path, monkeypatch, capsys):
     assert BROKEN[text] in refusal(capsys, entry.read, [str(toml)])
 
 
+PATHS = {
+    "job": ["config_file", "dump_folder"],
+    "profiling": ["save_traces_folder"],
+    "metrics": ["save_tb_folder"],
+    "data": ["corpus", "validation_corpus", "tokenizer"],
+    "checkpoint": ["folder", "copy_to", "initial_load_path"],
+}
+
+
+def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
+    """In a file and in a flag, as it comes from `--job.dump_folder=~/x`, where a shell leaves `~`. Not in other settings."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    settings = [f"{section}.{name}" for section, names in PATHS.items() for name in names]
+    assert sorted(settings) == sorted(job_config.PATHS)
+    settings.remove("job.config_file")
+    named, lines, flags, expected = "$SCRATCH/${SCRATCH}x", [], [], {}
+    for setting in settings:
+        is_address = setting == "checkpoint.copy_to"
+        expected[setting] = "s3:///scratch/me//scratch/mex" if is_address else "/scratch/me//scratch/mex"
+        given = f"s3://{named}" if is_address else named
+        section, name = setting.split(".")
+        lines.append(f'{section}.{name} = "{given}"')
+        flags += [f"--{setting}", given]
+    toml = tmp_path / "paths.toml"
+    toml.write_text("\n".join([*lines, 'job.description = "~ $SCRATCH $NONE"', 'metrics.notify = "~/mail $STEP"']))
+    from_file = read_job_config(["--job.config_file", "~/paths.toml"])
+    from_flags = read_job_config(flags)
+    for setting, path in expected.items():
+        assert job_config.value_of(from_file, setting) == path
+        assert job_config.value_of(from_flags, setting) == path
+    assert from_file.job.description == "~ $SCRATCH $NONE"
+    assert from_file.metrics.notify == "~/mail $STEP"
+    toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]\n[[data.stages]]\nat_tokens = 1\ncorpus = "~/c"')
+    job = read_job_config([f"--job.config_file={toml}", "--job.dump_folder=~"])
+    assert job.data.corpus == [f"{tmp_path}/a", "b", "shards/*[0-9]$"]
+    assert job.data.stages[0]["corpus"] == f"{tmp_path}/c"
+    assert job.job.dump_folder == str(tmp_path)
+    assert read_job_config(["--data.corpus", "~/a,$SCRATCH/b"]).data.corpus == f"{tmp_path}/a,/scratch/me/b"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("$NONE_SUCH/x", "job.dump_folder = $NONE_SUCH/x: the environment variable NONE_SUCH is not set"),
+        ("x/${EMPTY}", "the environment variable EMPTY is not set"),
+        ("~no-such-user/x", "there is no such user's home"),
+    ],
+)
+def test_a_path_that_cannot_be_expanded(path, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("EMPTY", "")
+    toml = tmp_path / "paths.toml"
+    toml.write_text(f'job.dump_folder = "{path}"')
+    assert words in refusal(capsys, entry.read, [str(toml)])
+    assert words in refusal(capsys, entry.read, [str(TINY), f"--job.dump_folder={path}"])
+
+
 def test_toml_files_of_before_are_read(tmp_path):
     """They name what TorchTitan's entry point needed, and settings of TorchTitan's at values that change nothing."""
     toml = tmp_path / "old.toml"

@@ -211,6 +211,14 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
     assert job.checkpoint.exclude_from_loading == ["lr_scheduler", "dataloader"]
 
 
+def test_paths_are_expanded(monkeypatch):
+    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("HOME", "/home/me")
+    job = stock_config("~/corpus", checkpoint__folder="~/checkpoints", training__local_batch_size=4)
+    spec.plan_of(job)
+    assert (job.data.corpus, job.checkpoint.folder) == ("/home/me/corpus", "/home/me/checkpoints")
+
+
 def test_the_settings_of_the_model_are_missing(capsys):
     job = ConfigManager().parse_args(["--model.name", "interdomain"])
     assert "job.custom_config_module" in refusal(capsys, spec.plan_of, job)
@@ -246,6 +254,7 @@ def new(runs, tmp_path_factory):
     if not hasattr(fsdp, "DataParallelMeshDims"):
         pytest.skip("TorchTitan 0.3.0 needs a newer PyTorch")
     folder, context = tmp_path_factory.mktemp("titan03"), multiprocessing.get_context("spawn")
+    os.environ["RUNS_OF_TITAN03"] = str(folder)  # a path of a flag may name a variable
     new = Runs(folder, runs.corpora, context, [os.environ[TITAN03]])
     for axis in ("context", "tensor", "pipeline"):
         new.add(f"2 {axis}", **parallel(**{axis: 2}) | HYBRID | GRADIENTS | steps(2))
@@ -254,10 +263,11 @@ def new(runs, tmp_path_factory):
         given = {"data__corpus": str(runs.corpora["text"]), "training__local_batch_size": 4} | settings
         file = toml_of(folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
         new.add(name, **STEPS | GRADIENTS | settings, stock=True)
-        args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", str(folder / name)]
+        args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
         new.jobs[name]["args"] = [*args, "--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]
     yield new
     new.end()
+    del os.environ["RUNS_OF_TITAN03"]
 
 
 @TITAN_03

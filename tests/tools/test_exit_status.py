@@ -14,6 +14,17 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from interdomain.launcher import REASON_FILE, launcher_has_ended
+from interdomain.tools import (
+    bench_kernels,
+    compare_runs,
+    convert,
+    evaluate,
+    generate,
+    inspect_model,
+    prepare_data,
+    study,
+    watch,
+)
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE, ELASTIC, REFUSED
 
@@ -36,6 +47,41 @@ def wait():
 
 def run(program):
     return torchrun.run([sys.executable, "-c", when_listening("SigCgt") + STAND_IN + program], dict(os.environ))
+
+
+ARGUMENTS = {
+    bench_kernels: "--output=PATH",
+    compare_runs: "PATH PATH --save-curve=PATH",
+    convert: "PATH --output=PATH --uptrain=PATH --to-checkpoint",
+    evaluate: "PATH --output=PATH --include-path PATH --perplexity PATH --corpora=PATH",
+    generate: "PATH",
+    inspect_model: "PATH --text-file=PATH --output=PATH",
+    prepare_data: "--input PATH --output=PATH --tokenizer=PATH",
+    study: "show PATH --output=PATH",
+    watch: "PATH --exports=PATH",
+}
+
+
+@pytest.mark.parametrize("tool", ARGUMENTS)
+def test_home_and_variables_in_the_paths_of_a_command(tool, tmp_path, monkeypatch, capsys):
+    """A shell leaves `~` in --output=~/x. A name of a file that has a `$` in it, as a shell's `*` finds it, is not changed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    (tmp_path / "A$B.txt").touch()
+
+    def paths(path):
+        values = vars(tool.parse(ARGUMENTS[tool].replace("PATH", path).split())).values()
+        flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
+        return [str(value) for value in flat if isinstance(value, Path) or value == path or "/x" in str(value)]
+
+    expected = ARGUMENTS[tool].count("PATH")
+    assert paths("~/x$SCRATCH/x").count("/home/me/x/scratch/x") == expected
+    assert paths("A$B.txt").count("A$B.txt") == expected
+    with pytest.raises(SystemExit) as ended:
+        paths("$NONE_SUCH/x")
+    assert ended.value.code == 2
+    assert "the environment variable NONE_SUCH is not set" in capsys.readouterr().err
 
 
 THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGTERM", "SIGHUP"))

@@ -212,6 +212,20 @@ conditions = ["softmax"]
 """
 
 
+def test_home_and_variables_in_the_paths_of_a_study(described, tmp_path, monkeypatch):
+    """Of its folders, its files and its runs' settings, which stay in the run's file as they were written."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CONFIGS", str(REPOSITORY / "train_configs"))
+    text = STUDY.replace("{folder}/out", "~/out").replace('"train_configs/', '"$CONFIGS/')
+    text = text.replace("[all]", '[corpora]\n"~/recall" = "--synthetic mqar"\n[all]\ndata.corpus = "~/recall"')
+    read = definition.read_study(Path(described(text)))
+    run = read.runs[0]
+    assert run.folder == tmp_path / "home/out" / run.name
+    assert run.record == tmp_path / "home/out/records" / f"{run.name}.json"
+    assert [*read.corpora] == [run.plan.costs.job.data.corpus] == [f"{tmp_path}/home/recall"]
+    assert run.settings["data"]["corpus"] == "~/recall"
+
+
 @pytest.fixture
 def described(tmp_path, monkeypatch):
     """described(text) -> its path, with the folder that the text names."""

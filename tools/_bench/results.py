@@ -40,7 +40,7 @@ HANG_SECONDS = 25.0  # that it may run after its last compilation: then it hangs
 
 def add_arguments(parser: argparse.ArgumentParser, name: str, device: str = _cli.DEVICE) -> None:
     """Add --output, --name and --device, which every tool has. name: the default of --name."""
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
+    parser.add_argument("--output", type=_cli.path_argument, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
     text = f"the results are DIR/NAME.json (default: {name}), so that one folder can hold several runs of a tool"
     parser.add_argument("--name", default=name, help=text)
     _cli.add_device(parser, device)

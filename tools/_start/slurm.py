@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from interdomain.folders import expand_path
 from interdomain.tools._cli import python_here
 from interdomain.tools._start.torchrun import CONTINUE, ONE_MACHINE, REFUSED, handlers, torchrun_command
 
@@ -69,7 +70,7 @@ class Allocation:
 
 def read_site(name: str) -> dict[str, str]:
     """The lines NAME=VALUE of a file of tools/sites by its name, or of any other by its path. Raises: ValueError."""
-    file = Path(name) if name.endswith(".env") else SITES / f"{name}.env"
+    file = Path(expand_path(name)) if name.endswith(".env") else SITES / f"{name}.env"
     if not file.is_file():
         known = ", ".join([*sorted(path.stem for path in SITES.glob("*.env")), LOCAL])
         raise ValueError(f"--site {name}: there is no such site. Known: {known}; or give the path of a file NAME.env.")

@@ -15,7 +15,7 @@ from typing import Any
 from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
 from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
 from interdomain.files.run_folder import checkpoints_of, events_of
-from interdomain.folders import write_whole
+from interdomain.folders import expand_path, write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
 from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
@@ -134,8 +134,9 @@ def read_study(path: Path) -> Study:
             f'{path}: corpora must be a table of folders with options of prepare-data, as "data/mqar" = "--synthetic mqar": '
             f"got {corpora!r}."
         )
-    output = Path(table.get("output", f"outputs/studies/{path.stem}"))
-    results = Path(table.get("results", output / "records"))
+    corpora = {expand_path(folder): options for folder, options in corpora.items()}
+    output = Path(expand_path(table.get("output", f"outputs/studies/{path.stem}")))
+    results = Path(expand_path(table.get("results", str(output / "records"))))
     runs: dict[str, StudyRun] = {}
     waiting = 0
     for grid in _grids(path, table):

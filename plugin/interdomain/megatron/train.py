@@ -23,6 +23,7 @@ from torch import Tensor
 
 from interdomain.data import PackedDataset, TokenCorpus, local_corpus, read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
+from interdomain.folders import expand_path
 from interdomain.megatron import DynamicsOnce, contiguous, cpu
 from interdomain.megatron.arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
 from interdomain.megatron.optimizer import Schedule, overrides
@@ -49,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, default in DEFAULTS.items():
         p.add_argument(f"--{name}", type=type(default), default=default, help=f"({default})")
     p.add_argument("--bf16", action="store_true")
-    p.add_argument("--save", type=Path, help="folder of checkpoints; continues the newest, or from converted weights")
+    p.add_argument("--save", help="folder of checkpoints; continues the newest, or from converted weights")
     return p.parse_args(argv)
 
 
@@ -170,7 +171,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     layout = {name: getattr(args, name) for name in LAYOUT}
     try:
-        corpus = local_corpus(args.corpus)
+        args.save = Path(expand_path(args.save)) if args.save else None
+        corpus = local_corpus(expand_path(args.corpus))
         corpus_files(corpus, "train")  # refuses a corpus whose loss is that of its answers
         manifest = read_manifest(corpus)
         layers: Any = dict(layers=args.layers, softmax_every=args.softmax_every, **mixer_settings(args))

@@ -48,6 +48,7 @@ from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
 from .settings.job_config import (
     TORCHTITAN_DEFAULTS,
+    expand_paths,
     let_steps_win,
     pairs,
     refuse_wrong_values,
@@ -106,6 +107,7 @@ def plan_of(job_config: Any) -> RunPlan:
             if unread.match(setting):
                 raise ValueError(f"{setting} = {value} has no effect {beside} data.corpus. Leave one of the two out.")
         let_steps_win(job_config, sys.argv[1:])
+        expand_paths(job_config)
         refuse_wrong_values(job_config)
         _refuse_for_trainer(job_config)
         planned = copy.deepcopy(job_config)

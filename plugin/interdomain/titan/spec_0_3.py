@@ -31,7 +31,7 @@ from .host import (
 )
 from .plan.device import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
-from .settings.job_config import let_steps_win, read_job_config, value_of
+from .settings.job_config import PATHS, expand_paths, let_steps_win, read_job_config, value_of
 from .settings.schema import JobConfig
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import OURS_ALONE, FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
@@ -148,6 +148,14 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
                 setattr(mine, field.name, value)
             elif section in OURS and default is not dataclasses.MISSING and value != default:
                 raise ValueError(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
+    expand_paths(job)
+    config.dump_folder = job.job.dump_folder
+    for section in SECTIONS:
+        theirs = getattr(config, section)
+        for setting in PATHS:
+            ours, _, name = setting.partition(".")
+            if ours == OTHER_NAMES.get(section, section) and hasattr(theirs, name):
+                setattr(theirs, name, value_of(job, setting))
     for axis in ("context", "tensor", "pipeline"):
         if (degree := getattr(job.parallelism, f"{axis}_parallel_degree")) > 1:
             raise ValueError(

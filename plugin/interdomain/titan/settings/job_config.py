@@ -17,10 +17,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 import interdomain
+from interdomain.folders import expand_path
 from interdomain.model.config import FIXED_STATE
 
 from ..host import TORCHTITAN_SETTINGS
-from .schema import Bound, Count, JobConfig
+from .schema import PATH, Bound, Count, JobConfig
 
 # setting -> its annotated type
 KINDS: dict[str, Any] = {
@@ -28,6 +29,8 @@ KINDS: dict[str, Any] = {
     for section, table in get_type_hints(JobConfig).items()
     for name, kind in get_type_hints(table, include_extras=True).items()
 }
+# Settings that are paths, or lists of paths.
+PATHS = [name for name, kind in KINDS.items() if get_origin(kind) is Annotated and PATH in kind.__metadata__]
 # What to set instead of a setting that files written for TorchTitan's own models have.
 INSTEAD = {
     "training.dataset": "data.corpus",
@@ -79,6 +82,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         "alone.",
         config=(tyro.conf.HelptextFromCommentsOff,),  # there are none: without this it would parse our source for them
     )
+    expand_paths(job)
     # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
     flags = names_of(arguments)
     chosen = flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
@@ -114,15 +118,40 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
             set_value(job, setting, value)
         else:
             _refuse_unknown(setting, value)
+    expand_paths(job)
     refuse_wrong_values(job)
     return job
+
+
+def expand_paths(job_config: Any) -> None:
+    """Expand `~` and `$NAME` in all settings that are paths. Raises: ValueError for a variable that is not set."""
+    for setting in PATHS:
+        set_value(job_config, setting, _expanded(setting, value_of(job_config, setting)))
+    for number, table in enumerate(job_config.data.stages):
+        with in_data_stage(number + 1):
+            for name in table.keys() & OF_A_STAGE.keys():
+                if OF_A_STAGE[name] in PATHS:
+                    table[name] = _expanded(name, table[name])
+
+
+def _expanded(setting: str, value: Any) -> Any:
+    """Values of other types are left for the check of types. A string may be a list: on the command line lists have commas."""
+    if isinstance(value, list):
+        return [_expanded(setting, path) for path in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return ",".join(map(expand_path, value.split(",")))
+    except ValueError as e:
+        raise ValueError(f"{setting} = {e}") from e
 
 
 def read_toml(file: str | Path) -> dict[str, Any]:
     """A file's table. The wheel brings train_configs/: a file that is not here is looked for there.
 
-    Raises: ValueError for a file that is no TOML, FileNotFoundError.
+    Raises: ValueError for a file that is no TOML, and as `expand_path`; FileNotFoundError.
     """
+    file = expand_path(str(file))
     brought = Path(interdomain.__file__).parent / file
     try:
         with open(brought if brought.is_file() and not Path(file).exists() else file, "rb") as f:

@@ -1,9 +1,9 @@
 """The sections and settings of a TOML file, with TorchTitan's names and defaults where TorchTitan has the setting.
 
 The comment at a setting (`#:` above it, or `#` beside it) is its text in `./launch.sh --flags`. The annotation says what one
-setting may be: its type and its `Bound`. Most settings of [mixer] are those of `MixerConfig` and `Execution`, with their text.
-`job_config.py` reads a file and flags into a `JobConfig` and checks every setting. `plan` checks settings that depend on one
-another, and makes a `MixerConfig` of [mixer].
+setting may be: its type, its `Bound`, and whether it is a `PATH`. Most settings of [mixer] are those of `MixerConfig` and
+`Execution`, with their text. `job_config.py` reads a file and flags into a `JobConfig` and checks every setting. `plan` checks
+settings that depend on one another, and makes a `MixerConfig` of [mixer].
 """
 
 import math
@@ -25,6 +25,9 @@ class Bound(NamedTuple):
     allows: Callable[[Any], bool]
 
 
+PATH = "path"  # in a setting's annotation: `~` and `$NAME` in it are expanded
+
+
 def _one_of(names: Iterable[str]) -> Bound:
     return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
 
@@ -40,7 +43,10 @@ Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
 Address = Bound("an address, such as s3://bucket/runs/debug", lambda x: not x or "://" in x)
-Folder = Annotated[str, Bound("a folder, not an address (checkpoint.copy_to takes one)", lambda x: "://" not in x)]
+Folder = Annotated[
+    str, Bound("a folder, not an address (checkpoint.copy_to takes one)", lambda x: "://" not in x), PATH
+]
+PathSetting = Annotated[str, PATH]
 Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
@@ -77,7 +83,7 @@ def _with_settings_of_the_mixer(section: Section) -> Section:
 class Job:
     """[job]: the folder and the name of a run."""
 
-    config_file: str | None = None  # The TOML file to read.
+    config_file: Annotated[str | None, PATH] = None  # The TOML file to read.
     dump_folder: Folder = "./outputs"  # Folder that the run writes everything to.
     description: str = "default job"  # A description of the run; printed at the start.
 
@@ -87,7 +93,7 @@ class Profiling:
     """[profiling]: traces of torch.profiler."""
 
     enable_profiling: bool = False  # Write traces of torch.profiler.
-    save_traces_folder: str = "profile_traces"  # Folder of the traces, in job.dump_folder.
+    save_traces_folder: PathSetting = "profile_traces"  # Folder of the traces, in job.dump_folder.
     profile_freq: Count = 10  # Steps between two traces.
     profiler_active: Count = 1  # Steps in a trace.
     profiler_warmup: CountOr0 = 3  # Warmup steps of the profiler before each trace.
@@ -100,7 +106,7 @@ class Metrics:
     log_freq: Count = 10  # Steps between two logged steps.
     enable_tensorboard: bool = False  # Write TensorBoard events.
     disable_color_printing: bool = False  # Log without colours.
-    save_tb_folder: str = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
+    save_tb_folder: PathSetting = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
     enable_wandb: bool = False  # Log to Weights & Biases as well (needs the package wandb).
     #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, at logged steps only; 0: never.
     mixer_freq: CountOr0 = 100
@@ -146,14 +152,14 @@ class Data:
 
     #: Folder of a prepared corpus, here or in an object store (s3://bucket/corpus), or a prefix or glob of Megatron .bin/.idx
     #: shards. Several are mixed by weight: a list in TOML, commas on the command line.
-    corpus: str | list[str] = ""
+    corpus: Annotated[str | list[str], PATH] = ""
     #: Weights of the corpora in a mixture, in samples. They need not sum to 1.
     weights: list[float] = field(default_factory=list)
     #: Another corpus to validate on, or validation shards if `corpus` is shards without a manifest. Empty: the corpora's own
     #: split.
-    validation_corpus: str = ""
+    validation_corpus: PathSetting = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
-    tokenizer: str = ""
+    tokenizer: PathSetting = ""
     #: Later stages of the data: tables [[data.stages]] in the file (docs/data.md).
     stages: Annotated[list[dict[str, Any]], tyro.conf.Suppress] = field(default_factory=list)
     #: Steps whose batches are left out: the steps after them read the next ones. The numbers are those of a run that leaves
@@ -273,12 +279,12 @@ class Checkpoint:
     interval: Count = 500  # Steps between two checkpoints.
     #: Address in an object store (s3://bucket/runs/debug) that every checkpoint is copied to, beside the training. A start
     #: whose folder has no checkpoint fetches the latest from there (docs/storage.md). Empty: none.
-    copy_to: Annotated[str, Address] = ""
+    copy_to: Annotated[str, Address, PATH] = ""
     #: Seconds that the end of a run waits for the copies that are not there yet; at most 60 when it leaves on a signal.
     copy_wait_seconds: CountOr0 = 300
     #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own. Also one
     #: in an object store.
-    initial_load_path: str | None = None
+    initial_load_path: Annotated[str | None, PATH] = None
     #: Of initial_load_path, load the weights only: no optimizer state, schedule, data position or step.
     initial_load_model_only: bool = True
     #: async: a thread writes the checkpoint while training goes on.
