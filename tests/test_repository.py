@@ -105,7 +105,7 @@ ALLOWED = {
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
-        *("interdomain.model", "interdomain.files"),
+        *("interdomain.model", "interdomain.files", "interdomain.folders"),
     },
     "vllm": {
         *(

@@ -162,14 +162,14 @@ PATHS = {
 def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     """In a file and in a flag, as it comes from `--job.dump_folder=~/x`, where a shell leaves `~`. Not in other settings."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("SCRATCH", "/disk/me")
     settings = [f"{section}.{name}" for section, names in PATHS.items() for name in names]
     assert sorted(settings) == sorted(job_config.PATHS)
     settings.remove("job.config_file")
     named, lines, flags, expected = "$SCRATCH/${SCRATCH}x", [], [], {}
     for setting in settings:
         is_address = setting == "checkpoint.copy_to"
-        expected[setting] = "s3:///scratch/me//scratch/mex" if is_address else "/scratch/me//scratch/mex"
+        expected[setting] = "s3:///disk/me//disk/mex" if is_address else "/disk/me//disk/mex"
         given = f"s3://{named}" if is_address else named
         section, name = setting.split(".")
         lines.append(f'{section}.{name} = "{given}"')
@@ -188,7 +188,7 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     assert job.data.corpus == [f"{tmp_path}/a", "b", "shards/*[0-9]$"]
     assert job.data.stages[0]["corpus"] == f"{tmp_path}/c"
     assert job.job.dump_folder == str(tmp_path)
-    assert read_job_config(["--data.corpus", "~/a,$SCRATCH/b"]).data.corpus == f"{tmp_path}/a,/scratch/me/b"
+    assert read_job_config(["--data.corpus", "~/a,$SCRATCH/b"]).data.corpus == f"{tmp_path}/a,/disk/me/b"
 
 
 @pytest.mark.parametrize(

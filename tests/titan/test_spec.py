@@ -213,10 +213,10 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
 
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/people/me")
     job = stock_config("~/corpus", checkpoint__folder="~/checkpoints", training__local_batch_size=4)
     spec.plan_of(job)
-    assert (job.data.corpus, job.checkpoint.folder) == ("/home/me/corpus", "/home/me/checkpoints")
+    assert (job.data.corpus, job.checkpoint.folder) == ("/people/me/corpus", "/people/me/checkpoints")
 
 
 def test_the_settings_of_the_model_are_missing(capsys):
