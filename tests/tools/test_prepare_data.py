@@ -237,6 +237,7 @@ def test_a_worker_that_is_killed(sources, prepare, monkeypatch):
     assert prepare(sources / "rows.jsonl", options=("--workers", 2)) == out
 
 
+ROW = b'{"text": "a"}\n'
 BAD = {
     "row.jsonl": (b'{"text": "a"}\n' * 500 + b'{"text": 3}\n', "line 501, cannot be read: there is no text under"),
     "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3, cannot be read: it is not JSON"),
@@ -245,6 +246,9 @@ BAD = {
     "half.jsonl": (b'{"text": "\\ud800"}\n', "surrogates not allowed"),
     "empty.jsonl": (b"", "no split"),
     "bad.jsonl.gz": (b"\0" * 100, "Not a gzipped file"),
+    "between.jsonl.bz2": (bz2.compress(ROW) + b"between" + bz2.compress(ROW), "between.jsonl.bz2 cannot be read"),
+    "behind.txt.bz2": (bz2.compress(ROW) + b"\0", "behind.txt.bz2 cannot be read"),
+    **{f"0.jsonl.{ending}": (b"", f"0.jsonl.{ending} cannot be read") for ending in ("gz", "bz2", "zst")},
 }
 
 

@@ -33,6 +33,7 @@ STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of the package encodings
 SPAN_BYTES = 2_000_000  # of a large file of lines
+READ_BYTES = 1_000_000  # bytes that are read from the disk at once
 EXCERPT = 200  # characters of a row that cannot be read, to find it by
 DATASET_SHARD_BYTES = 100_000_000  # taken for the size of one shard of a dataset on the hub, which is not known
 
@@ -250,12 +251,57 @@ def _bad(file: SourceFile, place: str, error: ValueError) -> BadDocument:
     return BadDocument(_shown(file), file.name, place, str(error).rstrip("."))
 
 
+class _Bz2Reader(io.RawIOBase):
+    """The bytes of a .bz2 file, which is one bzip2 stream or several in a row.
+
+    `bz2.open` takes anything behind the first stream that it cannot decompress for the end of the file. Here it is an error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._decompressor = bz2.BZ2Decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            compressed = b""
+            if self._decompressor.eof:
+                compressed = self._decompressor.unused_data or self._file.read(READ_BYTES)
+                if not compressed:
+                    return 0
+                self._decompressor = bz2.BZ2Decompressor()
+            elif self._decompressor.needs_input:
+                compressed = self._file.read(READ_BYTES)
+                if not compressed:
+                    raise EOFError("the file ends within a bzip2 stream.")
+            data = self._decompressor.decompress(compressed, max_length=len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _opened(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed."""
-    return OPENERS.get(path.suffix.lower(), open)(path, "rb")
+    opener = OPENERS.get(path.suffix.lower())
+    if opener is None:
+        return open(path, "rb")
+    # The libraries read an empty file as no text, but each format has a header: a copy or a download has failed.
+    if path.stat().st_size == 0:
+        raise ValueError("the file is empty, which no compressed file is.")
+    return opener(path)
 
 
-def _open_zstd(path: Path, mode: str) -> IO[bytes]:
+def _open_bz2(path: Path) -> IO[bytes]:
+    return io.BufferedReader(_Bz2Reader(path))
+
+
+def _open_zstd(path: Path) -> IO[bytes]:
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
@@ -379,7 +425,7 @@ def open_stream(name: str) -> Any:
         ) from e
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _open_zstd}
+OPENERS = {".gz": gzip.open, ".bz2": _open_bz2, ".zst": _open_zstd}
 READERS = {
     **dict.fromkeys((".txt", ".py", ".md", ".rst"), _read_text),
     **dict.fromkeys(LINES, _read_lines),
