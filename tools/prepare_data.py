@@ -15,6 +15,8 @@ Documentation: docs/data.md; for --synthetic docs/recall.md
 """
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -28,9 +30,9 @@ from tqdm import tqdm
 
 from interdomain.data import TokenCorpus, Tokenizer, load_tokenizer, read_manifest
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST
-from interdomain.data.readers import READ, BadDocument, find_inputs, in_validation, list_spans, read_documents, skip_bad
+from interdomain.data.readers import READ, BadDocument, documents_of, find_inputs, in_validation, list_spans, skip_bad
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
-from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
+from interdomain.data.tokenize_parallel import EncodedPart, Encoding, Part, cut, digest_of, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
 from interdomain.tools._cli import (
@@ -114,13 +116,18 @@ def describe(folder: Path, verb: str, verify: bool = False) -> str:
     )
 
 
-def make_tokenizer(folder: Path, args: argparse.Namespace, tokenizer: Tokenizer | None) -> Tokenizer:
+def make_tokenizer(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer | None) -> Tokenizer:
     """The corpus's tokenizer, in `folder`: the user's, or one trained on the training documents."""
-    path = tokenizer.write(folder) if tokenizer else folder / SentencePieceTokenizer.file
+    if tokenizer:
+        return load_tokenizer(tokenizer.write(folder))
+    spans = [span for part in parts for span in part.spans]
+    library = importlib.metadata.version(SentencePieceTokenizer.library)
+    digest = digest_of([args.text_field, args.validation_fraction, args.vocab_size, library], spans)
+    path = folder / f"trained-{digest}.model"
     if not path.exists():  # it does if an earlier run was killed later on
         skipped: list[BadDocument] = []
         skip = lambda bad: skip_bad([bad], skipped, args.skip_bad)  # noqa: E731
-        documents = read_documents(args.input, args.text_field, args.max_bytes, skip)
+        documents = documents_of(spans, args.text_field, skip)
         documents = tqdm(documents, desc="training the tokenizer", unit=" documents", disable=None)
         # Validation text stays unseen by the tokenizer too.
         training = (text for text in documents if not in_validation(text, args.validation_fraction))
@@ -128,35 +135,44 @@ def make_tokenizer(folder: Path, args: argparse.Namespace, tokenizer: Tokenizer 
     return load_tokenizer(path)
 
 
-def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer) -> list[BadDocument]:
-    """Encodes the parts in `folder`, but for those that an earlier run left there. Returns what all of them skipped."""
+def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer) -> list[EncodedPart]:
+    """Encodes the parts in `folder`, but for those that an earlier run left there."""
     size = sum(part.size for part in parts)
     workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), size // BYTES_PER_WORKER))
-    if done := sum(part.is_encoded(folder) for part in parts):
-        print(f"continuing an earlier run: {done} of {len(parts)} parts are there", flush=True)
     encoding = Encoding(folder, tokenizer.path, args.text_field, args.validation_fraction, args.skip_bad)
+    encoded: list[EncodedPart] = []
     skipped: list[BadDocument] = []
     seconds = 0.1 if sys.stderr.isatty() else 60  # a line a minute in a log
     title = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
-    with tqdm(total=size, unit="B", unit_scale=True, desc=title, mininterval=seconds, delay=seconds) as bar:
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc=title, mininterval=seconds, delay=seconds)
+    # Closed at once after an error: its processes write into the folder.
+    with bar, contextlib.closing(encode_parts(parts, encoding, workers)) as results:
+        for part in results:
+            bar.update(part.part.size)
+            skip_bad(part.skipped, skipped, args.skip_bad)
+            encoded.append(part)
+    if kept := sum(part.kept for part in encoded):
+        print(f"continuing an earlier run: {kept} of {len(parts)} parts were there", flush=True)
+    return encoded
 
-        def report(part: Part) -> None:
-            bar.update(part.size)
-            skip_bad(part.skipped(folder), skipped, args.skip_bad)
 
-        encode_parts(parts, encoding, workers, report)
-    return skipped
-
-
-def check_request(work: Path, request: dict) -> None:
-    """Raises ValueError if an earlier run left something else in `work` than what is asked for now."""
+def note_other_request(work: Path, request: dict) -> None:
+    """Say so if an earlier run was asked for something else: parts that do not fit stay in `work`, but are not used."""
     path = work / REQUEST
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else request
-    names = [name for name in before | request if before.get(name) != request.get(name)]
-    if differing := [f"{name}: {before.get(name)} there, {request.get(name)} asked for" for name in names]:
-        raise ValueError(
-            f"{work} holds an unfinished corpus with other options ({'; '.join(differing)}). Repeat those options to finish "
-            f"it, remove {work} to start again, or give another --output."
+    differing = []
+    for name in before | request:
+        if before.get(name) == request.get(name):
+            continue
+        there_and_now = f"{before.get(name)} there, {request.get(name)} asked for"
+        differing.append("other input files" if name == "inputs" else f"{name}: {there_and_now}")
+    if differing:
+        print(
+            f"note: {work} holds an unfinished corpus of another request ({'; '.join(differing)}). Of its parts those are used "
+            "that are the same. The others are removed when this corpus is complete; until then the earlier command continues "
+            "with them.",
+            file=sys.stderr,
+            flush=True,
         )
     write_whole(path, json.dumps(request).encode())
 
@@ -184,9 +200,10 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: di
 
 def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part], tokenizer: Tokenizer | None) -> None:
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
-    check_request(work, request)
-    tokenizer = make_tokenizer(work, args, tokenizer)
-    skipped = encode(work, args, parts, tokenizer)
+    note_other_request(work, request)
+    tokenizer = make_tokenizer(work, args, parts, tokenizer)
+    encoded = encode(work, args, parts, tokenizer)
+    skipped = [bad for part in encoded for bad in part.skipped]
     for bad in skipped[:SHOWN]:
         print(f"skipped: {visible(str(bad))}")
     if len(skipped) > SHOWN:
@@ -194,7 +211,7 @@ def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part]
     further = {"skipped": [{"file": x.file, "place": x.place, "reason": x.reason} for x in skipped]} if skipped else {}
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
-        splits = merge_parts(work, parts, folder, tokenizer.vocab_size, args.shard_tokens)
+        splits = merge_parts(encoded, folder, tokenizer.vocab_size, args.shard_tokens)
         write_manifest(folder, tokenizer, request, splits, **further)
 
 
@@ -235,7 +252,7 @@ def prepare(args: argparse.Namespace) -> str:
             parts = cut(list(list_spans(inputs.files, args.text_field, args.max_bytes)))
             build(work, args, request, parts, tokenizer)
         except BaseException:
-            if not any(work.glob("part-*.idx")):
+            if not any(work.glob("part-*.idx")) and not any(work.glob("trained-*.model")):
                 shutil.rmtree(work)  # nothing that could be continued
             raise
     return describe(args.output, "wrote")

@@ -182,6 +182,86 @@ def running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def write_texts(path, texts):
+    """Documents as a file of the kind that its name says; as many bytes for as many characters."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=30, compression=None, use_dictionary=False)
+    else:
+        path.write_bytes(gzip.compress(rows, 0, mtime=0) if path.suffix == ".gz" else rows)
+
+
+def stopped(*arguments):
+    raise ValueError("stopped")
+
+
+KINDS = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "hf"]
+
+
+@pytest.mark.parametrize(("kind", "trained"), [*((kind, False) for kind in KINDS), ("rows.jsonl", True)])
+def test_after_a_correction_nothing_of_the_old_input_is_left(kind, trained, tokenizer, tmp_path, monkeypatch, capsys):
+    """A preparation that stopped, and continues with inputs of the same names, sizes and times, ends as one that begins."""
+    monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(tokenize_parallel, "SMALLEST_PART", 3000)
+    same, file = tmp_path / "same.jsonl", tmp_path / "set" / ("rows.parquet" if kind == "hf" else kind)
+    file.parent.mkdir()
+    source = f"hf:{file.parent}" if kind == "hf" else str(file)
+    options = ["--vocab-size", "300"] if trained else ["--tokenizer", str(tokenizer.path)]
+
+    def run(out):
+        line = ["--input", str(same), source, *options, "--validation-fraction", "0.1", "--workers", "1"]
+        return prepare_data.main([*line, "--output", str(tmp_path / out)])
+
+    write_texts(same, [f"this stays as it is {i:05}" for i in range(200)])
+    write_texts(file, [f"document {i:05} as it was" for i in range(200)])
+    before = file.stat()
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_data, "merge_parts", stopped)
+        assert run("out") == 2
+    write_texts(file, [f"Document {i:05} as it is." for i in range(200)])
+    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    capsys.readouterr()
+    assert run("out") == 0
+    kept = "continuing an earlier run" in capsys.readouterr().out
+    assert kept == (not trained)  # another tokenizer leaves nothing to keep
+    assert run("fresh") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+    assert sorted(os.listdir(tmp_path)) == ["fresh", "out", "same.jsonl", "set"]
+
+
+def test_a_file_that_changes_while_it_is_read(prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
+    rows = tmp_path / "rows.jsonl"
+    write_texts(rows, [f"document {i:05} as it was" for i in range(200)])
+    real = readers.READERS[".jsonl"]
+
+    def changing(span, *rest):
+        if span.start == 2000:
+            write_texts(rows, [f"Document {i:05} as it is." for i in range(200)])
+        return real(span, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setitem(readers.READERS, ".jsonl", changing)
+        prepare(
+            rows,
+            options=["--validation-fraction", 0, "--workers", 1],
+            words=["rows.jsonl cannot be read: it has changed"],
+        )
+    assert decoded(prepare(rows)) == [f"Document {i:05} as it is." for i in range(200)]
+
+
+def test_the_advice_of_an_error_can_be_followed(prepare, tmp_path, capsys):
+    """An unfinished preparation does not stand in the way of other options or other inputs."""
+    rows = tmp_path / "rows.jsonl"
+    write_texts(rows, ["one", "two"])
+    prepare(rows, options=["--validation-fraction", 0.01], words=["another fraction, or 0"])
+    out = prepare(rows, options=["--validation-fraction", 0])
+    assert decoded(out) == ["one", "two"]
+    assert "validation_fraction: 0.01 there, 0.0 asked for" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["out", "rows.jsonl"]
+
+
 def test_a_folder_is_counted_and_a_glob_names_what_is_read(tmp_path, prepare, capsys):
     folder = tmp_path / "mixed"
     documents = [f"document {i}, {'words ' * (i % 7)}" for i in range(30)]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from interdomain.data.debian import DEBIAN, debian_packages, read_package
+from interdomain.data.indexed import file_sha256
 
 STDLIB = "stdlib"
 HUGGING_FACE = "hf:"
@@ -46,6 +47,12 @@ class SourceFile:
     kind: str  # its ending before that of a compression, debian or hf: (a key of READERS)
     path: Path = Path()
     size: int = 0  # bytes on the disk
+    modified: int = 0  # nanoseconds since the epoch
+
+
+def _source_file(name: str, kind: str, path: Path) -> SourceFile:
+    status = path.stat()
+    return SourceFile(name, kind, path, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,9 @@ class Inputs:
 def find_inputs(inputs: Iterable) -> Inputs:
     """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read, and as
     `debian_packages`."""
+    # What this process remembers of files is of an earlier call, and they may have changed.
+    for cache in (_parquet, _counted, _file_digest, _dataset_digest, _dataset_builder, open_stream):
+        cache.cache_clear()
     files, described, left_out = [], [], 0
     for item in map(str, inputs):
         if item.startswith(HUGGING_FACE):
@@ -156,9 +166,7 @@ def find_inputs(inputs: Iterable) -> Inputs:
             described.append({"dataset": item.removeprefix(HUGGING_FACE)})
             continue
         if item.partition(":")[0] == DEBIAN:
-            packages = [
-                SourceFile(name, DEBIAN, path, path.stat().st_size) for name, path in debian_packages(item).items()
-            ]
+            packages = [_source_file(name, DEBIAN, path) for name, path in debian_packages(item).items()]
             files += packages
             described += [{"file": package.path.name, "bytes": package.size} for package in packages]
             continue
@@ -173,7 +181,7 @@ def find_inputs(inputs: Iterable) -> Inputs:
             kind = _kind(path)
             if kind is None:
                 raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
-            files.append(SourceFile(name, kind, path, path.stat().st_size))
+            files.append(_source_file(name, kind, path))
         new = [{"file": file.name, "bytes": file.size} for file in files[-len(matched) :]]
         described += [{STDLIB: platform.python_version()}] if item == STDLIB else new
         left_out += others
@@ -232,6 +240,55 @@ def read_span(span: Span, text_field: str) -> Iterator[str | BadDocument]:
     """The documents of a span, empty and bad ones included. Raises ValueError naming a damaged file, and what is wrong."""
     with _named(span.file):
         yield from READERS[span.file.kind](span, text_field)
+        if span.file.kind != HUGGING_FACE:
+            _check_unchanged(span.file)
+
+
+def _check_unchanged(file: SourceFile) -> None:
+    """Raises ValueError for a file that was written to since `find_inputs`: parts of two versions must not be joined."""
+    if _source_file(file.name, file.kind, file.path) != file:
+        raise ValueError("it has changed since this command began. Start the same command again.")
+
+
+def content_digest(span: Span) -> str:
+    """SHA-256 of what a span is a function of: its place, its file's name, and bytes as they lie on the disk.
+
+    Nothing is decompressed or parsed, so it costs little beside tokenising. Lines: only the bytes of the span's lines. Any
+    other span: the whole file. Raises ValueError naming a file that cannot be read.
+    """
+    file = span.file
+    digest = hashlib.sha256(json.dumps([file.name, file.kind, span.start, span.stop]).encode())
+    with _named(file):
+        if file.kind == HUGGING_FACE:
+            digest.update(_dataset_digest(file.name).encode())
+        elif span.stop is None or file.kind not in LINES:
+            digest.update(_file_digest(file).encode())
+        else:
+            with open(file.path, "rb") as f:
+                # `_read_lines` looks at the byte before the span, and reads the last line to its end.
+                at = f.seek(max(span.start - 1, 0))
+                last = max(span.stop - 1, at)
+                while at < last and (block := f.read(min(READ_BYTES, last - at))):
+                    at += len(block)
+                    digest.update(block)
+                digest.update(f.readline())
+    return digest.hexdigest()
+
+
+@functools.lru_cache(1)  # the row groups of a Parquet file follow one another
+def _file_digest(file: SourceFile) -> str:
+    return file_sha256(file.path)
+
+
+@functools.lru_cache(1)
+def _dataset_digest(name: str) -> str:
+    """SHA-256 of a dataset's files; of files elsewhere, of the address and the commit or ETag by which its host knows them."""
+    digest = hashlib.sha256()
+    for files in _dataset_builder(name).config.data_files.values():
+        for path, version in zip(files, files.origin_metadata, strict=True):
+            content = file_sha256(path) if Path(path).is_file() else f"{path} {version}"
+            digest.update(content.encode())
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -407,16 +464,29 @@ def _text(row: object, text_field: str) -> str:
 @functools.lru_cache(1)
 def open_stream(name: str) -> Any:
     """`[hf:]NAME[@REVISION][:CONFIG[:SPLIT]]`, opened for streaming. NAME may be a local folder. Raises ValueError."""
+    split = [*name.removeprefix(HUGGING_FACE).split(":"), "", ""][2]
+    builder = _dataset_builder(name)
+    with _opening(name):
+        return builder.as_streaming_dataset(split=split or "train")
+
+
+@functools.lru_cache(1)
+def _dataset_builder(name: str) -> Any:
     import datasets
 
     source, *rest = name.removeprefix(HUGGING_FACE).split(":")
     source, _, revision = source.partition("@")
-    config, split = [*rest, None, None][:2]
     if not source or len(rest) > 2:
         raise ValueError(f"{name} is no dataset: it must read {HUGGING_FACE}NAME[@REVISION][:CONFIG[:SPLIT]].")
-    where = {"split": split or "train", "revision": revision or None}
+    config = rest[0] if rest else None
+    with _opening(name):
+        return datasets.load_dataset_builder(source, config or None, revision=revision or None)
+
+
+@contextlib.contextmanager
+def _opening(name: str) -> Iterator[None]:
     try:
-        return datasets.load_dataset(source, config or None, **where, streaming=True)
+        yield
     except Exception as e:  # the hub's client, the HTTP library and the readers behind them each have their own
         first = str(e).strip().split("\n")[0]
         raise ValueError(

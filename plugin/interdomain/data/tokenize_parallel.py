@@ -1,12 +1,15 @@
 """Documents to shards of token ids in several processes, in an order and in files that do not depend on how many.
 
 The input is cut into parts of a few megabytes. Each worker encodes a part into two shards of its own, one for each split.
-`merge_parts` joins these, in the input's order, into the shards of the corpus. A shard's index appears last, so a run
-that was killed goes on with the parts that lack one. Until the end parts take as much room as the corpus.
+`merge_parts` joins these, in the input's order, into the shards of the corpus. A shard's index appears last, and its name
+holds a digest of all that determines it, so a run that was killed, or corrected, goes on with the parts that are still right.
+Until the end parts take as much room as the corpus.
 """
 
 import concurrent.futures
 import contextlib
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import multiprocessing
@@ -14,15 +17,16 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Generator, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter, ShardWriter
-from interdomain.data.readers import BadDocument, Span, documents_of, in_validation, skip_bad
+from interdomain.data.readers import BadDocument, Span, content_digest, documents_of, in_validation, skip_bad
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
 from interdomain.folders import write_whole
 
@@ -52,20 +56,14 @@ class Part:
         """Bytes on the disk."""
         return sum(span.size for span in self.spans)
 
-    def prefixes(self, folder: Path) -> list[Path]:
-        """Path prefixes of the part's shards, in the order of SPLITS."""
-        return [folder / f"{self.name}-{split}" for split in SPLITS]
 
-    def skipped_file(self, folder: Path) -> Path:
-        return folder / f"{self.name}-skipped.json"
+class EncodedPart(NamedTuple):
+    """The shards of a part, and what was left out of them."""
 
-    def skipped(self, folder: Path) -> list[BadDocument]:
-        """Bad documents that were left out of its shards."""
-        file = self.skipped_file(folder)
-        return [BadDocument(*bad) for bad in json.loads(file.read_text())] if file.exists() else []
-
-    def is_encoded(self, folder: Path) -> bool:
-        return all(prefix.with_suffix(".idx").exists() for prefix in self.prefixes(folder))
+    part: Part
+    prefixes: list[Path]  # path prefixes of the shards, in the order of SPLITS
+    skipped: list[BadDocument]
+    kept: bool  # an earlier run made them
 
 
 def cut(spans: list[Span]) -> list[Part]:
@@ -81,19 +79,38 @@ def cut(spans: list[Span]) -> list[Part]:
     return [Part(f"part-{i:05d}", tuple(group)) for i, group in enumerate(groups)]
 
 
-def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
-    """Writes the part's shards, unless an earlier run did.
+def part_digest(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> str:
+    """Digest of all that the part's shards are a function of: settings, tokenizer, its library, and the input's bytes."""
+    library = importlib.metadata.version(tokenizer.library)
+    settings = [encoding.text_field, encoding.validation_fraction, tokenizer.sha256, tokenizer.library, library]
+    return digest_of(settings, part.spans)
+
+
+def digest_of(settings: list, spans: Iterable[Span]) -> str:
+    """The first 128 bits of a SHA-256 of settings and of the contents of spans, in hexadecimal."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    for span in spans:
+        digest.update(content_digest(span).encode())
+    return digest.hexdigest()[:32]
+
+
+def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> EncodedPart:
+    """Writes the part's shards, unless an earlier run made the same.
 
     Raises: ValueError for a bad document beyond encoding.skip_bad, naming file and row, and for a damaged file; OSError.
     """
-    if part.is_encoded(encoding.folder):
-        return
+    stem = f"{part.name}-{part_digest(tokenizer, encoding, part)}"
+    prefixes = [encoding.folder / f"{stem}-{split}" for split in SPLITS]
+    skipped_file = encoding.folder / f"{stem}-skipped.json"
+    if all(prefix.with_suffix(".idx").exists() for prefix in prefixes):
+        before = json.loads(skipped_file.read_text()) if skipped_file.exists() else []
+        return EncodedPart(part, prefixes, [BadDocument(*bad) for bad in before], kept=True)
     skipped: list[BadDocument] = []
     texts = documents_of(part.spans, encoding.text_field, lambda bad: skip_bad([bad], skipped, encoding.skip_bad))
     with contextlib.ExitStack() as stack:
-        part.skipped_file(encoding.folder).unlink(missing_ok=True)
+        skipped_file.unlink(missing_ok=True)
         writers = []
-        for prefix in part.prefixes(encoding.folder):
+        for prefix in prefixes:
             prefix.with_suffix(".idx").unlink(missing_ok=True)  # of a run that was killed
             writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
         while batch := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
@@ -103,27 +120,26 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
                 mine = list(itertools.compress(rows, (split == i for i in splits)))
                 writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
         if skipped:
-            write_whole(part.skipped_file(encoding.folder), json.dumps(skipped).encode())
+            write_whole(skipped_file, json.dumps(skipped).encode())
+    return EncodedPart(part, prefixes, skipped, kept=False)
 
 
-def encode_parts(parts: list[Part], encoding: Encoding, workers: int, report: Callable[[Part], object]) -> None:
-    """Encodes all parts, in this process (workers = 1) or by others. Calls `report` with each when it is complete, in order.
+def encode_parts(parts: list[Part], encoding: Encoding, workers: int) -> Generator[EncodedPart, None, None]:
+    """Encodes all parts, in this process (workers = 1) or by others. Yields each when it is complete, in order.
 
     Raises: as encode_part; ValueError if a worker dies (of too little memory).
     """
     if workers == 1:
         tokenizer = load_tokenizer(encoding.tokenizer)
         for part in parts:
-            encode_part(tokenizer, encoding, part)
-            report(part)
+            yield encode_part(tokenizer, encoding, part)
         return
     # spawn: a fork would copy locks that other threads of this process hold.
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=_begin_worker, initargs=(encoding,)
     )
     try:
-        for part, _ in zip(parts, pool.map(_work, parts), strict=True):
-            report(part)
+        yield from pool.map(_work, parts)
     except BrokenProcessPool as e:
         raise ValueError(
             "a worker was ended from outside, most likely for lack of memory. The same command continues; --workers 1 takes "
@@ -148,12 +164,12 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def _work(part: Part) -> None:
-    encode_part(_tokenizer, _encoding, part)
+def _work(part: Part) -> EncodedPart:
+    return encode_part(_tokenizer, _encoding, part)
 
 
-def merge_parts(source: Path, parts: list[Part], folder: Path, vocab_size: int, shard_tokens: int) -> dict:
-    """The shards `train-00000`, `train-00001`, ... of every split in `folder`, from the parts in `source`.
+def merge_parts(parts: list[EncodedPart], folder: Path, vocab_size: int, shard_tokens: int) -> dict:
+    """The shards `train-00000`, `train-00001`, ... of every split in `folder`, from the parts.
 
     Returns: {split: [a manifest's record of each shard]}, splits without a document left out.
     """
@@ -161,7 +177,7 @@ def merge_parts(source: Path, parts: list[Part], folder: Path, vocab_size: int, 
     for i, split in enumerate(SPLITS):
         shards = ShardWriter(folder / split, vocab_size, shard_tokens)
         for part in parts:
-            encoded, at = IndexedDataset(part.prefixes(source)[i]), 0
+            encoded, at = IndexedDataset(part.prefixes[i]), 0
             for first in range(0, len(encoded), 4096):
                 lengths = encoded.lengths[first : first + 4096]
                 stop = at + int(lengths.sum(dtype=np.int64))

@@ -43,6 +43,7 @@ class Tokenizer:
     """
 
     file: str  # the name that it has in folders, one of TOKENIZER_FILES
+    library: str  # the package that encodes
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
@@ -91,6 +92,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     file = "tokenizer.model"
+    library = "sentencepiece"
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path, Path(path).read_bytes())
@@ -204,6 +206,7 @@ class JsonTokenizer(Tokenizer):
     """
 
     file = "hf_tokenizer.json"
+    library = "tokenizers"
 
     def __init__(self, path: Path | str) -> None:
         import tokenizers
@@ -254,6 +257,7 @@ class TiktokenTokenizer(Tokenizer):
     """
 
     file = "tiktoken.json"
+    library = "tiktoken"
 
     def __init__(self, path: Path | str) -> None:
         import tiktoken
