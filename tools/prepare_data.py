@@ -71,7 +71,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     texts.add_argument("--input", nargs="+", type=path_or_name, default=["stdlib"], metavar="SOURCE", help=text)
     texts.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
     texts.add_argument("--max-bytes", type=int, metavar="N", help="read only so many bytes of the files (default: all)")
-    text = "skip at most N bad documents (rows without text, lines that are not JSON, text not in UTF-8); name each"
+    text = (
+        "skip at most N bad documents (rows without text, lines that are not JSON, text that is not UTF-8 or that the "
+    )
+    text += "tokenizer's library cannot encode); name each"
     texts.add_argument("--skip-bad", type=int, default=0, metavar="N", help=text)
     tokenizer = texts.add_mutually_exclusive_group()
     text = "use this one: a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder with one"

@@ -7,10 +7,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import tokenizers
 
-from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer
+from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer, read_manifest
 from interdomain.data.tokenizer import train_sentencepiece
 from interdomain.tools import prepare_data
+from interdomain.tools._evaluate.perplexity import read_spans
 
 TEXTS = [
     *("", " ", "   ", "\n", "\r\n", "🙂", "\ufffd"),
@@ -103,6 +105,57 @@ def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path
     corpus = TokenCorpus(tmp_path / "out", verify=True)
     assert corpus.vocab_size == any_kind.vocab_size
     assert [d.tolist() for d in corpus.shards[0]] == [any_kind.encode(text, add_eos=True) for text in TEXTS if text]
+
+
+LLAMA_3 = (  # its pattern: tiktoken's engine needs a stack for spaces in a row, and panics
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+
+
+def tokenizer_and_bad_text(kind, files, folder):
+    """A tokenizer file, and a text that its library cannot encode."""
+    if kind == "tiktoken":
+        path = folder / "x.tiktoken"
+        path.write_bytes(files["tiktoken"].read_bytes())
+        described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
+        path.with_suffix(".json").write_text(json.dumps(described | {"pattern": LLAMA_3}))
+        return path, " " * 1_000_000
+    path = folder / "tokenizer.json"
+    models = tokenizers.models
+    pieces = ["a", "b", "<eos>"]
+    model = models.WordLevel({piece: i for i, piece in enumerate(pieces)})
+    if kind == "Unigram":
+        model = models.Unigram([(piece, -1.0) for piece in pieces])
+    tokenizers.Tokenizer(model).save(str(path))
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    return path, "c"
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("tiktoken", 2), ("WordLevel", 1), ("Unigram", 1)])
+def test_a_text_that_the_library_cannot_encode_is_a_bad_document(kind, workers, files, tmp_path, capfd):
+    path, text = tokenizer_and_bad_text(kind, files, tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": x}) + "\n" for x in ("a", "b", text, "a")))
+    line = f"--input {rows} --tokenizer {path} --validation-fraction 0 --workers {workers} --output {tmp_path}/out"
+    assert prepare_data.main(line.split()) == 2
+    assert "rows.jsonl, line 3, cannot be read: the tokenizer cannot encode this text (" in capfd.readouterr().err
+    assert prepare_data.main([*line.split(), "--skip-bad", "1"]) == 0
+    tokenizer = load_tokenizer(path)
+    made = [document.tolist() for document in TokenCorpus(tmp_path / "out", verify=True).shards[0]]
+    assert made == [tokenizer.encode(x, add_eos=True) for x in ("a", "b", "a")]
+    assert read_manifest(tmp_path / "out")["skipped"][0]["place"] == "line 3"
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3, cannot be read: the tokenizer"):
+        read_spans(str(rows), tokenizer, 4, packed=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_says_nothing_of_the_text_is_no_bad_document(error, tokenizer, monkeypatch):
+    def interrupted(text):
+        raise error
+
+    monkeypatch.setattr(tokenizer, "_encode", interrupted)
+    with pytest.raises(error):
+        tokenizer.encode("a")
 
 
 def test_eos_of_a_json_file(files, tmp_path):

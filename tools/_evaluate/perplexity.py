@@ -46,9 +46,12 @@ def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=F
     Returns: tokens and the bytes of text that each completes, int32 [2, N, S]. Raises: ValueError if there is no span.
     """
     spans, longest, rest = [], 0, np.empty((2, 0), np.int32)
-    documents = read_documents([corpus], text_field)
-    for document in tqdm(documents, desc=Path(corpus).name, unit=" documents", disable=None):
-        ids = tokenizer.encode(document, add_eos=True)
+
+    def encode(document: str) -> list[int]:
+        return tokenizer.encode(document, add_eos=True)
+
+    documents = read_documents([corpus], text_field, convert=encode)
+    for ids in tqdm(documents, desc=Path(corpus).name, unit=" documents", disable=None):
         longest = max(longest, len(ids))
         if not packed and len(ids) < size:
             continue

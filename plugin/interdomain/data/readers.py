@@ -67,7 +67,10 @@ class Span:
 
 
 class BadDocument(NamedTuple):
-    """A row or a text file that holds no text. path: of its file; file: its name in a manifest; lines and rows count from 1."""
+    """A row or a text file that holds no text, or none that the tokenizer can encode.
+
+    path: of its file; file: its name in a manifest; lines and rows count from 1.
+    """
 
     path: str
     file: str
@@ -106,25 +109,36 @@ def read_documents(
     text_field: str = "text",
     max_bytes: int | None = None,
     skip: Callable[[BadDocument], None] = refuse,
-) -> Iterator[str]:
+    convert: Callable[[str], Any] = str,
+) -> Iterator[Any]:
     """Documents in a fixed order: a text file is one, so is a row of any other. Empty ones are left out.
 
     Args:
         text_field: the column, or the field of a JSON row, that holds the text.
         max_bytes: as `list_spans`.
         skip: called with every bad document; the default raises ValueError.
+        convert: what to make of each text, for example its ids. A text of which it raises ValueError is a bad document.
     Raises: as `find_inputs` and `read_span`.
     """
-    yield from documents_of(list_spans(find_inputs(inputs).files, text_field, max_bytes), text_field, skip)
+    yield from documents_of(list_spans(find_inputs(inputs).files, text_field, max_bytes), text_field, skip, convert)
 
 
-def documents_of(spans: Iterable[Span], text_field: str, skip: Callable[[BadDocument], None]) -> Iterator[str]:
+def documents_of(
+    spans: Iterable[Span],
+    text_field: str,
+    skip: Callable[[BadDocument], None],
+    convert: Callable[[str], Any] = str,
+) -> Iterator[Any]:
     """Documents of spans as `read_documents` gives them."""
+
+    def convert_text(text: str) -> Any:
+        return convert(text) if text else None
+
     for span in spans:
-        for document in read_span(span, text_field):
+        for document in read_span(span, text_field, convert_text):
             if isinstance(document, BadDocument):
                 skip(document)
-            elif document:
+            elif document is not None:
                 yield document
 
 
@@ -236,10 +250,13 @@ def _spans(file: SourceFile, text_field: str) -> list[Span]:
     return [Span(file, size=file.size)]
 
 
-def read_span(span: Span, text_field: str) -> Iterator[str | BadDocument]:
-    """The documents of a span, empty and bad ones included. Raises ValueError naming a damaged file, and what is wrong."""
+def read_span(span: Span, text_field: str, convert: Callable[[str], Any] = str) -> Iterator[Any]:
+    """What `convert` makes of each document of a span, empty ones included; a BadDocument in place of a bad one.
+
+    Raises ValueError naming a damaged file, and what is wrong.
+    """
     with _named(span.file):
-        yield from READERS[span.file.kind](span, text_field)
+        yield from READERS[span.file.kind](span, text_field, convert)
         if span.file.kind != HUGGING_FACE:
             _check_unchanged(span.file)
 
@@ -364,16 +381,16 @@ def _open_zstd(path: Path) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
-def _read_text(span: Span, _: str) -> Iterator[str | BadDocument]:
+def _read_text(span: Span, _: str, convert: Callable[[str], Any]) -> Iterator[Any]:
     with _opened(span.file.path) as f:
         data = f.read()
     try:
-        yield data.decode()  # from bytes: reading in text mode would turn CRLF into LF
-    except UnicodeDecodeError as e:
+        yield convert(data.decode())  # from bytes: reading in text mode would turn CRLF into LF
+    except ValueError as e:
         yield _bad(span.file, "the whole file", e)
 
 
-def _read_lines(span: Span, text_field: str) -> Iterator[str | BadDocument]:
+def _read_lines(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
     with _opened(span.file.path) as f:  # binary: lines end at \n only, not at U+2028
         at = span.start
         if at:  # the line that lies across the start belongs to the span before
@@ -384,7 +401,7 @@ def _read_lines(span: Span, text_field: str) -> Iterator[str | BadDocument]:
             at, lines = at + len(line), lines + 1
             if line.strip():
                 try:
-                    yield _text(_json(line), text_field)
+                    yield convert(_text(_json(line), text_field))
                 except ValueError as e:
                     yield _bad(span.file, f"line {_lines_before(span.file.path, first) + lines}", e)
 
@@ -414,12 +431,12 @@ def _counted(path: Path) -> list[int]:
     return [0, 0]
 
 
-def _read_parquet(span: Span, text_field: str) -> Iterator[str | BadDocument]:
+def _read_parquet(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
     file = _parquet(span.file.path, text_field)
     batches = file.iter_batches(batch_size=512, row_groups=[span.start], columns=[text_field], use_threads=False)
     for i, value in enumerate(itertools.chain.from_iterable(batch.column(0) for batch in batches)):
         try:
-            yield _text({text_field: value.as_py()}, text_field)  # bytes that are not UTF-8 are an error here
+            yield convert(_text({text_field: value.as_py()}, text_field))  # bytes that are not UTF-8 are an error here
         except ValueError as e:
             before = sum(file.metadata.row_group(group).num_rows for group in range(span.start))
             yield _bad(span.file, f"row {before + i + 1}", e)
@@ -437,15 +454,19 @@ def _parquet(path: Path, text_field: str) -> Any:
     return file
 
 
-def _read_debian(span: Span, _: str) -> Iterator[str]:
-    return read_package(span.file.name, span.file.path)
+def _read_debian(span: Span, _: str, convert: Callable[[str], Any]) -> Iterator[Any]:
+    for i, text in enumerate(read_package(span.file.name, span.file.path)):
+        try:
+            yield convert(text)
+        except ValueError as e:
+            yield _bad(span.file, f"document {i + 1}", e)
 
 
-def _read_dataset(span: Span, text_field: str) -> Iterator[str | BadDocument]:
+def _read_dataset(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
     dataset = open_stream(span.file.name)
     for i, row in enumerate(dataset.shard(dataset.num_shards, span.start)):
         try:
-            yield _text(row, text_field)
+            yield convert(_text(row, text_field))
         except ValueError as e:
             yield _bad(span.file, f"shard {span.start + 1}, row {i + 1}", e)
 

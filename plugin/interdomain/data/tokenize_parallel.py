@@ -106,18 +106,23 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> Encoded
         before = json.loads(skipped_file.read_text()) if skipped_file.exists() else []
         return EncodedPart(part, prefixes, [BadDocument(*bad) for bad in before], kept=True)
     skipped: list[BadDocument] = []
-    texts = documents_of(part.spans, encoding.text_field, lambda bad: skip_bad([bad], skipped, encoding.skip_bad))
+
+    def skip(bad: BadDocument) -> None:
+        skip_bad([bad], skipped, encoding.skip_bad)
+
+    def encode(text: str) -> tuple[list[int], bool]:
+        return tokenizer.encode(text, add_eos=True), in_validation(text, encoding.validation_fraction)
+
+    documents = documents_of(part.spans, encoding.text_field, skip, encode)
     with contextlib.ExitStack() as stack:
         skipped_file.unlink(missing_ok=True)
         writers = []
         for prefix in prefixes:
             prefix.with_suffix(".idx").unlink(missing_ok=True)  # of a run that was killed
             writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
-        while batch := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
-            rows = [tokenizer.encode(text, add_eos=True) for text in batch]
-            splits = [in_validation(text, encoding.validation_fraction) for text in batch]
+        while batch := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
             for split, writer in enumerate(writers):
-                mine = list(itertools.compress(rows, (split == i for i in splits)))
+                mine = [ids for ids, validation in batch if split == validation]
                 writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
         if skipped:
             write_whole(skipped_file, json.dumps(skipped).encode())

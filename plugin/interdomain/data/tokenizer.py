@@ -4,6 +4,7 @@ Three kinds, one class each: sentencepiece's `.model`, Hugging Face's `tokenizer
 """
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -26,6 +27,21 @@ NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # sentencepiece's types of pieces
 TIKTOKEN_NAMED = "tiktoken:"
 TIKTOKEN_FORMAT = "interdomain-tiktoken-1"
 TIKTOKEN_FIELDS = ("pattern", "special_tokens", "bos_token", "eos_token")
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Make a ValueError that begins with `what` of any error of a tokenizer's library."""
+    try:
+        yield
+    except MemoryError:  # says nothing of the text
+        raise
+    except BaseException as e:
+        # A panic of Rust is no Exception, and each library has a class of its own for it, which cannot be imported.
+        is_panic = (type(e).__module__, type(e).__name__) == ("pyo3_runtime", "PanicException")
+        if not isinstance(e, Exception) and not is_panic:
+            raise
+        raise ValueError(f"{what} ({type(e).__name__}: {str(e).strip()})") from e
 
 
 class Tokenizer:
@@ -66,8 +82,13 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode(self, text: str, add_eos: bool = False) -> list[int]:
-        """Ids of a text. Raises ValueError for `add_eos` where the tokenizer has no such token."""
-        ids = self._encode(text)
+        """Ids of a text.
+
+        Raises:
+            ValueError: the library cannot encode the text, or `add_eos` where the tokenizer has no such token.
+        """
+        with library_errors("the tokenizer cannot encode this text"):
+            ids = self._encode(text)
         if not add_eos:
             return ids
         if self.eos_id is None:
@@ -367,12 +388,13 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     if named or (kind is JsonTokenizer and TIKTOKEN_FORMAT.encode() in Path(path).read_bytes()[:100]):
         kind = TiktokenTokenizer
     try:
-        return kind(path)
-    except ImportError:
-        raise
-    except Exception as e:  # each library has exceptions of its own
+        with library_errors("it cannot be read"):
+            return kind(path)
+    except ValueError as e:
+        if isinstance(e.__cause__, ImportError):
+            raise e.__cause__ from None
         raise ValueError(
-            f"{path} is not a tokenizer that can be read ({type(e).__name__}: {e}); give a sentencepiece .model, a Hugging "
+            f"{path} is not a tokenizer: {e}. Give a sentencepiece .model, a Hugging "
             f"Face tokenizer.json with its {CONFIG_FILE}, tiktoken's X.tiktoken with X.json beside it "
             f"({', '.join(TIKTOKEN_FIELDS)}), or {TIKTOKEN_NAMED}NAME, which needs a network or TIKTOKEN_CACHE_DIR."
         ) from e
