@@ -104,7 +104,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(f"{', '.join(unused)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
-    require_at_least(args, max_bytes=1, skip_bad=0, shard_tokens=1, workers=1)
+    require_at_least(args, max_bytes=1, skip_bad=0, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1)
     return args
 
 

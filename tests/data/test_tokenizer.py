@@ -172,6 +172,27 @@ def test_eos_of_a_json_file(files, tmp_path):
             load_tokenizer(alone)
 
 
+def test_a_control_token_that_the_vocabulary_lacks_is_named(files, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(files["json"].read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    (tmp_path / "x.tiktoken").write_bytes(files["tiktoken"].read_bytes())
+    described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
+    (tmp_path / "x.json").write_text(json.dumps(described | {"eos_token": "<end>"}))
+    for name in ("tokenizer.json", "x.tiktoken"):
+        with pytest.raises(ValueError, match="eos_token is '<end>', which is no token"):
+            load_tokenizer(tmp_path / name)
+
+
+def test_ranks_of_whisper_have_an_empty_token(files, tmp_path):
+    """Its line is `= 50256`. tiktoken's own reader leaves empty lines out."""
+    ranks = tmp_path / "multilingual.tiktoken"
+    ranks.write_bytes(files["tiktoken"].read_bytes() + b"= 598\n\n")
+    ranks.with_suffix(".json").write_bytes(files["tiktoken"].with_suffix(".json").read_bytes())
+    tokenizer, without = load_tokenizer(ranks), load_tokenizer(files["tiktoken"])
+    assert [tokenizer.encode(text) for text in TEXTS] == [without.encode(text) for text in TEXTS]
+    assert tokenizer.decode([598]) == ""
+
+
 def test_what_is_no_tokenizer(files, tmp_path, monkeypatch):
     for name in ("x.model", "x.tiktoken", "nothing", "."):
         with pytest.raises(FileNotFoundError, match="There is no tokenizer"):

@@ -405,6 +405,11 @@ def test_columns(prepare, tmp_path):
     for field, message in (("text", "{'text': None}"), ("other", "has: text, id, body"), ("id", "{'id': 1}")):
         prepare(tmp_path / "x.parquet", options=[*options, field], words=[message])
     assert decoded(prepare(tmp_path / "x.parquet", options=[*options, "body"])) == ["\u2028", "b"]
+    # Some writers do not mark a column of strings as such.
+    pq.write_table(pa.table({"text": [b"a", "ä".encode(), b"\xff"]}), tmp_path / "bytes.parquet")
+    out = prepare(tmp_path / "bytes.parquet", out=tmp_path / "bytes", options=[*options[:2], "--skip-bad", 1])
+    assert decoded(out) == ["a", "ä"]
+    assert read_manifest(out)["skipped"][0]["place"] == "row 3"
 
 
 def test_bad_requests(tmp_path, monkeypatch, refused):
@@ -414,7 +419,9 @@ def test_bad_requests(tmp_path, monkeypatch, refused):
     for options, words in (
         ("--output o --input no.txt", "No file matches the input"),
         ("--output o --input short.txt --validation-fraction 0", "cannot be trained on this text"),
-        ("--output o --max-bytes 10000 --vocab-size 100", "Vocabulary size is smaller"),
+        ("--output o --max-bytes 10000 --vocab-size 100", "Give --vocab-size 3"),
+        (f"--output o --max-bytes 10000 --vocab-size {2**40}", "cannot be trained on this text"),
+        ("--output o --vocab-size -1", "--vocab-size must be at least 1"),
         ("--output o --tokenizer bad.model", "bad.model is not a tokenizer"),
         ("--output o --validation-fraction 1", "must be at least 0 and below 1"),
         ("--output o --max-bytes 0", "--max-bytes must be at least 1: got 0"),

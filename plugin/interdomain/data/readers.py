@@ -472,8 +472,10 @@ def _read_dataset(span: Span, text_field: str, convert: Callable[[str], Any]) ->
 
 
 def _text(row: object, text_field: str) -> str:
-    """A row's text. Raises ValueError if there is none, or (UnicodeEncodeError) if it holds half a surrogate pair."""
+    """A row's text. Raises ValueError if there is none, or (UnicodeError) if it is not Unicode."""
     text = row.get(text_field) if isinstance(row, dict) else None
+    if isinstance(text, bytes):  # a Parquet column of strings whose writer did not mark it as such
+        text = text.decode()
     if not isinstance(text, str):
         raise ValueError(
             f"there is no text under {text_field!r} in the row {str(row)[:EXCERPT]}; name the right field with --text-field."

@@ -19,6 +19,9 @@ from interdomain.data.tokenizer import SPECIALS_KEY
 
 BLOCK = 1024  # examples that are drawn at once
 SPECIALS = ["<unk>", "<eos>"]  # the last two ids
+MOST_WORDS = 65_536  # ids are uint16
+MOST_TOKENS = 1_000_000  # of an example: BLOCK examples are in memory at once
+SEEDS = 2**64  # a seed is one word of Philox's key
 BYTES = 1  # the code of uint8 in an index
 
 # Shapes: N examples of a block, T length, P items.
@@ -56,7 +59,17 @@ class Task:
 
     def __post_init__(self) -> None:
         least = min(self.length, self.items, self.vocab, self.seed + 1)
-        if wrong := "each must be at least 1, and the seed at least 0" if least < 1 else self._wrong():
+        if least < 1:
+            wrong = "each must be at least 1, and the seed at least 0"
+        elif self.vocab > MOST_WORDS:
+            wrong = f"a vocabulary has at most {MOST_WORDS:,} words"
+        elif self.length > MOST_TOKENS:
+            wrong = f"an example has at most {MOST_TOKENS:,} tokens"
+        elif self.seed >= SEEDS:
+            wrong = f"the seed {self.seed} is too large, it must be below 2^64"
+        else:
+            wrong = self._wrong()
+        if wrong:
             raise ValueError(
                 f"--synthetic with {self.items} items in {self.length} tokens and a vocabulary of {self.vocab}: {wrong}."
             )

@@ -211,12 +211,24 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
             num_threads=2,  # fixed: the file records it
             minloglevel=2,
         )
-    except RuntimeError as e:
+    except (RuntimeError, ValueError) as e:
         if raised:
             raise raised[0] from None
         why = str(e).rpartition("] ")[2]  # "Vocabulary size too high (5000). Please set it to a value <= 1234."
+        # "Vocabulary size is smaller than required_chars. 100 vs 356. Increase ... --character_coverage option."
+        if smaller := re.match(r"(.*required_chars)\. \d+ vs (\d+)\.", why):
+            why = f"{smaller[1]}: the bytes and characters are {smaller[2]}. Give --vocab-size {smaller[2]} or more."
         raise ValueError(f"A vocabulary of {vocab_size} cannot be trained on this text: {why or 'it is empty.'}") from e
     return model.getvalue()
+
+
+def _id_of(name: str, token: str | None, vocabulary: dict[str, int]) -> int | None:
+    """Id of a control token; None for a token that is not named. Raises ValueError if the vocabulary lacks it."""
+    if token is None:
+        return None
+    if token not in vocabulary:
+        raise ValueError(f"its {name} is {token!r}, which is no token of its vocabulary; name one that is, or none")
+    return vocabulary[token]
 
 
 class JsonTokenizer(Tokenizer):
@@ -249,8 +261,8 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        tokens = [specials.get(name) for name in SPECIALS]
-        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (None if t is None else vocabulary[t] for t in tokens)
+        ids = [_id_of(name, specials.get(name), vocabulary) for name in SPECIALS]
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = ids
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -264,6 +276,11 @@ class JsonTokenizer(Tokenizer):
         # The post-processor adds BOS in many files.
         described = self.described | {"truncation": None, "padding": None, "post_processor": None}
         return tokenizers.Tokenizer.from_str(json.dumps(described))
+
+
+def _rank_token(encoded: str) -> bytes:
+    """The token of a line of a rank file. Whisper's files have an empty one, written `=`, which holds an id free."""
+    return base64.b64decode(encoded.strip().removeprefix("=") or "", validate=True)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -286,8 +303,8 @@ class TiktokenTokenizer(Tokenizer):
         super().__init__(path, self._bundle(path))
         described = json.loads(self.data)
         self.pattern, self.specials, bos, eos = (described[name] for name in TIKTOKEN_FIELDS)
-        lines = [line.split(" ") for line in described["ranks"].splitlines()]
-        self.ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        lines = [line.rpartition(" ") for line in described["ranks"].splitlines() if line.strip()]
+        self.ranks = {_rank_token(token): int(rank) for token, _, rank in lines}
         self._tokens = {rank: token for token, rank in self.ranks.items()}
         # To tiktoken, holes are a panic of Rust.
         if len(self._tokens) != len(lines) or any(bytes([b]) not in self.ranks for b in range(256)):
@@ -295,7 +312,8 @@ class TiktokenTokenizer(Tokenizer):
         self._encoding = tiktoken.Encoding(
             "local", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.specials
         )
-        self.bos_id, self.eos_id = (None if token is None else self.specials[token] for token in (bos, eos))
+        self.bos_id = _id_of("bos_token", bos, self.specials)
+        self.eos_id = _id_of("eos_token", eos, self.specials)
         self.vocab_size = self._encoding.n_vocab
 
     @staticmethod
