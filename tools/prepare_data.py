@@ -30,7 +30,16 @@ from tqdm import tqdm
 
 from interdomain.data import TokenCorpus, Tokenizer, load_tokenizer, read_manifest
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST
-from interdomain.data.readers import READ, BadDocument, documents_of, find_inputs, in_validation, list_spans, skip_bad
+from interdomain.data.readers import (
+    READ,
+    BadDocument,
+    documents_of,
+    find_inputs,
+    in_validation,
+    list_spans,
+    repeated,
+    skip_bad,
+)
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import EncodedPart, Encoding, Part, cut, digest_of, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
@@ -250,6 +259,12 @@ def prepare(args: argparse.Namespace) -> str:
         size = sum(file.size for file in inputs.files)
         others = f" (other files in the folders, left out: {inputs.left_out:,})" if inputs.left_out else ""
         print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB){others}", flush=True)
+        groups = repeated(inputs.files)
+        for group in groups[:SHOWN]:
+            names = ", ".join(str(file.path) for file in group)
+            print(f"note: all of these are read, and may hold the same text: {visible(names)}", flush=True)
+        if len(groups) > SHOWN:
+            print(f"note: {len(groups) - SHOWN:,} more names occur twice", flush=True)
         try:
             # Finds missing columns and datasets.
             parts = cut(list(list_spans(inputs.files, args.text_field, args.max_bytes)))

@@ -287,6 +287,35 @@ def test_a_folder_is_counted_and_a_glob_names_what_is_read(tmp_path, prepare, ca
     assert decoded(prepare(f"{folder}/**/[4-5]*", out=tmp_path / "glob")) == documents[27:29]
 
 
+def test_files_that_may_hold_the_same_text_are_named(tmp_path, prepare, capsys):
+    folder = tmp_path / "set"
+    (folder / "deeper").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "deeper/b.jsonl", "deeper/c.d.json"):
+        write_texts(folder / name, [name])
+    write_texts(folder / "a.jsonl.gz", ["a, compressed"])
+    for name in ("b.txt", "README.md", "deeper/readme.md"):
+        (folder / name).write_text(name)
+    (folder / "link.jsonl").symlink_to("deeper/b.jsonl")
+    (folder / "dataset_infos.json").write_text("{}")
+    out = prepare(folder, folder / "deeper" / "c.d.json")
+    first, *notes, _ = capsys.readouterr().out.splitlines()
+    assert first.endswith("(other files in the folders, left out: 3)")
+    groups = [
+        ("a.jsonl", "a.jsonl.gz"),
+        ("b.jsonl", "b.txt"),
+        ("deeper/b.jsonl", "link.jsonl"),
+        ("deeper/c.d.json",) * 2,
+    ]
+    assert [note.partition("text: ")[2] for note in notes] == [
+        ", ".join(str(folder / name) for name in group) for group in groups
+    ]
+    assert {"README.md", "deeper/readme.md", "{}"}.isdisjoint(decoded(out))
+    # A folder of texts: a README is one of them.
+    for path in [*folder.rglob("*.json*")]:
+        path.unlink()
+    assert sorted(decoded(prepare(folder, out=tmp_path / "texts"))) == ["README.md", "b.txt", "deeper/readme.md"]
+
+
 def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_path, monkeypatch):
     (tmp_path / "set").mkdir()
     table = pq.read_table(sources / "rows.parquet")

@@ -32,6 +32,15 @@ LINES = (".jsonl", ".ndjson", ".json")
 # Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the next.
 STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+# What a data set's folder has beside its rows, in small letters: a description, which is no document.
+DATASET_FILES = {
+    "README.md",
+    "README.txt",
+    "README.rst",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+}
 CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of the package encodings
 SPAN_BYTES = 2_000_000  # of a large file of lines
 READ_BYTES = 1_000_000  # bytes that are read from the disk at once
@@ -202,6 +211,26 @@ def find_inputs(inputs: Iterable) -> Inputs:
     return Inputs(files, described, left_out)
 
 
+def repeated(files: list[SourceFile]) -> list[list[SourceFile]]:
+    """Groups of files that may hold the same text: one file by several names (links), or one name but for its ending."""
+    groups: dict[tuple, list[SourceFile]] = {}
+    for file in files:
+        if file.kind in (DEBIAN, HUGGING_FACE):
+            continue
+        status = file.path.stat()
+        stem = str(file.path.absolute())
+        if file.path.suffix.lower() in OPENERS:
+            stem = stem.removesuffix(file.path.suffix)
+        stem = stem[: -len(file.kind)]
+        for key in ((status.st_dev, status.st_ino), (stem,)):
+            groups.setdefault(key, []).append(file)
+    several: list[list[SourceFile]] = []
+    for group in groups.values():
+        if len(group) > 1 and group not in several:
+            several.append(group)
+    return several
+
+
 def _kind(path: Path) -> str | None:
     """The kind of a SourceFile, or None for a file that is not read."""
     kind = (path.with_suffix("") if path.suffix.lower() in OPENERS else path).suffix.lower()
@@ -215,6 +244,8 @@ def _matches(item: str) -> tuple[list[tuple[str, Path]], int]:
         # Links to folders are not followed.
         every = sorted((p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
         read = [(name, p) for name, p in every if p.is_file() and _kind(p) and "/." not in f"/{name}"]
+        if any(_kind(p) in (*LINES, ".parquet") for _, p in read if p.name.lower() not in DATASET_FILES):
+            read = [(name, p) for name, p in read if p.name.lower() not in DATASET_FILES]
         return read, len(every) - len(read)
     if glob.has_magic(item) and not path.exists():
         paths = [Path(path) for path in sorted(glob.glob(item, recursive=True))]
