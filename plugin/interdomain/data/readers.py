@@ -34,9 +34,9 @@ STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 # What a data set's folder has beside its rows, in small letters: a description, which is no document.
 DATASET_FILES = {
-    "README.md",
-    "README.txt",
-    "README.rst",
+    "readme.md",
+    "readme.txt",
+    "readme.rst",
     "dataset_info.json",
     "dataset_infos.json",
     "dataset_dict.json",
