@@ -20,7 +20,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from interdomain.scan import triton_plan
 from interdomain.tools import bench_inference, bench_kernels, check_kernels
 from interdomain.tools._bench import cases, compilations, results
 from interdomain.tools._bench.timing import run_once
-from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._cli import argument_parser, path_argument, user_errors
 
 CPU = torch.device("cpu")
 OUR_MIXERS = (*bench_kernels.CHUNKWISE, "features", "linear", "layer")
@@ -163,7 +162,7 @@ def run_decode_steps(size: str) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument(
-        "--cache", required=True, type=Path, metavar="DIR", help="made if it is not there; what it has stays"
+        "--cache", required=True, type=path_argument, metavar="DIR", help="made if it is not there; what it has stays"
     )
     p.add_argument("--capability", default="9.0", metavar="X.Y", help="9.0 (default) is that of an H100 and an H200")
     names = ", ".join(cases.groups(True))
