@@ -125,6 +125,24 @@ def install_command(extra: str) -> str:
     return f"{python_here()} -m pip install {place}"
 
 
+def documents_note(folder, tokenizer) -> str | None:
+    """A note for a model whose record does not say how documents began in training; None if it does."""
+    if tokenizer.documents.recorded:
+        return None
+    start = tokenizer.documents.start
+    first = f"token {start[0]}" if start else "nothing"
+    return (
+        f"{folder} does not record how documents began in training. Texts begin with {first} here, as they do after "
+        "prepare-data; with other training data the first tokens are predicted worse."
+    )
+
+
+def note_documents(folder, tokenizer) -> None:
+    """Print `documents_note` to standard error."""
+    if note := documents_note(folder, tokenizer):
+        print(f"note: {note}", file=sys.stderr)
+
+
 def visible(text: str) -> str:
     """Text without the control characters that a terminal would obey: file names and a model's text may hold some."""
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda match: f"\\x{ord(match[0]):02x}", text)

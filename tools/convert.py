@@ -42,7 +42,14 @@ from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
 from interdomain.model.initialize import initial_value
 from interdomain.storage import is_address, output_folder
-from interdomain.tools._cli import OUTPUT, argument_parser, path_argument, path_or_name, user_errors
+from interdomain.tools._cli import (
+    OUTPUT,
+    argument_parser,
+    note_documents,
+    path_argument,
+    path_or_name,
+    user_errors,
+)
 
 CHECK_TOKENS = 64
 # Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit, but matrix products may sum in
@@ -125,6 +132,7 @@ def to_folder(source: Path, output: Path, args) -> str:
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
+        note_documents(checkpoint.folder, tokenizer)
         write_card(folder, config, args.dtype, tokenizer, facts, record.get("configuration", {}), args.license)
         difference = check_folder(folder, checkpoint, args)
     return f"{count} tensors, step {record['step']}, {difference}"
@@ -133,9 +141,9 @@ def to_folder(source: Path, output: Path, args) -> str:
 def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> None:
     """generation_config.json, what transformers' `generate` does unless it is told otherwise."""
     record = {
-        # Training documents follow an end-of-text token: a text without a prompt begins with it.
-        "bos_token_id": tokenizer.bos_id if tokenizer.eos_id is None else tokenizer.eos_id,
-        "eos_token_id": tokenizer.eos_id,
+        # A text without a prompt begins as a document in training. transformers takes a single token.
+        "bos_token_id": next(reversed(tokenizer.documents.start), None),
+        "eos_token_id": tokenizer.documents.stop,
         "pad_token_id": padding_id(tokenizer),
         # Rows of a vocabulary that was padded to a round number mean nothing.
         "suppress_tokens": list(range(tokenizer.vocab_size, config.vocab_size)) or None,
@@ -203,7 +211,8 @@ def to_megatron(source: Path, output: Path, args) -> str:
     hybrid = args.to_megatron == "hybrid"
     pattern = f' --hybrid-layer-pattern "{hybrid_pattern(config)}"' if hybrid else ""
     with new_folder(output) as folder:
-        write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid)
+        documents = tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
+        write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid, documents)
         place = find_checkpoint(folder)
         assert place is not None
         written = MegatronCheckpoint(place)
@@ -215,6 +224,7 @@ def to_megatron(source: Path, output: Path, args) -> str:
 def to_checkpoint(source: Path, output: Path, args) -> str:
     config, record, tensors, tokenizer = read_folder(source)
     facts, copied = record.get("facts", {}), f"{len(tensors)} tensors"
+    documents = tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
     if args.uptrain:
         config, tensors, copied = uptrained(args.uptrain, config, tensors)
     sidecar = {
@@ -223,7 +233,7 @@ def to_checkpoint(source: Path, output: Path, args) -> str:
         **cell_of(config, facts.get("size", "unknown"))._asdict(),
         "step": 0,
         "tokens": 0,
-        "run": {"started_from": facts},
+        "run": {"documents": documents, "started_from": facts},
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }

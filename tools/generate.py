@@ -70,10 +70,14 @@ def main(argv=None) -> int:
     sampling, device = Sampling(args.temperature, args.top_k, args.top_p), _cli.choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))
-    # Training documents follow an end-of-text token, so that is what an empty context looks like to the model.
-    start = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
-    texts = [([] if start is None else [start]) + tokenizer.encode(prompt) for prompt in prompts]
-    stop = None if args.no_stop else tokenizer.eos_id
+    _cli.note_documents(args.folder, tokenizer)
+    # A text begins as a document in training.
+    texts = [tokenizer.documents.start + tokenizer.encode(prompt) for prompt in prompts]
+    if not all(texts):
+        raise ValueError(
+            "in this model's training nothing stood before a text: an empty prompt has no tokens. Give one."
+        )
+    stop = None if args.no_stop else tokenizer.documents.stop
     options: dict[str, Any] = dict(
         max_tokens=args.max_tokens, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size
     )

@@ -56,20 +56,24 @@ def parse(argv) -> argparse.Namespace:
 
 
 def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
-    """Token ids, after an end-of-text token as in training, and the text that each completes. Raises: ValueError."""
+    """Token ids, after those that begin a text as in training, and the text that each completes. Raises: ValueError."""
     _cli.require_at_least(args, max_tokens=2)
     try:
         text = args.text if args.text is not None else args.text_file.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise ValueError(f"{args.text_file} is not text in UTF-8: {e.reason} at byte {e.start:,}.") from e
-    ids = [*tokenizer.encode("", add_eos=True), *tokenizer.encode(text)]
+    start = tokenizer.documents.start
+    ids = start + tokenizer.encode(text)
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(
-            f"the text has {len(ids):,} tokens, the end-of-text token before it included. Allowed are 2 to {args.max_tokens:,} "
+            f"the text has {len(ids):,} tokens, those that begin it included. Allowed are 2 to {args.max_tokens:,} "
             f"(--max-tokens). A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
         )
     decoder = StreamDecoder(tokenizer)
-    return ids, ["⊢", *(visible(decoder.push(token)).replace("\n", "⏎") or "·" for token in ids[1:])]
+    labels = ["⊢"] * len(start)
+    for token in ids[len(start) :]:
+        labels.append(visible(decoder.push(token)).replace("\n", "⏎") or "·")
+    return ids, labels
 
 
 def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
@@ -129,6 +133,7 @@ def main(argv=None) -> int:
     wanted = args.layers or list(range(n_layers))
     if not all(0 <= i < n_layers for i in wanted):
         raise ValueError(f"--layers must be from 0 to {n_layers - 1}: got {' '.join(map(str, wanted))}.")
+    _cli.note_documents(args.folder, tokenizer)
     ids, labels = tokens_of(args, tokenizer)
     layers = read_layers(model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted)
     rows, of_heads, without, maps = [], [], [], {}

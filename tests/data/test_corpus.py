@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from interdomain.data import IndexedDatasetWriter, TokenCorpus
+from interdomain.data import IndexedDatasetWriter, TokenCorpus, documents_in, load_tokenizer
 from interdomain.data.corpus import sources
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
@@ -38,6 +38,25 @@ def test_a_prepared_folder_and_its_shards_alone(folder):
     prefixes[0].with_suffix(".bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"train-00000\.bin is missing"):
         TokenCorpus(f"{folder}/train-*")
+
+
+def test_how_documents_begin_and_end(folder, tmp_path, files):
+    """In a prepared corpus, and in shards that something else made; BOS is 1 and EOS is 2."""
+    tokenizer = load_tokenizer(files["sentencepiece"])
+    assert documents_in([TokenCorpus(folder)], tokenizer).to_dict() == {"begin": [], "end": [2]}
+    cases = {
+        "both": ([[1, 50, 2], [1, 60, 70, 2]], {"begin": [1], "end": [2]}),
+        "plain": ([[50], [60, 70]], {"begin": [], "end": []}),
+        "mixed": ([[1, 50, 2], [60, 2]], None),
+    }
+    for name, (documents, wanted) in cases.items():
+        with IndexedDatasetWriter(tmp_path / name, 600) as writer:
+            for document in documents:
+                writer.add_document(document)
+        found = documents_in([TokenCorpus(tmp_path / name)], tokenizer)
+        assert (found and found.to_dict()) == wanted
+    both = [TokenCorpus(tmp_path / name) for name in ("both", "plain")]
+    assert documents_in(both, tokenizer) is None
 
 
 def test_sources_in_words():

@@ -35,7 +35,9 @@ def test_settings_reach_the_layer(parse, corpus):
     params = spec.interdomain.submodules.self_attention.params
     assert params["mixers"] == build_config("125M", "interdomain-norope", n_basis=32).mixers
     assert (params["seed"], params["max_seq_len"]) == (7, 4096)
-    assert params["tokenizer"] == read_manifest(corpus)["tokenizer"]["sha256"]
+    manifest = read_manifest(corpus)
+    assert params["tokenizer"] == manifest["tokenizer"]["sha256"]
+    assert params["documents"] == {"begin": [], "end": [manifest["eos_id"]]}
 
 
 def test_transformer_impl_names_the_linears(parse, monkeypatch):

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch.distributed import fsdp
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import ConfigManager
 
 from interdomain.data import load_tokenizer
@@ -126,9 +127,46 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
     log = runs.seen("1 stock data")["log"]
     assert log[6]["loss"] < log[1]["loss"] - 0.5
     assert convert.main([str(runs.at("1 stock data")), "--output", str(tmp_path / "folder")]) == 0
+    # The loader writes BOS, a text, EOS: a text begins with BOS.
+    _, record = pretrained.read_config(tmp_path / "folder")
+    assert record["facts"]["run"]["documents"] == {"begin": [words], "end": [words + 1]}
+    settings = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (words, words + 1)
     kept = load_tokenizer(tmp_path / "folder")
     assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
     assert "| c4_test | 0 | 1 | not recorded | not recorded |" in (tmp_path / "folder" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "documents"),
+    [
+        ({"bos_token": "<s>", "eos_token": "</s>"}, None, (["<s>"], ["</s>"])),
+        ({"bos_token": "<s>", "eos_token": "</s>"}, "<s> $A", (["<s>"], ["</s>"])),
+        ({"bos_token": "<s>", "eos_token": "<s>"}, None, (["<s>"], [])),  # TorchTitan then knows no EOS
+        ({"eos_token": "</s>"}, None, ([], ["</s>"])),
+        ({}, "<s> $A </s>", (["<s>"], ["</s>"])),
+        (None, None, ([], [])),
+    ],
+)
+def test_documents_of_torchtitans_loader(tmp_path, config, template, documents):
+    """As its data set has them, for a vocabulary of words that lacks most texts."""
+    vocabulary = {"</s>": 0, "<s>": 1, "cat": 2, "dog": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if template:
+        specials = [("<s>", 1), ("</s>", 0)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = HuggingFaceTokenizer(str(tmp_path))
+    begin, end = ([vocabulary[token] for token in tokens] for tokens in documents)
+    assert theirs.encode("cat dog", add_bos=True, add_eos=True) == [*begin, 2, 3, *end]
+    found = spec.loader_documents(theirs)
+    assert found.to_dict() == {"begin": begin, "end": end}
+    assert found.start == (begin or end)
+    assert found.stop == next(iter(end or begin), None)
 
 
 def stock_config(corpus="corpus", **settings):

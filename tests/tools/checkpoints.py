@@ -20,6 +20,20 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
     return lively(small_config(condition, vocab_size=VOCAB, **overrides), torch.float32)
 
 
+def edit_run(folder: Path, **facts) -> Path:
+    """Set facts of the run in the record of a checkpoint or an exported model, or remove those that are None."""
+    checkpoint = (folder / SIDECAR).is_file()
+    file = folder / (SIDECAR if checkpoint else "config.json")
+    record = json.loads(file.read_text())
+    run = record["run"] if checkpoint else record["facts"]["run"]
+    for name, fact in facts.items():
+        run[name] = fact
+        if fact is None:
+            del run[name]
+    file.write_text(json.dumps(record))
+    return folder
+
+
 def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
     """folder/step-N with one rank's shard."""
     checkpoint = folder / f"step-{step}"
@@ -29,7 +43,13 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
         "format_version": 1,
         "model": model.config.to_dict(),
         **cell_of(model.config, "debug")._asdict(),
-        "run": {"seed": 42, "seq_len": 128, "planned_steps": 400, "data_fingerprint": "0123abcd"},
+        "run": {
+            "seed": 42,
+            "seq_len": 128,
+            "planned_steps": 400,
+            "data_fingerprint": "0123abcd",
+            "documents": tokenizer.documents.to_dict(),
+        },
         "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
         "step": step,

@@ -23,7 +23,7 @@ from interdomain.model import Transformer, cell_of, count_parameters
 from interdomain.tools import convert
 
 from ..common import REPOSITORY
-from .checkpoints import small_model, write_checkpoint
+from .checkpoints import edit_run, small_model, write_checkpoint
 
 
 def run(source, output, *options, expect=0):
@@ -190,6 +190,37 @@ def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refu
     ):
         assert line + "\n" in card
     assert f"trust_remote_code=True,prefix_token_id={tokenizer.eos_id} --tasks" in card
+
+
+def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, capsys):
+    """In the folder's files, in a checkpoint made of it, and through a checkpoint of Megatron-Core."""
+    documents = {"begin": [1], "end": [2]}
+    edit_run(checkpoint, documents=documents)
+    run(checkpoint, tmp_path / "folder")
+    assert "does not record" not in capsys.readouterr().err
+    run(tmp_path / "folder", tmp_path / "start", "--to-checkpoint")
+    run(tmp_path / "start", tmp_path / "again")
+    run(tmp_path / "folder", tmp_path / "megatron", "--to-megatron")
+    run(tmp_path / "megatron", tmp_path / "back", "--tokenizer", tokenizer.path)
+    for name in ("folder", "again", "back"):
+        folder = tmp_path / name
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 2)
+        card = (folder / "README.md").read_text()
+        assert "[1] + tokenizer(prompt).input_ids" in card
+        assert ",prefix_token_id=1 --tasks" in card
+        assert "| documents in training | begin with BOS (1), end with EOS (2) |" in card
+        assert read_config(folder)[1]["facts"]["run"]["documents"] == documents
+    # A checkpoint from before this was recorded.
+    edit_run(checkpoint, documents=None)
+    capsys.readouterr()
+    run(checkpoint, tmp_path / "older")
+    assert "does not record how documents began" in capsys.readouterr().err
+    card = (tmp_path / "older" / "README.md").read_text()
+    assert "| documents in training | not recorded |" in card
+    assert f"prefix_token_id={tokenizer.eos_id} --tasks" in card
+    run(tmp_path / "older", tmp_path / "older start", "--to-checkpoint")
+    assert not checkpoints.read_sidecar(tmp_path / "older start")[1]["run"].get("documents")
 
 
 def test_the_card_cites_what_the_repository_cites():

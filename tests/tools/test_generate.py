@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ from interdomain.files.pretrained import load_pretrained
 from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
 from interdomain.tools import generate
+
+from .checkpoints import edit_run
 
 
 @pytest.fixture
@@ -23,10 +26,11 @@ def run(folder, *options, expect=0):
     assert generate.main([str(folder), *map(str, options)]) == expect
 
 
-def continuation(folder, prompt, max_tokens, sampling=None, seed=0):
+def continuation(folder, prompt, max_tokens, sampling=None, seed=0, start=None):
     """(token ids of the prompt as the tool feeds it, ids that follow)."""
     model, tokenizer = load_pretrained(folder)
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
+    start = [tokenizer.eos_id] if start is None else start
+    ids = [*start, *tokenizer.encode(prompt)]
     options = dict(sampling=sampling or Sampling(temperature=0), seed=seed, vocab_size=tokenizer.vocab_size)
     steps = generate_tokens(model, [ids], max_tokens=max_tokens, **options)
     return ids, [step[0] for step in steps]
@@ -49,6 +53,30 @@ def test_one_prompt_and_several(source, capsys, tokenizer):
     out, err = capsys.readouterr()
     assert out == "".join(f"=== {i}: {prompts[i - 1]!r}\n{text}\n\n" for i, text in enumerate(texts, 1))
     assert err.startswith(f"{note}[100 tokens in ")
+
+
+def test_a_text_begins_as_documents_did_in_training(source, tmp_path, capsys, tokenizer, refused):
+    """Also if nothing stood before them; a folder that does not say so gets a note."""
+    options = ["--max-tokens", 20, "--temperature", 0]
+    cases = {
+        "bos": ({"begin": [1], "end": [2]}, [1], False),
+        "two": ({"begin": [2, 1], "end": []}, [2, 1], False),
+        "nothing": ({"begin": [], "end": []}, [], False),
+        "older": (None, [tokenizer.eos_id], True),
+    }
+    written = set()
+    for name, (documents, start, noted) in cases.items():
+        folder = edit_run(shutil.copytree(source, tmp_path / name), documents=documents)
+        run(folder, "--prompt", "import os", *options)
+        out, err = capsys.readouterr()
+        ids, new = continuation(folder, "import os", 20, start=start)
+        assert out == tokenizer.decode(ids + new) + "\n", name
+        assert ("does not record how documents began" in err) == noted
+        written.add(out)
+    assert len(written) > 2
+    refused(generate.main, [tmp_path / "nothing", "--prompt", ""], "an empty prompt has no tokens")
+    edit_run(tmp_path / "bos", documents={"begin": ["<s>"], "end": []})
+    refused(generate.main, [tmp_path / "bos", "--prompt", "x"], "which is no token")
 
 
 def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):

@@ -6,11 +6,13 @@ needs them; never TorchTitan. The training loader is in `interdomain.titan`.
 """
 
 from interdomain.data.corpus import TokenCorpus, local_corpus, read_manifest
+from interdomain.data.documents import Documents, documents_in, recorded_documents
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter
 from interdomain.data.sampling import MixtureDataset, PackedDataset, batch_of_step
 from interdomain.data.tokenizer import StreamDecoder, Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
+    "Documents",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MixtureDataset",
@@ -20,7 +22,9 @@ __all__ = [
     "Tokenizer",
     "batch_of_step",
     "check_vocab",
+    "documents_in",
     "load_tokenizer",
     "local_corpus",
     "read_manifest",
+    "recorded_documents",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import sentencepiece
 
+from interdomain.data.documents import Documents, prepared_documents
 from interdomain.folders import write_whole
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -56,6 +57,8 @@ class Tokenizer:
         pad_id: of the padding token.
         unk_id: of the token for unknown text.
         sha256: of the file, by which corpora, checkpoints and exported folders know the tokenizer.
+        documents: how documents begin and end in the data of the model that the tokenizer was loaded with; without a model
+            as `prepare-data` writes them.
     """
 
     file: str  # the name that it has in folders, one of TOKENIZER_FILES
@@ -65,6 +68,7 @@ class Tokenizer:
     eos_id: int | None
     pad_id: int | None = None
     unk_id: int | None = None
+    _documents: Documents | None = None
 
     def __init__(self, path: Path | str, data: bytes) -> None:
         """data: the complete tokenizer, as its file in folders holds it."""
@@ -80,6 +84,14 @@ class Tokenizer:
     def converted(self) -> Any:
         """The same as a tokenizers.Tokenizer, not yet compared. Raises NotImplementedError if there is no exact counterpart."""
         raise NotImplementedError
+
+    @property
+    def documents(self) -> Documents:
+        return self._documents or prepared_documents(self)
+
+    @documents.setter
+    def documents(self, documents: Documents) -> None:
+        self._documents = documents
 
     def encode(self, text: str, add_eos: bool = False) -> list[int]:
         """Ids of a text.

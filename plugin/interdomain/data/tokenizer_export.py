@@ -1,7 +1,7 @@
 """Tokenizers as the files that transformers' AutoTokenizer loads: tokenizer.json and tokenizer_config.json.
 
 The class is named PreTrainedTokenizerFast, which takes the file as it is; LlamaTokenizer would build another from it.
-Text that names control tokens stays text (split_special_tokens), and no BOS is added: the model was trained so.
+Text that names control tokens stays text (split_special_tokens). No BOS is added: the model card says what a text begins with.
 transformers' own converters are not used: TikTokenConverter gives control tokens and long numbers other ids, and
 LlamaConverter wants one of transformers' classes, not a model file.
 """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from interdomain.data import Tokenizer, check_vocab, load_tokenizer
+from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
 from interdomain.model import meta_model
 
 from . import distributed_checkpoint as checkpoints
@@ -60,4 +60,5 @@ def open_checkpoint(source: Path, tokenizer: Path | None) -> tuple[Checkpoint | 
             f"--tokenizer {tokenizer} is not the tokenizer of the run's corpus (sha256 {loaded.sha256[:TOKENIZER_DIGITS]}... "
             f"against {megatron.tokenizer}...). Give the corpus that the run was trained on."
         )
+    loaded.documents = recorded_documents(megatron.record["run"], loaded)
     return megatron, loaded

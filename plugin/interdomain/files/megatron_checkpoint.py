@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,21 +61,40 @@ FLAGS = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddin
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names begin
 
 
-def record_of(config: ModelConfig, tokenizer: str | None = None) -> Tensor:
+class LayerRecord(NamedTuple):
+    """What a layer's record says. Older records have an empty `backbone`, and no `documents`."""
+
+    config: ModelConfig
+    backbone: dict[str, Any]
+    tokenizer: str | None
+    documents: dict[str, list[int]] | None
+
+
+def record_of(
+    config: ModelConfig, tokenizer: str | None = None, documents: dict[str, list[int]] | None = None
+) -> Tensor:
     """uint8 [RECORD_BYTES]: a layer's configuration and BACKBONE as JSON, which is read without unpickling.
 
-    tokenizer: its sha256, if it is known, of which the record has the beginning.
+    Args:
+        tokenizer: its sha256, if it is known, of which the record has the beginning.
+        documents: how documents begin and end in the data (`Documents.to_dict`), if it is known.
     """
-    more = {"backbone": BACKBONE} | ({"tokenizer": tokenizer[:TOKENIZER_DIGITS]} if tokenizer else {})
+    more: dict[str, Any] = {"backbone": BACKBONE}
+    if tokenizer:
+        more["tokenizer"] = tokenizer[:TOKENIZER_DIGITS]
+    if documents:
+        more["documents"] = documents
     record = json.dumps(config.to_dict() | more).encode()
     return torch.frombuffer(bytearray(record.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 
-def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any], str | None]:
-    """Inverse of `record_of`; no layer knows the vocabulary's size, and older records have no BACKBONE. Raises: ValueError."""
+def read_record(record: Tensor) -> LayerRecord:
+    """Inverse of `record_of`; no layer knows the vocabulary's size. Raises: ValueError."""
     settings = json.loads(bytes(record.tolist()).decode())
-    backbone, tokenizer = settings.pop("backbone", {}), settings.pop("tokenizer", None)
-    return ModelConfig.from_dict(settings), backbone, tokenizer
+    backbone = settings.pop("backbone", {})
+    tokenizer = settings.pop("tokenizer", None)
+    documents = settings.pop("documents", None)
+    return LayerRecord(ModelConfig.from_dict(settings), backbone, tokenizer, documents)
 
 
 def hybrid_pattern(config: ModelConfig) -> str:
@@ -146,7 +165,7 @@ class MegatronCheckpoint:
         self.form: Form = "stacked" if stacked else "hybrid" if HYBRID_NORM in self.index else "by layer"
         tensors = checkpoints.read_tensors(folder, records, self.index)
         each_layer = [read_record(tensors[key][0] if stacked else tensors[key]) for key in sorted(records, key=_layer)]
-        layers, backbones, tokenizers = zip(*each_layer, strict=True)
+        layers, backbones, tokenizers, documents = zip(*each_layer, strict=True)
         self.tokenizer: str | None = tokenizers[0]
         if other := {f"{name} = {x!r}" for each in backbones for name, x in each.items() if BACKBONE.get(name) != x}:
             raise ValueError(
@@ -160,7 +179,11 @@ class MegatronCheckpoint:
         facts = {
             "step": int(digits[0]) if digits else 0,
             "tokens": None,
-            "run": {"host": "Megatron-Core", "settings_recorded": self.settings_recorded},
+            "run": {
+                "host": "Megatron-Core",
+                "settings_recorded": self.settings_recorded,
+                "documents": documents[0],
+            },
             "versions": {},
         }
         self.record = {**cell_of(self.config, _size_of(self.config))._asdict(), **facts}
@@ -212,6 +235,7 @@ def write_checkpoint(
     tensors: dict[str, Tensor],
     tokenizer: str | None = None,
     hybrid: bool = False,
+    documents: dict[str, list[int]] | None = None,
 ) -> None:
     """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
 
@@ -219,6 +243,7 @@ def write_checkpoint(
         tensors: the plain model's, in the precision in which Megatron is to find them.
         tokenizer: its sha256.
         hybrid: for HybridModel, else for GPTModel.
+        documents: as of `record_of`.
     Raises: OSError.
     """
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
@@ -231,12 +256,12 @@ def write_checkpoint(
         parts = [torch.cat(part) for part in layers.values()]
         state[key] = parts[0] if None in layers else torch.stack(parts)
     if form == "stacked":
-        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer).repeat(config.n_layers, 1)
+        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer, documents).repeat(config.n_layers, 1)
     if hybrid:
         state["output_layer._extra_state/shard_0_1"] = [None]
     for i, layer_config in enumerate(config.layers):
         if form != "stacked":
-            state[f"{_prefix(i, form)}self_attention.{RECORD}"] = record_of(layer_config, tokenizer)
+            state[f"{_prefix(i, form)}self_attention.{RECORD}"] = record_of(layer_config, tokenizer, documents)
         place = f"shard_{i}_{config.n_layers}" if form == "stacked" else "shard_0_1"
         for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
             # Megatron asks for them; there is nothing in them.

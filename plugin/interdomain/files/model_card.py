@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from interdomain.data import Tokenizer
 from interdomain.markdown import markdown_rows
 from interdomain.model import ModelConfig, count_parameters, meta_model
 
@@ -133,7 +134,7 @@ def write_card(
     folder: Path,
     config: ModelConfig,
     dtype: str,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     facts: dict[str, Any],
     configuration: dict[str, Any],
     license: str | None,
@@ -143,7 +144,8 @@ def write_card(
     facts: of the run, as config.json has them. configuration: of the run, empty where it is not recorded.
     license: of the weights, an identifier of the Hugging Face hub, or None.
     """
-    run, validation, eos = facts["run"], facts["validation"] or {}, tokenizer.eos_id is not None
+    run, validation = facts["run"], facts["validation"] or {}
+    start = tokenizer.documents.start
     corpora, conditions = _corpora(run, facts["step"]), facts["condition"].partition(",")[0].split(" + ")
     header = {
         "license": license,
@@ -160,6 +162,7 @@ def write_card(
         "tokens trained on": _tokens(facts),
         "step": f"{facts['step']} of {run.get('planned_steps', 'an unknown number')}",
         "tokens per sequence": f"{run.get('seq_len', config.max_seq_len):,}",
+        "documents in training": _documents(tokenizer),
         "data (fingerprint)": run.get("data_fingerprint", "not recorded"),
         "validation loss": f"{validation['loss']:.4f} nats per token" if validation else "not recorded",
         "validation perplexity": f"{validation['perplexity']:.3f}" if validation else "not recorded",
@@ -190,12 +193,37 @@ def write_card(
         bibtex=BIBTEX,
         tokenizer="" if in_transformers else NO_TOKENIZER.format(file=tokenizer.file),
         dtype=dtype,
-        start="# Every text of the training data followed an end-of-text token: begin with one." if eos else "",
-        first="[tokenizer.eos_token_id] + " if eos else "",
-        evaluated=f",prefix_token_id={tokenizer.eos_id}" if eos else "",
+        start=_start(tokenizer),
+        first=f"{start} + " if start else "",
+        evaluated=f",prefix_token_id={start[-1]}" if start else "",
         seq_len=rows["tokens per sequence"],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _documents(tokenizer: Tokenizer) -> str:
+    """What stood around the text of a document in training."""
+    documents = tokenizer.documents
+    if not documents.recorded:
+        return "not recorded"
+    names = {tokenizer.bos_id: "BOS", tokenizer.eos_id: "EOS"}
+    words = []
+    for verb, tokens in (("begin", documents.begin), ("end", documents.end)):
+        named = [f"{names.get(token, 'token')} ({token})" for token in tokens]
+        words.append(f"{verb} with {', '.join(named) or 'their text'}")
+    return ", ".join(words)
+
+
+def _start(tokenizer: Tokenizer) -> str:
+    """A comment on the tokens that the example puts before a text."""
+    documents = tokenizer.documents
+    if not documents.start:
+        return ""
+    if documents.recorded:
+        return f"# In training {documents.start} stood before the text of a document: begin with it."
+    return (
+        f"# How documents began in training is not recorded. {documents.start} is what prepare-data puts between them."
+    )
 
 
 def _corpora(run: dict[str, Any], step: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from interdomain.data import check_vocab, load_tokenizer
+from interdomain.data import check_vocab, load_tokenizer, recorded_documents
 from interdomain.data.indexed import file_sha256
 from interdomain.data.tokenizer_export import padding_id
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
@@ -279,7 +279,8 @@ def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, An
 
 
 def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict[str, Any]) -> Any:
-    """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`."""
+    """The tokenizer of a folder or checkpoint, with the documents of its data. Raises ValueError unless it is the one of
+    `record`."""
     folder, described = Path(folder), record.get("tokenizer") or {}
     check_types(described, file=str | None, sha256=str | None)
     file = Path(described.get("file") or TOKENIZER).name
@@ -289,4 +290,8 @@ def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict
     if tokenizer.sha256 != described.get("sha256"):
         raise ValueError(f"{folder / file} is not the tokenizer of this model: its checksum differs from the record's.")
     check_vocab(tokenizer.vocab_size, config.vocab_size)
+    # A checkpoint's record has "run" itself; a folder's has it among the facts.
+    run = record.get("run") or record.get("facts", {}).get("run") or {}
+    check_types({"run": run}, run=dict)
+    tokenizer.documents = recorded_documents(run, tokenizer)
     return tokenizer

@@ -44,6 +44,12 @@ def corpus_files(folder: str, split: str) -> list[str]:
     return [f"{folder}/{shard['name']}" for shard in manifest["splits"].get(split, [])]
 
 
+def corpus_record(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint records of a prepared corpus, as params of InterdomainAttention."""
+    documents = {"begin": [], "end": [manifest["eos_id"]]}
+    return {"tokenizer": manifest["tokenizer"]["sha256"], "documents": documents}
+
+
 def model_arguments(config: ModelConfig) -> dict[str, Any]:
     """The arguments (dest) of Megatron's own parser that make a model, with their values."""
     return backbone(config) | dict(

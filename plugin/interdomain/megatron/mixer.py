@@ -95,6 +95,7 @@ class InterdomainAttention(MegatronModule):
         contiguous: whether context-parallel ranks have the sequences' pieces in order (`context.contiguous`).
         mlp_apart: whether layer_number counts a mixer and its MLP as two, as HybridModel does.
         tokenizer: the sha256 of the corpus's, for the record in a checkpoint.
+        documents: how documents begin and end in the corpus, likewise.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class InterdomainAttention(MegatronModule):
         contiguous: bool = False,
         mlp_apart: bool,
         tokenizer: str | None = None,
+        documents: dict[str, list[int]] | None = None,
         **_: Any,  # of attention, in some versions
     ) -> None:
         super().__init__(config)
@@ -183,7 +185,7 @@ class InterdomainAttention(MegatronModule):
         if config.perform_initialization:
             self._initialize(seed)
         core.to(config.params_dtype)  # as Megatron's own layers are made; the dynamics stay float32
-        self.record = record_of(self.whole, tokenizer)
+        self.record = record_of(self.whole, tokenizer, documents)
         selective = config.recompute_granularity == "selective"
         self.recompute = selective and "core_attn" in (config.recompute_modules or ())
 
@@ -292,8 +294,10 @@ class InterdomainAttention(MegatronModule):
         record = state_dict.pop(prefix + RECORD, None)
         if record is not None:
             same = dict(vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)  # of no matter to a layer
-            (config, _, theirs), (*_, ours) = read_record(record), read_record(self.record)
-            if (there := replace(config, **same)) != self.whole:
+            loaded = read_record(record)
+            theirs = loaded.tokenizer
+            ours = read_record(self.record).tokenizer
+            if (there := replace(loaded.config, **same)) != self.whole:
                 raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
             if theirs and ours and theirs != ours:
                 raise ValueError(

@@ -19,7 +19,7 @@ from interdomain.data.corpus import read_manifest
 from interdomain.model.config import CONDITIONS, FIXED_STATE, SIZES, MixerConfig, with_settings
 from interdomain.model.costs.flops import train_flops_per_token
 
-from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
+from .arguments import Corpus, Size, add_mixer_arguments, corpus_record, execution, mixer_settings
 from .context import contiguous
 from .dynamics import DynamicsOnce
 from .mixer import InterdomainAttention, check_split, plain_config
@@ -118,7 +118,7 @@ def check(args: Namespace) -> None:
         contiguous=True,
     )
     if corpus := getattr(args, "data.corpus"):
-        shared["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
+        shared |= corpus_record(read_manifest(Path(corpus)))
     engine = args.transformer_impl == "transformer_engine"
     for layer in layers:
         params = params_of(layer)

@@ -25,7 +25,7 @@ from interdomain.data import PackedDataset, TokenCorpus, local_corpus, read_mani
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
 from interdomain.folders import expand_path
 from interdomain.megatron import DynamicsOnce, contiguous, cpu
-from interdomain.megatron.arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
+from interdomain.megatron.arguments import add_mixer_arguments, corpus_files, corpus_record, execution, mixer_settings
 from interdomain.megatron.optimizer import Schedule, overrides
 from interdomain.megatron.spec import block_spec, layer_spec, transformer_config
 from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_config
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     dist.init_process_group()  # NCCL and gloo, or gloo alone
     parallel_state.initialize_model_parallel(**layout)
     spec: Any = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed, contiguous=True)
-    spec.submodules.self_attention.params |= {"mixers": config.mixers, "tokenizer": manifest["tokenizer"]["sha256"]}
+    spec.submodules.self_attention.params |= {"mixers": config.mixers} | corpus_record(manifest)
     run = Run(config, spec, args, **layout, sequence_parallel=args.tensor_model_parallel_size > 1)
     if args.save and (newest := find_checkpoint(args.save)):
         run.load(newest)

@@ -11,6 +11,7 @@
 """
 
 import copy
+import itertools
 import json
 import re
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interdomain.data import Tokenizer, load_tokenizer
+from interdomain.data import Documents, Tokenizer, load_tokenizer
 from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
 from interdomain.model.costs.flops import train_flops_per_token
 
@@ -212,14 +213,40 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
     if job_config.data.corpus:
         tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
-        data = data_record(job_config, loader.stages[0].dataset)
+        data = data_record(job_config, loader.stages[0].dataset, tokenizer)
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        documents = loader_documents(tokenizer).to_dict()
         tokenizer = as_trained(tokenizer)
         named = {"name": job_config.training.dataset, "share": "1", "tokens": None, "sources": [], "datasets": []}
-        data = {"data_fingerprint": "", "corpora": [named]}
+        data = {"data_fingerprint": "", "documents": documents, "corpora": [named]}
     record_run(job_config, plan_of(job_config), data, tokenizer)
     return loader
+
+
+def loader_documents(tokenizer: Any) -> Documents:
+    """How documents begin and end in what TorchTitan's loader reads.
+
+    Observed rather than read from the configuration: TorchTitan adds BOS and EOS, the file's post-processor may add tokens of
+    its own, and a tokenizer with one token for both has no EOS in TorchTitan's eyes.
+    """
+    text, plain = _plain_text(tokenizer)
+    document = tokenizer.encode(text, add_bos=True, add_eos=True)  # as torchtitan.hf_datasets does
+    begin = next(i for i in range(len(document)) if document[i : i + len(plain)] == plain)
+    return Documents(tuple(document[:begin]), tuple(document[begin + len(plain) :]))
+
+
+def _plain_text(tokenizer: Any) -> tuple[str, list[int]]:
+    """A text without control tokens, and its tokens without those that are added around a text."""
+    control_tokens = tokenizer.tokenizer.get_added_tokens_decoder()
+    for text in itertools.chain(["a"], tokenizer.get_vocab()):
+        try:
+            ids = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception:  # a vocabulary of words that lacks this one; the library has no narrower error
+            continue
+        if ids and control_tokens.keys().isdisjoint(ids):
+            return text, ids
+    raise ValueError(f"the tokenizer in {tokenizer.tokenizer_path} encodes no text. Check model.hf_assets_path.")
 
 
 def as_trained(tokenizer: Any) -> Tokenizer:

@@ -84,7 +84,7 @@ def configuration(file: str) -> Any:
 
     def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
         tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, data_record(job, packed.stages[0].dataset), tokenizer)
+        record_run(job, spec.model.plan, data_record(job, packed.stages[0].dataset, tokenizer), tokenizer)
         return packed
 
     spec = ModelSpec(

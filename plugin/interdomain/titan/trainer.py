@@ -161,7 +161,8 @@ class InterdomainTrainer(Trainer):
         self.optimizers.guard.deviations = config.training.spike_deviations
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
-        facts = [data_record(stage.costs.job, data) for stage, data in zip(plan.data_stages, datasets, strict=True)]
+        stages = zip(plan.data_stages, datasets, strict=True)
+        facts = [data_record(stage.costs.job, data, tokenizer) for stage, data in stages]
         self.checkpointer = SelfDescribingCheckpoints(
             record=describe_run(plan, config, facts, tokenizer),
             tensors=meta_model(plan.config).state_dict(),

@@ -14,6 +14,7 @@ from interdomain.data import (
     TokenCorpus,
     Tokenizer,
     check_vocab,
+    documents_in,
     load_tokenizer,
     local_corpus,
     read_manifest,
@@ -142,14 +143,17 @@ def epochs_in_words(plan: RunPlan, datasets: list[PackedDataset | MixtureDataset
     return said
 
 
-def data_record(job_config: JobConfig, dataset: PackedDataset | MixtureDataset) -> dict[str, Any]:
-    """Facts of a data stage for the run's record: a fingerprint, and of each corpus name, share, tokens and sources."""
+def data_record(job_config: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Facts of a data stage for the run's record: a fingerprint, how documents begin and end, and of each corpus name, share,
+    tokens and sources."""
     named = zip(folders_of(job_config.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True)
     corpora = [
         {"name": PurePath(name).name, "share": share, "tokens": part.num_tokens, **sources(part.corpus.source)}
         for name, share, part in named
     ]
-    return {"data_fingerprint": dataset.fingerprint, "corpora": corpora}
+    documents = documents_in([part.corpus for part in dataset.parts], tokenizer)
+    described = None if documents is None else documents.to_dict()
+    return {"data_fingerprint": dataset.fingerprint, "documents": described, "corpora": corpora}
 
 
 def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:

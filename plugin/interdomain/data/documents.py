@@ -1,0 +1,99 @@
+"""How documents begin and end in the tokens that a model is trained on: `Documents(begin=(1,), end=(2,))`.
+
+Loaders differ. `prepare-data` writes a text and EOS, TorchTitan's loader writes BOS, a text and EOS. A model expects the start
+of a text behind the tokens that stood there in training, so a run records them under "documents".
+
+A `Tokenizer` has a `Documents`, so tokenizers and corpora are arguments here, and not imported.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SAMPLES = 1000  # documents of a shard at most that `documents_in` looks at
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Tokens around the text of every document.
+
+    Attributes:
+        begin: ids before the text.
+        end: ids behind the text.
+        recorded: False if the record of the model does not say so, and these are the ones of `prepare-data`.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    recorded: bool = True
+
+    @property
+    def start(self) -> list[int]:
+        """What stands before a text that nothing precedes: the beginning of a document, or the end of the one before."""
+        return list(self.begin or self.end)
+
+    @property
+    def stop(self) -> int | None:
+        """The token that shows that a text is over: the first that comes behind it. None if nothing does."""
+        return next(iter((*self.end, *self.begin)), None)
+
+    def to_dict(self) -> dict[str, list[int]]:
+        """The form in records; `recorded_documents` is the inverse."""
+        return {"begin": list(self.begin), "end": list(self.end)}
+
+
+def prepared_documents(tokenizer: Any, recorded: bool = True) -> Documents:
+    """Documents as `prepare-data` writes them; without an EOS token, BOS is all that a text can begin with."""
+    if tokenizer.eos_id is not None:
+        return Documents((), (tokenizer.eos_id,), recorded)
+    begin = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    return Documents(begin, (), recorded)
+
+
+def recorded_documents(run: dict[str, Any], tokenizer: Any) -> Documents:
+    """Documents of the data that trained a model, by the "run" of its record.
+
+    A record from before this was recorded has none: then `recorded` is False. Raises: ValueError for a damaged record.
+    """
+    described = run.get("documents")
+    if described is None:
+        return prepared_documents(tokenizer, recorded=False)
+    try:
+        begin, end = (tuple(described[name]) for name in ("begin", "end"))
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"the record's documents are {described!r}: they must have a begin and an end.") from e
+    for token in (*begin, *end):
+        if type(token) is not int or not 0 <= token < tokenizer.vocab_size:
+            raise ValueError(f"the record's documents name {token!r}, which is no token of {tokenizer.vocab_size:,}.")
+    return Documents(begin, end)
+
+
+def documents_in(corpora: Iterable[Any], tokenizer: Any) -> Documents | None:
+    """Documents as they are in corpora (`TokenCorpus`), also in shards that something else made. None if they begin or end in
+    several ways."""
+    firsts: set[int] = set()
+    lasts: set[int] = set()
+    for corpus in corpora:
+        for shard in corpus.shards:
+            for document in _sample(shard):
+                firsts.add(int(document[0]))
+                lasts.add(int(document[-1]))
+    begin = _marker(firsts, tokenizer.bos_id)
+    end = _marker(lasts, tokenizer.eos_id)
+    return None if begin is None or end is None else Documents(begin, end)
+
+
+def _sample(shard: Any) -> Iterable[np.ndarray]:
+    """Documents that lie evenly over a shard, without those that are empty."""
+    count = min(len(shard), SAMPLES)
+    documents = (shard[i * len(shard) // count] for i in range(count))
+    return (document for document in documents if len(document))
+
+
+def _marker(found: set[int], token: int | None) -> tuple[int, ...] | None:
+    """The marker at one end of all documents, by the tokens found there. None if only some documents have it."""
+    if token is None or token not in found:
+        return ()
+    return (token,) if found == {token} else None
