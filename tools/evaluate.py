@@ -4,8 +4,8 @@ Evaluate standalone folders on tasks and by perplexity.
 
 Several folders stand side by side in one table. Tasks are those of lm-evaluation-harness (default: the paper's).
 --perplexity measures perplexity against context length. evaluation.json and evaluation.md are written after every
-folder, with machine and versions. With matplotlib, perplexity is drawn too. Tasks and the paper's corpora come from the
-Hugging Face hub: use --fetch once where there is a network.
+task and folder, with machine and versions. With matplotlib, perplexity is drawn too. Tasks and the paper's corpora
+come from the Hugging Face hub: use --fetch once where there is a network.
 
     interdomain evaluate --fetch --tasks paper --perplexity paper
     interdomain evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4
@@ -136,6 +136,11 @@ class Folder:
     record: dict
     tokenizer: Tokenizer
 
+    @property
+    def data_key(self) -> tuple:
+        """Equal for folders that read the same tokens."""
+        return self.tokenizer.sha256, self.tokenizer.documents
+
     def facts(self) -> dict:
         facts = self.record.get("facts", {})
         return {
@@ -147,6 +152,7 @@ class Folder:
             "validation perplexity": (facts.get("validation") or {}).get("perplexity"),
             "trained at length": self.config.max_seq_len,
             "tokenizer": self.tokenizer.sha256[:16],
+            "texts begin with": self.tokenizer.documents.start,
             # config.json holds the checksums of the weights.
             CONFIG: hashlib.sha256((self.path / CONFIG).read_bytes()).hexdigest()[:16],
         }
@@ -221,8 +227,13 @@ def panels(measured: list[dict]) -> list[Panel]:
 
 
 def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> list[dict]:
-    """Rows of one folder: every corpus at every length. Raises: ValueError for a tokenizer without an end-of-text token."""
-    (start,) = folder.tokenizer.encode("", add_eos=True)
+    """Rows of one folder: every corpus at every length. Raises: ValueError if no token stood before a text in training."""
+    start = folder.tokenizer.documents.start
+    if not start:
+        raise ValueError(
+            f"{folder.path}: no token stood between the documents of its training data, so the first token of a window cannot "
+            "be predicted. Leave the folder out of --perplexity."
+        )
     model, rows = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False), []
     for corpus, used in spans.items():
         for length in sorted(set(args.lengths)):
@@ -259,8 +270,10 @@ def main(argv=None) -> int:
     device = results.choose_device(args.device)
     folders = [open_folder(path) for path in args.folders]
     corpora, record = corpora_of(args)
-    tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders}
-    data = {sha256: read_data(args, names, corpora, tokenizer) for sha256, tokenizer in tokenizers.items()}
+    data = {}
+    for folder in folders:
+        if folder.data_key not in data:
+            data[folder.data_key] = read_data(args, names, corpora, folder.tokenizer)
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
@@ -270,15 +283,20 @@ def main(argv=None) -> int:
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
         report.add("folders", {"folder": str(folder.path), **folder.facts()})
-    for note in notes(options, len(tokenizers)):
+    for note in notes(options, len({folder.tokenizer.sha256 for folder in folders})):
         report.note(note)
+    for folder in folders:
+        if note := _cli.documents_note(folder.path, folder.tokenizer):
+            report.note(note)
     how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
     for folder in folders:
-        name, (tasks, spans) = str(folder.path), data[folder.tokenizer.sha256]
+        name, (tasks, spans) = str(folder.path), data[folder.data_key]
         if tasks:
-            out = harness.evaluate_folder(folder.path, tasks, folder.tokenizer, device, **how)
-            report.contents["tasks"][name] = out
-            save(report)
+            measured = report.contents["tasks"][name] = {}
+            for _, out in harness.evaluate_folder(folder.path, tasks, folder.tokenizer, device, **how):
+                for kind, values in out.items():
+                    measured.setdefault(kind, {}).update(values)
+                save(report)
             release(device)
         if spans:
             rows = run_perplexity(args, folder, spans, device)

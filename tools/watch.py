@@ -155,19 +155,12 @@ class Watcher:
         missing = [(kind, name) for kind, name in self.each() if name not in found[kind]]
         if not missing:
             return found
-        assert self.data is not None
-        tasks, spans = self.data
         with tempfile.TemporaryDirectory(dir=self.work) as temporary:
             folder = self.export(milestone, args.exports or Path(temporary))
             how = dict(max_length=args.max_length or folder.config.max_seq_len, batch_size=args.batch_size)
             how |= dict(dtype=args.dtype, limit=args.limit)
             found |= {name: folder.record["facts"][name] for name in ("step", "tokens")}
-            for kind, name in missing:
-                if kind == "tasks":
-                    task = {name: tasks[name]}
-                    out = harness.evaluate_folder(folder.path, task, folder.tokenizer, self.device, **how)
-                else:
-                    out = {"rows": evaluate.run_perplexity(args, folder, {name: spans[name]}, self.device)}
+            for kind, name, out in self.measure(folder, missing, how):
                 release(self.device)
                 if identity(milestone) != before:
                     raise FileNotFoundError("it was renamed or removed while it was evaluated")
@@ -177,6 +170,19 @@ class Watcher:
                 print(f"{milestone.name}: {', '.join(f'{tag} {value:.4g}' for tag, value in figures)}", flush=True)
         self.count += 1
         return found
+
+    def measure(
+        self, folder: evaluate.Folder, missing: list[tuple[str, str]], how: dict
+    ) -> Iterator[tuple[str, str, dict]]:
+        """(kind, name, results) of tasks and corpora, one after the other. how: options of `harness.evaluate_folder`."""
+        assert self.data is not None
+        tasks, spans = self.data
+        if asked := {name: tasks[name] for kind, name in missing if kind == "tasks"}:
+            for name, out in harness.evaluate_folder(folder.path, asked, folder.tokenizer, self.device, **how):
+                yield "tasks", name, out
+        for name in (name for kind, name in missing if kind == "perplexity"):
+            rows = evaluate.run_perplexity(self.args, folder, {name: spans[name]}, self.device)
+            yield "perplexity", name, {"rows": rows}
 
     def export(self, milestone: Path, place: Path) -> evaluate.Folder:
         """The milestone's standalone folder, in `place`. Raises: ValueError for one that is there and not of this milestone."""

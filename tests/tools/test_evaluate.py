@@ -10,16 +10,20 @@ import sys
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 
+from interdomain.data import load_tokenizer
 from interdomain.files.pretrained import load_model, load_pretrained
 from interdomain.model import cell_of
-from interdomain.tools import evaluate
+from interdomain.model.generation import Sampling, generate
+from interdomain.tools import convert, evaluate
 from interdomain.tools._evaluate import length as _length
 from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import read_spans
 
 from ..model.common import small_config
+from .checkpoints import edit_run, small_model, write_checkpoint
 
 CONDITIONS = ("interdomain", "softmax")
 # Different lengths, characters of several bytes, and one that is too short for anything.
@@ -87,12 +91,21 @@ def test_spans_tile_each_document_or_the_training_stream(corpus, tokenizer):
     assert (sizes[ids == tokenizer.eos_id] == 0).all()
 
 
+def unigram(path):
+    """A tokenizer that normalises, has no bytes to fall back on, and has no exact counterpart in transformers."""
+    options = dict(model_type="unigram", vocab_size=60, hard_vocab_limit=False, minloglevel=2, pad_id=-1)
+    with path.open("wb") as file:
+        lines = (line for text in (TEXTS[0], TEXTS[3], TEXT) for line in text.splitlines())
+        sentencepiece.SentencePieceTrainer.Train(sentence_iterator=lines, model_writer=file, **options)
+    return load_tokenizer(path)
+
+
 @torch.no_grad()
-def direct(model, spans, length, start) -> torch.Tensor:
+def direct(model, spans, length, *start) -> torch.Tensor:
     """NLL [windows, length] without state or chunks: the windows as whole sequences."""
     windows = [span[i : i + length] for span in spans[0] for i in range(0, len(span) - length + 1, length)]
-    inputs = [[start, *window[:-1]] for window in windows]
-    logits = model(torch.tensor(inputs)).double().log_softmax(-1)
+    inputs = [[*start, *window[:-1]] for window in windows]
+    logits = model(torch.tensor(inputs)).double().log_softmax(-1)[:, len(start) - 1 :]
     return -logits.gather(-1, torch.tensor(np.array(windows)).long()[..., None])[..., 0]
 
 
@@ -280,8 +293,26 @@ HARNESS = pytest.mark.slow_group("tools/", "plugin/interdomain/hf/", "plugin/int
 
 
 @pytest.fixture(scope="module")
-def ran(folders, tmp_path_factory):
-    """(results, those of made tasks, what each further command said)."""
+def inexact(tmp_path_factory):
+    """A folder whose tokenizer has no exact counterpart in transformers, of a model whose documents began with BOS."""
+    path = tmp_path_factory.mktemp("inexact")
+    checkpoint = write_checkpoint(path / "run", small_model(), unigram(path / "unigram.model"))
+    edit_run(checkpoint, documents={"begin": [1], "end": [2]})
+    assert convert.main([str(checkpoint), "--output", str(path / "folder")]) == 0
+    assert not (path / "folder" / "tokenizer.json").exists()
+    return path / "folder"
+
+
+def first_words(folder) -> str:
+    """The text that a folder's model begins by itself, greedily: 5 tokens."""
+    model, tokenizer = load_pretrained(folder)
+    options = dict(max_tokens=5, sampling=Sampling(temperature=0), stop=None, vocab_size=tokenizer.vocab_size)
+    return tokenizer.decode([token for (token,) in generate(model, [tokenizer.documents.start], **options)])
+
+
+@pytest.fixture(scope="module")
+def ran(folders, inexact, tmp_path_factory):
+    """(results, those of made tasks, what each further command said, results of `inexact`, of a command that failed late)."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     import datasets
 
@@ -294,6 +325,19 @@ def ran(folders, tmp_path_factory):
     write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
     texts = dict(doc_to_text="", doc_to_target="{{t}}")
     write_task(tasks, "rolling", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
+    empty = dict(doc_to_text="", doc_to_target="{{t}}", generation_kwargs={"until": [], "max_gen_toks": 5})
+    write_task(tasks, "empty", "generate_until", [{"t": first_words(inexact)}], ["exact_match"], **empty)
+    spaces = dict(doc_to_text="  ", doc_to_choice=["x", "self"])
+    write_task(tasks, "spaces", "multiple_choice", rows, ["acc"], **choice | spaces)
+    # Mistakes of a user, found when the task is made and when it is evaluated.
+    mistakes = {
+        "split": {"test_split": "no_such_split"},
+        "field": {"doc_to_text": "{{no_such_field}}"},
+        "filter": {"filter_list": [{"name": "mine", "filter": [{"function": "no_such_filter"}]}]},
+        "late": {"num_fewshot": 5},
+    }
+    for name, mistake in mistakes.items():
+        write_task(tasks, name, "multiple_choice", rows, ["acc"], **choice | mistake)
     # A data set of the hub that was read before: it is in the cache.
     write_task(tasks, "cached", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
     (path / "kept").mkdir()
@@ -313,6 +357,9 @@ def ran(folders, tmp_path_factory):
         ["--fetch", "--tasks", "phonebook_16", "based_nq"],
         [folders[0], "--tasks", "cached", *include, path / "cached"],
         ["--fetch", "--tasks", "choice", "--include-path", tasks],
+        [inexact, "--tasks", "rolling", "empty", "spaces", *include, path / "inexact", *options],
+        [folders[0], "--tasks", "choice", "late", *include, path / "late", *options],
+        *([folders[0], "--tasks", name, *include, path / "none"] for name in ("split", "field", "filter")),
     ]
     # Nothing listens there: as without a network. The first command sets the hub's offline mode for all.
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
@@ -328,33 +375,60 @@ def ran(folders, tmp_path_factory):
     said = json.loads(done.stdout.splitlines()[-1])
     assert [status for status, _ in said[:2]] == [0, 0], said[:2]
     results, recalled = (json.loads((path / name / "evaluation.json").read_text()) for name in ("out", "recalled"))
-    return results, recalled, said[2:]
+    own, late = (json.loads((path / name / "evaluation.json").read_text()) for name in ("inexact", "late"))
+    return results, recalled, said[2:], own, late
 
 
 @HARNESS
 @torch.no_grad()
-@pytest.mark.parametrize("i", range(len(CONDITIONS)), ids=CONDITIONS)
-def test_a_long_text(ran, folders, i):
-    """In pieces of --max-length: the first after an end-of-text token, the last with as much before it as fits."""
-    model, tokenizer = load_pretrained(folders[i])
+@pytest.mark.parametrize("i", [*range(len(CONDITIONS)), None], ids=[*CONDITIONS, "inexact tokenizer"])
+def test_a_long_text(ran, folders, inexact, i):
+    """In pieces of --max-length: the first after what begins a document, the last with as much before it as fits. The bytes
+    are those of the text, as in --perplexity."""
+    folder, found = (inexact, ran[3]) if i is None else (folders[i], ran[0])
+    model, tokenizer = load_pretrained(folder)
+    start = tokenizer.eos_id if i is not None else tokenizer.bos_id
     tokens, total, end = tokenizer.encode(TEXT), 0.0, 0
     assert len(tokens) > 2 * MAX_LENGTH
     assert len(tokens) % MAX_LENGTH
     while end < len(tokens):
         scored = min(MAX_LENGTH, len(tokens) - end)
         end += scored
-        piece = [tokenizer.eos_id, *tokens[:end]] if end <= MAX_LENGTH else tokens[end - MAX_LENGTH - 1 : end]
+        piece = [start, *tokens[:end]] if end <= MAX_LENGTH else tokens[end - MAX_LENGTH - 1 : end]
         logits = model(torch.tensor([piece[:-1]]))[0].double().log_softmax(-1)
         total -= logits[torch.arange(len(piece) - 1), torch.tensor(piece[1:])][-scored:].sum().item()
-    results = ran[0]["tasks"][str(folders[i])]["results"]
+    results = found["tasks"][str(folder)]["results"]
     bits = total / math.log(2) / len(TEXT.encode())
     assert results["rolling"]["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
-    assert [*results["choice"]] == ["acc", "acc_norm"]
+    if i is None:
+        # A prompt without tokens begins a text, alone in its batch too.
+        assert results["empty"]["exact_match"]["value"] == 1
+        assert "acc" in results["spaces"]
+    else:
+        assert [*results["choice"]] == ["acc", "acc_norm"]
+
+
+@HARNESS
+def test_a_task_that_fails_leaves_the_figures_of_those_before_it(ran):
+    status, words = ran[2][6]
+    assert status == 2
+    assert "the task late failed" in words
+    (out,) = ran[4]["tasks"].values()
+    assert [*out["results"]] == ["choice"]
+
+
+@HARNESS
+def test_mistakes_in_a_task_file_are_named(ran):
+    for name, (status, words) in zip(("split", "field", "filter"), ran[2][7:], strict=True):
+        assert status == 2
+        assert f"the task {name} failed" in words
+        assert f"no_such_{name}" in words
 
 
 @HARNESS
 def test_tasks_that_cannot_be(ran):
-    gone, unknown, made, cached, fetched = ran[2]
+    gone, unknown, made, cached, fetched, own = ran[2][:6]
+    assert own[0] == 0, own
     assert [status for status, _ in (gone, unknown, made, cached, fetched)] == [2, 2, 2, 0, 0]
     assert "the data of gone cannot be read" in gone[1]
     assert "OfflineModeIsEnabled" in gone[1]  # no try after try
@@ -366,7 +440,7 @@ def test_tasks_that_cannot_be(ran):
 @HARNESS
 def test_what_is_recorded_and_texts_that_are_made_to_a_length(ran):
     """Written, and beyond the length that the model was trained at."""
-    results, recalled, _ = ran
+    results, recalled, *_ = ran
     assert (results["status"], results["options"]["max_length"]) == ("complete", MAX_LENGTH)
     assert {"lm_eval", "transformers", "PyTorch", "CPU"} <= set(results["environment"])
     (out,) = recalled["tasks"].values()

@@ -5,6 +5,7 @@ docs/evaluation.md lists the choices that change a figure. recall.py makes the t
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
 
     tokenizer: of the texts that are made to a length in tokens; without one, tasks that make theirs are left out.
     fetch: ask the hub for what is not on this machine.
-    Raises: ValueError for an unknown name or a task that lacks a package, FileNotFoundError for data that cannot be had.
+    Raises: ValueError for an unknown name, a task that lacks a package or whose file has a mistake; FileNotFoundError for data
+    that cannot be had.
     """
     if not fetch:
         # Only --fetch asks the hub: without a network its libraries try again for half a minute per data set. They read
@@ -50,7 +52,7 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
     if unknown := [name for name in theirs if name not in manager.all_tasks]:
         raise ValueError(
             f"unknown tasks: {', '.join(unknown)}. Give suites ({', '.join(SUITES)}), names of lm-evaluation-harness, or "
-            "--include-path with the folder of your task files. Model folders come first, before --tasks."
+            "--include-path with the folder of your task files, each of them YAML. Model folders come first, before --tasks."
         )
     known = {}
     for name in names:
@@ -59,13 +61,17 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
         try:
             made = name in recall.NAMES
             known[name] = {"tasks": {name: recall.make(name, tokenizer)}} if made else manager.load([name])
-        except (OSError, ValueError) as e:
+        except OSError as e:
             raise FileNotFoundError(
-                f"the data of {name} cannot be read ({e}). They need a network once: run `interdomain evaluate "
-                f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
+                f"the data of {name} cannot be read ({e}). A local file must be where the task says. {hub_advice(asked)}"
             ) from e
         except ImportError as e:
-            raise ValueError(f"{name} needs a package that is missing ({e}). Install: {install_command('eval')}") from e
+            raise ValueError(
+                f"{name} needs what cannot be imported ({e}). Correct the task's file, or install the package: "
+                f"{install_command('eval')}"
+            ) from e
+        except Exception as e:  # a mistake in a task's file may be found anywhere in the harness
+            raise ValueError(f"{mistake_in(name, e)} {hub_advice(asked)}") from e
     for loaded in known.values():  # as the harness's own command does
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
@@ -74,41 +80,65 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
     return known
 
 
-def evaluate_folder(folder: Path, named: dict, tokenizer, device, *, max_length, batch_size, dtype, limit) -> dict:
-    """One folder's `results`, {task: {metric: {"value", "stderr"}}}, and what the harness says of samples and versions.
+def hub_advice(asked: list[str]) -> str:
+    """What to do about data of the hub that are not on this machine."""
+    return (
+        f"Data of the hub need a network once: run `interdomain evaluate --fetch --tasks {' '.join(asked)}` where there is "
+        "one, and copy ~/.cache/huggingface (HF_HOME) here."
+    )
 
-    named: of `load_tasks`.
+
+def mistake_in(name: str, error: Exception) -> str:
+    """An error about a task that the harness could not make or evaluate."""
+    words = " ".join(str(error).split())
+    return (
+        f"the task {name} failed ({type(error).__name__}: {words}). If its file is yours, compare the splits, fields, filters "
+        "and functions that it names with its data and the harness's documentation."
+    )
+
+
+def evaluate_folder(
+    folder: Path, named: dict, tokenizer, device, *, max_length, batch_size, dtype, limit
+) -> Iterator[tuple[str, dict]]:
+    """Evaluate a folder's model on one task or group after the other.
+
+    Args:
+        named: of `load_tasks`.
+    Returns: the name of each, and its `results`, {task: {metric: {"value", "stderr"}}}, with what the harness says of samples
+        and versions.
+    Raises: ValueError for a mistake in a task's file that shows only now.
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the bootstrap: forks beside a GPU's threads are no help
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED
-    from lm_eval.models import huggingface
 
     import interdomain.hf  # noqa: F401  (registers the model)
+    from interdomain.tools._evaluate.harness_model import FolderModel, HarnessTokenizer
 
-    options = dict(batch_size=batch_size, softmax_dtype="float32", prefix_token_id=tokenizer.eos_id)
-    HFLM: Any = huggingface.HFLM  # its decorator hides the type
-    lm = HFLM(pretrained=str(folder), max_length=max_length, device=str(device), dtype=dtype or "auto", **options)
+    options: Any = dict(batch_size=batch_size, softmax_dtype="float32", tokenizer=HarnessTokenizer(tokenizer))
+    placed = dict(device=str(device), dtype=dtype or "auto")
+    lm = FolderModel(pretrained=str(folder), max_length=max_length, **placed, **options)
     lm.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
-    torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
-    tasks = {kind: {} for kind in ("tasks", "groups")}
-    for kind, known in tasks.items():
-        for loaded in named.values():
-            known |= loaded.get(kind, {})
-    collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
-    for length, part in by_length(tasks, max_length).items():
-        if length > max_length:
-            lm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, max_length=length, **options)
-        out: Any = evaluate(lm, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
-        collected["results"] |= {task: metrics(values) for task, values in out["results"].items()}
-        for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
-            collected[kind] |= out[key]
-    return collected
+    for name, loaded in named.items():
+        torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
+        collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
+        for length, part in by_length(loaded, max_length).items():
+            sees = FolderModel(pretrained=lm.model, max_length=length, **options) if length > max_length else lm
+            try:
+                out: Any = evaluate(sees, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
+            except RuntimeError:  # such as a GPU that is out of memory
+                raise
+            except Exception as e:
+                raise ValueError(mistake_in(name, e)) from e
+            collected["results"] |= {task: metrics(values) for task, values in out["results"].items()}
+            for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
+                collected[kind] |= out[key]
+        yield name, collected
 
 
 def by_length(tasks: dict, max_length: int) -> dict[int, dict]:
     """Tasks by how many tokens the model sees: max_length, or more for texts that are longer on purpose."""
-    parts = {max_length: {"tasks": {}, "groups": tasks["groups"]}}
+    parts = {max_length: {"tasks": {}, "groups": tasks.get("groups", {})}}
     for name, task in tasks["tasks"].items():
         length = max(max_length, getattr(task, "length", 0))
         parts.setdefault(length, {"tasks": {}, "groups": {}})["tasks"][name] = task
