@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-SAMPLES = 1000  # documents of a shard at most that `documents_in` looks at
+SAMPLES = 1000  # documents of a corpus that `documents_in` looks at, and one of each shard
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def documents_in(corpora: Iterable[Any], tokenizer: Any) -> Documents | None:
     lasts: set[int] = set()
     for corpus in corpora:
         for shard in corpus.shards:
-            for document in _sample(shard):
+            for document in _sample(shard, 1 + SAMPLES // len(corpus.shards)):
                 firsts.add(int(document[0]))
                 lasts.add(int(document[-1]))
     begin = _marker(firsts, tokenizer.bos_id)
@@ -85,9 +85,9 @@ def documents_in(corpora: Iterable[Any], tokenizer: Any) -> Documents | None:
     return None if begin is None or end is None else Documents(begin, end)
 
 
-def _sample(shard: Any) -> Iterable[np.ndarray]:
-    """Documents that lie evenly over a shard, without those that are empty."""
-    count = min(len(shard), SAMPLES)
+def _sample(shard: Any, count: int) -> Iterable[np.ndarray]:
+    """At most `count` documents that lie evenly over a shard, without those that are empty."""
+    count = min(len(shard), count)
     documents = (shard[i * len(shard) // count] for i in range(count))
     return (document for document in documents if len(document))
 
