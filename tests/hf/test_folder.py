@@ -48,7 +48,7 @@ def test_what_a_reader_finds(exported):
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in optional]
         names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in imports if isinstance(n, ast.ImportFrom) and not n.level}
-        allowed = {"collections", "copy", "dataclasses", "math", "typing", "torch", "transformers"}
+        allowed = {"collections", "copy", "dataclasses", "math", "sys", "typing", "torch", "transformers"}
         assert {name.partition(".")[0] for name in names} <= allowed
     assert (folder / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     card = (folder / "README.md").read_text()

@@ -1,12 +1,15 @@
 """Fine-tuning: by hand, compiled, with checkpointing, sharded layer by layer, and through Trainer."""
 
 import copy
+import functools
 import importlib
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from .common import CASES, KINDS, code_of, padded, random_texts
 
@@ -82,30 +85,138 @@ def test_gradient_checkpointing(loaded, case, options):
     assert text.shape == (2, 11)
 
 
-@pytest.mark.parametrize("case", ["interdomain", "s4d", "softmax"])
-def test_fsdp2_layer_by_layer(loaded, case):
-    """A layer's parameters, the dynamics too, are used in that layer's forward pass alone; a wrapper finds layers by name."""
+@pytest.fixture(scope="module")
+def mesh():
+    """A process group of this process alone."""
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
 
-    there = copy.deepcopy(loaded(case)[1]).train()
-    wanted = backward(there, there, **batch())
-    there.zero_grad()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        layers = [m for m in there.modules() if type(m).__name__ in there._no_split_modules]
-        assert len(layers) == there.config.num_hidden_layers
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(there, mesh=mesh)
-        for name, gradient in backward(there, there, **batch()).items():
-            torch.testing.assert_close(gradient.full_tensor(), wanted[name], msg=name)
-    finally:
-        dist.destroy_process_group()
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def shard(model, mesh, dtype=None, **policy):
+    """FSDP2 as the page on checkpoints has it. A wrapper finds layers by name."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, **policy)
+    layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    assert len(layers) == model.config.num_hidden_layers
+    for module in model.float32_modules():
+        fully_shard(module, mesh=mesh)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+@pytest.mark.parametrize("case", ["interdomain", "s4d", "softmax"])
+def test_fsdp2_layer_by_layer(loaded, case, mesh):
+    """A layer's parameters, the dynamics too, are used in that layer's forward pass alone."""
+    there = copy.deepcopy(loaded(case)[1]).train()
+    wanted = backward(there, there, **batch())
+    there.zero_grad()
+    shard(there, mesh)
+    for name, gradient in backward(there, there, **batch()).items():
+        torch.testing.assert_close(gradient.full_tensor(), wanted[name], msg=name)
+
+
+@pytest.mark.parametrize("case", ["interdomain", "all", "softmax", "mamba2"])
+def test_a_cache_under_fsdp2_with_mixed_precision(loaded, case, mesh):
+    """FSDP2 casts what it can take apart, and hands a layer the copy: the cache that a layer advances is still the caller's."""
+    _, there = loaded(case)
+    wanted = there.generate(random_texts(2, 9), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    sharded = shard(copy.deepcopy(there), mesh, torch.float32, output_dtype=torch.float32)
+    found = sharded.generate(random_texts(2, 9), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert torch.equal(found, wanted)
+    inputs = dict(input_ids=random_texts(2, 9), labels=random_texts(2, 9))
+    cache_class = code_of(there).InterdomainCache
+    expected = backward(there.train(), in_pieces(there, cache_class()), **inputs)
+    there.eval()
+    for name, gradient in backward(sharded.train(), in_pieces(sharded, cache_class()), **inputs).items():
+        torch.testing.assert_close(gradient.full_tensor(), expected[name], msg=name)
+
+
+def in_pieces(model, cache):
+    """A forward pass in two pieces, with the caller's cache."""
+
+    def forward(input_ids, labels):
+        parts = [model(x, past_key_values=cache).logits for x in input_ids.split([4, 5], dim=1)]
+        assert cache.get_seq_length() == 9
+        logits = torch.cat(parts, dim=1)
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+    return forward
+
+
+@pytest.mark.parametrize("case", ["interdomain", "mamba2"])
+@torch.no_grad()
+def test_the_recurrence_stays_float32_under_fsdp2(loaded, case, mesh):
+    """Its parameters are not rounded where they have a group of their own; else the model refuses to compute."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _, there = loaded(case)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    rounded = copy.deepcopy(there)
+    for layer in rounded.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    with pytest.raises(ValueError, match=r"must stay float32.*float32_modules"):
+        rounded(random_texts(2, 9))
+    sharded, seen = shard(copy.deepcopy(there), mesh, torch.bfloat16), []
+    first = sharded.model.layers[0].attention
+    first.ssm.register_forward_pre_hook(lambda module, *_: seen.extend(p.clone() for p in module.parameters()))
+    first.wo.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    sharded(random_texts(2, 9))
+    assert seen.pop() == torch.bfloat16
+    for found, wanted in zip(seen, there.model.layers[0].attention.ssm.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("options", [dict(static_graph=True), dict(find_unused_parameters=True)], ids=str)
+def test_a_cache_under_ddp(loaded, options, mesh, monkeypatch):
+    """DDP rebuilds a result of what it can take apart: the cache comes back as it was, with all that it has read."""
+    there = copy.deepcopy(loaded("interdomain")[1]).train()
+    cache_class = code_of(there).InterdomainCache
+    monkeypatch.delitem(pytree.SUPPORTED_NODES, cache_class, raising=False)  # where another test has exported the model
+    cache = cache_class()
+    out = torch.nn.parallel.DistributedDataParallel(there, **options)(random_texts(2, 9), past_key_values=cache)
+    assert out.past_key_values is cache
+    assert cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("case", KINDS)
+@torch.no_grad()
+def test_a_cache_of_several_replicas(loaded, case, monkeypatch):
+    """nn.DataParallel joins the results of its replicas, the cache among them, which then goes on."""
+    from torch.nn.parallel import scatter_gather
+
+    there = copy.deepcopy(loaded(case)[1]).double()
+    tokens, more = random_texts(4, 9), random_texts(4, 1, seed=2)
+    joined = SimpleNamespace(apply=lambda device, dim, *tensors: torch.cat(tensors, dim))  # the real one is for GPUs
+    monkeypatch.setattr(scatter_gather, "Gather", joined)
+    out = scatter_gather.gather([there(tokens[:1]), there(tokens[1:])], "cpu")
+    wanted = there(tokens)
+    torch.testing.assert_close(out.logits, wanted.logits)
+    assert out.past_key_values.get_seq_length() == 9
+    found = there(more, past_key_values=out.past_key_values).logits
+    torch.testing.assert_close(found, there(more, past_key_values=wanted.past_key_values).logits)
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_cache_that_would_be_read_again_is_refused(loaded, case, use_reentrant):
+    """Checkpointing that a user puts around the layers: the second pass finds a cache that the first one has advanced."""
+    from torch.utils.checkpoint import checkpoint
+
+    there = copy.deepcopy(loaded(case)[1]).train()
+    for layer in there.model.layers:
+        forward = layer.attention.forward
+        layer.attention.forward = functools.partial(checkpoint, forward, use_reentrant=use_reentrant)
+    loss = there(random_texts(2, 9), use_cache=True).logits.square().mean()
+    with pytest.raises(ValueError, match="Activation checkpointing"):
+        loss.backward()
 
 
 def test_classification(exported):

@@ -32,7 +32,10 @@ class StepSize(KeptInFloat32):
             setattr(self, name, nn.Parameter(torch.empty(n_heads, dtype=torch.float32)))
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:  # by a call, as ShortConv's
-        return self.A_log, self.dt_bias, getattr(self, "D", None)
+        """(A_log, dt_bias, D), as copies: FSDP2 frees parameters that it has gathered for a call when the call ends."""
+        self.check_float32()
+        D = self.D.clone() if hasattr(self, "D") else None
+        return self.A_log.clone(), self.dt_bias.clone(), D
 
     def init_values(self) -> None:
         """A new model's; within transformers' `_init_weights`."""
@@ -92,7 +95,7 @@ class FixedStateMixer(nn.Module):
         )
         o, S = self._core(x, q, k, v, S, padding)
         if cache is not None:
-            cache.states[self.layer_idx] = last, S
+            cache.advance(self.layer_idx, last, S)
         gate = None if self.wg is None else F.silu(self.wg(x))
         if self.kind == "mamba2":
             o = self.norm(o.flatten(2) * gate)

@@ -1,6 +1,7 @@
 """Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size."""
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
 from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
-from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, is_exporting, rope_tables
+from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, float32_modules, is_exporting, rope_tables
 from .scan_interdomain import (
     Attended,
     InputNorm,
@@ -103,7 +104,7 @@ class InterdomainMixer(nn.Module):
                 cache.tables[self.layer_idx] = tables
             if convolved:
                 last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
-            cache.states[self.layer_idx] = last, final
+            cache.advance(self.layer_idx, last, final)
         if config.normalize:
             o = divided(o, v)
         if self.o_norm is not None:
@@ -155,7 +156,7 @@ class SoftmaxMixer(nn.Module):
             if before is not None:
                 k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
             near = [x if kept is None else take(x.transpose(1, 2), kept).transpose(1, 2) for x in (k, v)]
-            past_key_values.states[self.layer_idx] = near[0], near[1]
+            past_key_values.advance(self.layer_idx, *near)
         causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).flatten(2))
@@ -210,6 +211,10 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    def float32_modules(self) -> list[nn.Module]:
+        """The modules that FSDP2 is to shard before the layers, without a `param_dtype`: their parameters must not be rounded."""
+        return float32_modules(self)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -275,7 +280,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             attention_mask: [B, T] or [B, tokens read + T], 0 for padding: before, after or between the tokens of a row, also in
                 a turn that continues a cache. Padding leaves no trace.
             position_ids: accepted where they count a row's tokens, with padding or without; the model counts by itself.
-            use_cache: None for the configuration's in evaluation, and for False in training.
+            use_cache: None for the configuration's in evaluation; in training for that if a cache is given, else False.
         Raises: ValueError for other position_ids, packed sequences, a mask of another shape, another model's cache, one that
             has read something under gradient checkpointing, and attention matrices.
         """
@@ -288,9 +293,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise NotImplementedError("torch.jit.trace would make constants of length and mask: use torch.export.")
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
         cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and (cache is not None or not self.training)
         if self.gradient_checkpointing and self.training:
             if getattr(cache, "length", 0):
                 raise ValueError(
@@ -300,6 +305,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if not isinstance(cache, InterdomainCache | None):
             raise ValueError(f"past_key_values must be an InterdomainCache: got {type(cache).__name__}.")
         cache = InterdomainCache() if use_cache and cache is None else cache
+        if is_exporting() and not torch.compiler.is_dynamo_compiling():
+            InterdomainCache.register_for_export()
         prepared, seen = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -433,6 +440,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
         if generation_config.use_cache and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = InterdomainCache()
+        if "transformers.exporters" in sys.modules:  # they look at what `generate` hands the model, and export that
+            InterdomainCache.register_for_export()
 
 
 class InterdomainForSequenceClassification(GenericForSequenceClassification, InterdomainPreTrainedModel):

@@ -9,8 +9,8 @@ Memory, 2026). Where the package `interdomain` is installed its kernels compute 
 """
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from .plain_interdomain import (
     CHUNK,
     OUTPUT_NORM_SCALE,
     KeptInFloat32,
+    check_not_recomputed,
     decay_exponent,
     decay_factor,
     in_order,
@@ -229,6 +230,7 @@ class SSMDynamics(KeptInFloat32):
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """(theta [H, M, 2], Lambda [H, M, 2], W [H, 2M, 2M] or w [H, 2M]), computed in float32 or float64 `dtype`."""
+        self.check_float32()
         log_dt, log_A_real, A_imag = (p.to(dtype) for p in (self.log_dt, self.log_A_real, self.A_imag))
         C, c = (None if p is None else p.to(dtype) for p in (self.C, self.c))
         with torch.autocast(log_dt.device.type, enabled=False):
@@ -255,12 +257,18 @@ class SSMDynamics(KeptInFloat32):
 # What is carried from one pass to the next.
 
 
-@dataclass(eq=False)
 class InterdomainCache:
     """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far: of all slots,
     or of the last `window` tokens of each row.
 
-    It cannot go back: to continue one text in several ways, copy it (`copy.deepcopy`) before.
+    It cannot go back: to continue one text in several ways, copy it (`copy.copy`) before.
+
+    It is a plain object on purpose, and no pytree node before `register_for_export`. Wrappers such as FSDP2 and DDP rebuild the
+    dataclasses, tuples, lists, dictionaries and pytree nodes among a module's arguments and results, and a layer would then advance
+    the copy.
+
+    Args:
+        gathered: what iterating over another cache gives, as nn.DataParallel joins the rows of several. None for no token yet.
 
     Attributes:
         length: tokens read, padding included. position: tokens of each row without padding, [B]; None before the first.
@@ -270,14 +278,47 @@ class InterdomainCache:
         tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
     """
 
-    length: int = 0
-    position: Tensor | None = None
-    slots: dict[int, Tensor] = field(default_factory=dict)
-    states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    is_compileable: ClassVar[bool] = False
-    is_croppable: ClassVar[bool] = False
-    is_linear: ClassVar[tuple[bool, ...]] = (False,)  # it counts the tokens, and `generate` gives it only what is new
+    is_compileable = False
+    is_croppable = False
+    is_linear = (False,)  # it counts the tokens, and `generate` gives it only what is new
+
+    def __init__(self, gathered: Iterable | None = None) -> None:
+        self.length: int = 0
+        self.position: Tensor | None = None
+        self.slots: dict[int, Tensor] = {}
+        self.states: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        if gathered is not None:
+            lengths, self.position, self.slots, self.states = gathered
+            self.length = 0 if lengths is None else int(lengths[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Its parts, of tensors whose first dimension is the rows."""
+        yield None if self.position is None else torch.full_like(self.position, self.length)
+        yield self.position
+        yield self.slots
+        yield self.states
+
+    def advance(self, layer_idx: int, first: Tensor, second: Tensor) -> None:
+        """Take over a layer's new state."""
+        check_not_recomputed()
+        self.states[layer_idx] = first, second
+
+    def _with(self, function: Callable[[Tensor], Tensor]) -> "InterdomainCache":
+        """A cache of the function of each tensor. The tables, which no pass writes, are shared."""
+        other = InterdomainCache()
+        other.length = self.length
+        other.position = None if self.position is None else function(self.position)
+        other.slots = {window: function(x) for window, x in self.slots.items()}
+        other.states = {i: (function(x), function(y)) for i, (x, y) in self.states.items()}
+        other.tables = dict(self.tables)
+        return other
+
+    def __copy__(self) -> "InterdomainCache":
+        return self._with(lambda x: x)  # a pass puts new tensors in the place of the old ones, and writes none
+
+    def __deepcopy__(self, memo: dict) -> "InterdomainCache":
+        return self._with(Tensor.clone)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -303,7 +344,7 @@ class InterdomainCache:
 
     def crop(self, tokens: int) -> None:
         raise NotImplementedError(
-            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.deepcopy), or "
+            f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.copy), or "
             "read the text again from its start."
         )
 
@@ -315,20 +356,31 @@ class InterdomainCache:
 
     def reorder_cache(self, indices: Tensor) -> None:
         """Rows of other texts in place of these: the beams that go on."""
-        at = {i: indices.to(pair[0].device) for i, pair in self.states.items()}
-        self.states = {i: (x[at[i]], y[at[i]]) for i, (x, y) in self.states.items()}
-        self.slots = {window: x[indices.to(x.device)] for window, x in self.slots.items()}
-        self.position = None if self.position is None else self.position[indices.to(self.position.device)]
+        vars(self).update(vars(self._with(lambda x: x[indices.to(x.device)])))
 
+    @classmethod
+    def register_for_export(cls) -> None:
+        """Let torch.export take caches apart. A model that is exported calls it. Call it before the export of a step alone, and
+        before the graph of a step is loaded."""
+        if cls in pytree.SUPPORTED_NODES:
+            return
 
-# For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the
-# tables, which would be inputs and outputs.
-pytree.register_dataclass(
-    InterdomainCache,
-    field_names=["position", "slots", "states"],
-    drop_field_names=["length", "tables"],
-    serialized_type_name=f"{__name__}.InterdomainCache",
-)
+        # `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the tables, which
+        # would be inputs and outputs.
+        def parts(cache: InterdomainCache) -> tuple[list, None]:
+            return [cache.position, cache.slots, cache.states], None
+
+        def named_parts(cache: InterdomainCache) -> tuple[list, None]:
+            names = (pytree.GetAttrKey(name) for name in ("position", "slots", "states"))
+            return list(zip(names, parts(cache)[0], strict=True)), None
+
+        pytree.register_pytree_node(
+            cls,
+            parts,
+            lambda values, _: cls((None, *values)),
+            serialized_type_name=f"{__name__}.InterdomainCache",
+            flatten_with_keys_fn=named_parts,
+        )
 
 
 class Padding(NamedTuple):

@@ -10,6 +10,7 @@ Imports interdomain.scan and features; never TorchTitan.
 
 # ruff: noqa: F401
 from .config import CONDITIONS, SIZES, Cell, Execution, MixerConfig, ModelConfig, build_config, cell_of
+from .feature_maps import float32_modules
 from .mixers.layer import InterdomainAttention
 from .state import KVCache, MixerState, ModelState
 from .transformer import Transformer, count_parameters, meta_model

@@ -39,6 +39,22 @@ class KeptInFloat32(nn.Module):
 
         return super()._apply(moved, recurse)
 
+    def check_float32(self) -> None:
+        """Raises ValueError if a wrapper has rounded a parameter or buffer for this pass."""
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"{type(self).__name__}.{name} is {tensor.dtype}, and must stay float32: bfloat16 rounds a decay of 0.999 to 1. A "
+                    "wrapper's mixed precision has rounded it. With FSDP2, first shard these modules in groups of their own that have "
+                    "no such policy: `for module in float32_modules(model): fully_shard(module)`; a model in transformers has the "
+                    "method `float32_modules()`, the package the function `interdomain.model.float32_modules`."
+                )
+
+
+def float32_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters must not be rounded: FSDP2 is to shard them before the layers, without a `param_dtype`."""
+    return [m for m in model.modules() if isinstance(m, KeptInFloat32) and any(True for _ in m.parameters())]
+
 
 class FeatureMap(KeptInFloat32):
     """xi of paper eq. 3 as a function of R numbers, in plain PyTorch on every device. FEATURE_MAPS has all of them.
@@ -101,6 +117,7 @@ class RandomFeatures(FeatureMap):
 
     def projected(self, x: Tensor, heads: Any) -> Tensor:
         """w.x, [B, T, H, vectors], of x [B, T, H, R] with H a multiple of H_kv, or `heads` of them."""
+        self.check_float32()
         B, T, H, R = x.shape
         frequencies = self.frequencies if heads is None else self.frequencies.chunk(heads.size)[heads.rank]
         groups = widened(x).view(B, T, len(frequencies), -1, R)

@@ -5,18 +5,50 @@ A model advances a state in place. Where no gradient is recorded its tensors kee
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .mixers.fixed_state_scan import check_not_recomputed
+
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
 
 
-@dataclass
-class MixerState:
+class State:
+    """Base of the states, which are advanced in place.
+
+    They are plain objects on purpose. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists and dictionaries among
+    a module's arguments, and the module would then advance the copy.
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the state consists of, by attribute."""
+        raise NotImplementedError
+
+    def replaced(self, **attributes: Any) -> Self:
+        """A state like this one, but for these attributes."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), **attributes)
+        return other
+
+    def clone(self) -> Self:
+        """A copy, to continue one text in several ways."""
+        return self._map(Tensor.clone)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        return self.replaced(**{name: function(tensor) for name, tensor in self.tensors().items()})
+
+    # A copy shares no tensor that is written in place. Those with a gradient's history cannot be copied otherwise.
+    def __copy__(self) -> Self:
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self.clone()
+
+
+class MixerState(State):
     """The state of an interdomain layer.
 
     Attributes:
@@ -25,13 +57,18 @@ class MixerState:
         prepared: what a decode step reads of the parameters.
     """
 
-    conv: Tensor
-    ssm: Tensor
-    prepared: tuple[dict[str, Any], dict[str, Any]] | None = None
-    capacity: ClassVar[int | None] = None
+    capacity: int | None = None
+
+    def __init__(
+        self, conv: Tensor, ssm: Tensor, prepared: tuple[dict[str, Any], dict[str, Any]] | None = None
+    ) -> None:
+        self.conv = conv
+        self.ssm = ssm
+        self.prepared = prepared
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
+        check_not_recomputed()
         self.conv, self.ssm = overwritten(self.conv, conv), overwritten(self.ssm, ssm)
 
     def aligned(self, used: int, length: int) -> "MixerState":
@@ -41,8 +78,7 @@ class MixerState:
         return {"ssm": self.ssm, "conv": self.conv}
 
 
-@dataclass
-class KVCache:
+class KVCache(State):
     """The cache of a softmax layer: rotated keys and values. It grows where there are more tokens than slots.
 
     Attributes:
@@ -50,8 +86,9 @@ class KVCache:
         v: likewise.
     """
 
-    k: Tensor
-    v: Tensor
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.k = k
+        self.v = v
 
     @property
     def capacity(self) -> int:
@@ -63,6 +100,7 @@ class KVCache:
         With a tensor [1] for `begin` nothing depends on its value (T = 1, in a CUDA graph): there must be room, and all
         slots are returned.
         """
+        check_not_recomputed()
         if isinstance(begin, Tensor):
             return self.k.index_copy_(2, begin, k.to(self.k.dtype)), self.v.index_copy_(2, begin, v.to(self.v.dtype))
         end = begin + k.shape[2]
@@ -87,13 +125,14 @@ class KVCache:
         return {"k": self.k, "v": self.v}
 
 
-@dataclass
-class WindowCache:
+class WindowCache(State):
     """Rotated keys and values of the last S tokens, each [B, H, S, head_dim]: token i is in slot i mod S."""
 
-    k: Tensor
-    v: Tensor
-    capacity: ClassVar[int | None] = None
+    capacity: int | None = None
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.k = k
+        self.v = v
 
     def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v [B, H, T, head_dim] of the tokens `begin` on in the place of the oldest.
@@ -101,6 +140,7 @@ class WindowCache:
         Returns: keys and values, for T = 1 of all slots; else of the min(begin, S) tokens before, in their order, and of these.
         A tensor [1] for `begin` as in KVCache.
         """
+        check_not_recomputed()
         T, S, seen = k.shape[2], self.k.shape[2], None
         if T > 1:
             assert isinstance(begin, int)
@@ -124,8 +164,7 @@ class WindowCache:
         return {"k": self.k, "v": self.v}
 
 
-@dataclass
-class ModelState:
+class ModelState(State):
     """The state of a model between two pieces of a text: from `Transformer.init_state`, advanced in place.
 
     Attributes:
@@ -138,12 +177,13 @@ class ModelState:
             then advances it in place of `length`.
     """
 
-    layers: list[Any]  # MixerState, KVCache or WindowCache
-    position: Tensor
-    dynamics: list[tuple[Tensor, ...]]
-    length: int = 0
-    padded: bool = False
-    cursor: Tensor | None = None
+    def __init__(self, layers: list[Any], position: Tensor, dynamics: list[tuple[Tensor, ...]]) -> None:
+        self.layers = layers
+        self.position = position
+        self.dynamics = dynamics
+        self.length: int = 0
+        self.padded: bool = False
+        self.cursor: Tensor | None = None
 
     @property
     def capacity(self) -> int | None:
@@ -170,17 +210,13 @@ class ModelState:
         """Bytes of all layers' states."""
         return sum(t.nbytes for layer in self.layers for t in layer.tensors().values())
 
-    def clone(self) -> "ModelState":
-        """A copy, to continue one text in several ways."""
-        return self._map(Tensor.clone)
-
     def select(self, rows: Tensor) -> "ModelState":
         """A state of these rows, [B'] integers, in this order; a row may be taken several times (beams)."""
         return self._map(lambda x: x.index_select(0, rows.to(x.device)))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "ModelState":
-        layers = [replace(layer, **{n: function(t) for n, t in layer.tensors().items()}) for layer in self.layers]
-        return replace(self, layers=layers, position=function(self.position), cursor=None)
+        layers = [layer._map(function) for layer in self.layers]
+        return self.replaced(layers=layers, position=function(self.position), cursor=None)
 
     @classmethod
     def stack(cls, states: list["ModelState"]) -> "ModelState":
@@ -193,10 +229,10 @@ class ModelState:
         for rows in zip(*(s.layers for s in states), strict=True):
             rows = [layer.aligned(s.length, length) for layer, s in zip(rows, states, strict=True)]
             joined = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()}
-            layers.append(replace(rows[0], **joined))
+            layers.append(rows[0].replaced(**joined))
         padded = any(s.padded or s.length < length for s in states)
         position = torch.cat([s.position for s in states])
-        return replace(states[0], layers=layers, position=position, length=length, padded=padded, cursor=None)
+        return states[0].replaced(layers=layers, position=position, length=length, padded=padded, cursor=None)
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class StepSize(KeptInFloat32):
             setattr(self, name, nn.Parameter(torch.empty(n_heads, dtype=torch.float32)))
 
     def forward(self) -> tuple[Tensor, ...]:
+        self.check_float32()
         return tuple(copied(getattr(self, name)) for name in self.names)
 
 

@@ -97,6 +97,7 @@ class SSMDynamics(KeptInFloat32):
         self.c = parameter(n_heads, n_basis) if linear else None
 
     def forward(self) -> Dynamics:
+        self.check_float32()
         return Dynamics(*(None if (p := getattr(self, name)) is None else copied(p) for name in Dynamics._fields))
 
 
