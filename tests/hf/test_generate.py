@@ -83,6 +83,30 @@ def test_chats_with_turns_of_unequal_length(loaded, case):
         assert torch.equal(found[row, kept], greedy(model, text[row, mask[row].bool()][None], 4)[0])
 
 
+@pytest.mark.parametrize("case", KINDS)
+def test_a_chat_in_which_a_row_has_ended_early(loaded, case, tokenizer):
+    """Its padding was read as text, and the next turn's mask leaves it out: the text is that without a cache."""
+    model, there = loaded(case)
+    rows = random_texts(1, 4), random_texts(1, 10, seed=3)
+    text, mask = padded(rows, "left")
+    first, second = (greedy(model, row, 6)[0, -6:].tolist() for row in rows)
+    stop = next(token for token in first if token not in second)
+    out = there.generate(
+        text, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=stop, return_dict_in_generate=True
+    )
+    answer = torch.ones(2, 6).long()
+    answer[0, first.index(stop) + 1 :] = 0
+    assert not answer.all()
+    text = torch.cat([out.sequences, random_texts(2, 3, seed=3)], dim=1)
+    mask = torch.cat([mask, answer, torch.ones(2, 3).long()], dim=1)
+    with torch.no_grad(), pytest.raises(ValueError, match="Leave past_key_values out"):
+        there(text[:, -4:], attention_mask=mask, past_key_values=copy.copy(out.past_key_values))
+    found = there.generate(text, attention_mask=mask, past_key_values=out.past_key_values, max_new_tokens=4, **ON)
+    for row in range(2):
+        wanted = greedy(model, text[row, mask[row].bool()][None], 4)
+        assert torch.equal(found[row, -4:], wanted[0, -4:])
+
+
 def test_the_end_of_text(loaded, tokenizer):
     """A row that has ended is filled up with padding, and does not disturb the others."""
     model, there = loaded("interdomain")

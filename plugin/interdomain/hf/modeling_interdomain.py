@@ -11,6 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
@@ -36,6 +37,7 @@ from .scan_interdomain import (
 #         functions, W convolution width, E channels of the convolutions, S slots of softmax's cache.
 
 
+logger = logging.get_logger(__name__)
 PACKED = "no packed sequences"
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -213,7 +215,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return False
 
     def float32_modules(self) -> list[nn.Module]:
-        """The modules that FSDP2 is to shard before the layers, without a `param_dtype`: their parameters must not be rounded."""
+        """The modules that FSDP2 is to shard first, without a `param_dtype`: their parameters must not be rounded."""
         return float32_modules(self)
 
     @torch.no_grad()
@@ -335,6 +337,13 @@ class InterdomainModel(InterdomainPreTrainedModel):
             if attention_mask.ndim != 2 or not fits:
                 expected = f"{[B, T]} or {[B, before + T]}"
                 raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
+            # Values decide nothing where a graph is traced.
+            whole = before and attention_mask.shape[1] > T and not torch.compiler.is_compiling()
+            if whole and not cache.has_read(attention_mask):
+                raise ValueError(
+                    "attention_mask and past_key_values disagree about the tokens before these: a state cannot take tokens "
+                    "back that it has read as text. Leave past_key_values out, and give the whole text; `generate` does so."
+                )
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
             if T == 1 if torch.compiler.is_compiling() else mask.all():  # values decide nothing where a graph is traced
                 mask = None
@@ -435,6 +444,14 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
         if (name := generation_config.cache_implementation) not in (None, "dynamic"):
             raise ValueError(f"cache_implementation is {name!r}, and this model has its own: leave it out.")
+        cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
+        same_rows = isinstance(cache, InterdomainCache) and mask is not None and cache.batch_size == len(mask)
+        if same_rows and not cache.has_read(mask):
+            # Rows that ended early, say, have padding behind their answer, which was read as text.
+            logger.warning_once(
+                "attention_mask leaves out tokens that past_key_values has read: the text is read again."
+            )
+            cache.reset()
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )

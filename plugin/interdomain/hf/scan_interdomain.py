@@ -263,9 +263,9 @@ class InterdomainCache:
 
     It cannot go back: to continue one text in several ways, copy it (`copy.copy`) before.
 
-    It is a plain object on purpose, and no pytree node before `register_for_export`. Wrappers such as FSDP2 and DDP rebuild the
-    dataclasses, tuples, lists, dictionaries and pytree nodes among a module's arguments and results, and a layer would then advance
-    the copy.
+    It is a plain object on purpose, and no pytree node before `register_for_export`. Wrappers such as FSDP2 and DDP rebuild
+    the dataclasses, tuples, lists, dictionaries and pytree nodes among a module's arguments and results, and a layer would
+    then advance the copy.
 
     Args:
         gathered: what iterating over another cache gives, as nn.DataParallel joins the rows of several. None for no token yet.
@@ -298,6 +298,12 @@ class InterdomainCache:
         yield self.position
         yield self.slots
         yield self.states
+
+    def has_read(self, mask: Tensor) -> bool:
+        """True if what this mask has before the new tokens, [B, length + T], counts as many tokens of each row as were read."""
+        if self.position is None:
+            return True
+        return torch.equal(mask[:, : self.length].bool().sum(1), self.position.to(mask.device))
 
     def advance(self, layer_idx: int, first: Tensor, second: Tensor) -> None:
         """Take over a layer's new state."""
@@ -365,8 +371,8 @@ class InterdomainCache:
         if cls in pytree.SUPPORTED_NODES:
             return
 
-        # `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the tables, which
-        # would be inputs and outputs.
+        # `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the tables,
+        # which would be inputs and outputs.
         def parts(cache: InterdomainCache) -> tuple[list, None]:
             return [cache.position, cache.slots, cache.states], None
 

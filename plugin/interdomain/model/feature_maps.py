@@ -44,10 +44,10 @@ class KeptInFloat32(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"{type(self).__name__}.{name} is {tensor.dtype}, and must stay float32: bfloat16 rounds a decay of 0.999 to 1. A "
-                    "wrapper's mixed precision has rounded it. With FSDP2, first shard these modules in groups of their own that have "
-                    "no such policy: `for module in float32_modules(model): fully_shard(module)`; a model in transformers has the "
-                    "method `float32_modules()`, the package the function `interdomain.model.float32_modules`."
+                    f"{type(self).__name__}.{name} is {tensor.dtype}, and must stay float32: bfloat16 rounds a decay of 0.999 "
+                    "to 1. A wrapper's mixed precision has rounded it. With FSDP2, first shard these modules in groups of "
+                    "their own, without a policy: `for module in float32_modules(model): fully_shard(module)`. The package "
+                    "has this function in `interdomain.model`; an exported model has the method `float32_modules()`."
                 )
 
 

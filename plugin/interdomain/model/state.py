@@ -19,8 +19,8 @@ from .mixers.fixed_state_scan import check_not_recomputed
 class State:
     """Base of the states, which are advanced in place.
 
-    They are plain objects on purpose. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists and dictionaries among
-    a module's arguments, and the module would then advance the copy.
+    They are plain objects on purpose. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists and dictionaries
+    among a module's arguments, and the module would then advance the copy.
     """
 
     def tensors(self) -> dict[str, Tensor]:

@@ -72,12 +72,12 @@ def is_exporting() -> bool:
 
 
 def check_not_recomputed() -> None:
-    """Raises ValueError for a state that is advanced during a backward pass: only activation checkpointing does so, and the first
-    pass has advanced the state already."""
+    """Raises ValueError for a state that is advanced during a backward pass: only activation checkpointing does so, and the
+    first pass has advanced the state already."""
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ValueError(
-            "Activation checkpointing computes this layer again in the backward pass, and the layer's state has moved on since: the "
-            "gradients would be wrong. Leave out the state (cache), or do not checkpoint the pass that reads it."
+            "Activation checkpointing computes this layer again in the backward pass, and the layer's state has moved on "
+            "since: the gradients would be wrong. Leave out the state (cache), or do not checkpoint the pass that reads it."
         )
 
 
