@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from interdomain.model import ModelState
+from interdomain.model import InterdomainAttention, ModelState
 
 from .common import IN_TIME, VARIANTS, positions_of, random_tokens, variant
 
@@ -86,6 +86,38 @@ class TestTime:
         for a, b in zip(found, wanted, strict=True):
             # Relative to the largest: near a zero of the normalised form's denominator, gradients reach 1e5.
             assert (a - b).abs().max() <= 1e-8 * b.abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax", "mamba2"])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8])
+@torch.no_grad()
+def test_documents_that_begin_in_their_middle(condition, kind):
+    """Pieces of documents, as a window cuts them: 0..9, 5..14, 14, 3, 4. The place in the document does not matter."""
+    model = variant(condition)
+    positions = torch.tensor([[*range(10), *range(5, 15), 14, 3, 4], [*range(7, 30)]])
+    tokens = random_tokens(model.config, 2, 23)
+    wanted = [model(x[None])[0] for x in tokens[0].split([10, 10, 1, 2])]
+    wanted = torch.stack([torch.cat(wanted), model(tokens[1:])[0]])
+    torch.testing.assert_close(model(tokens, positions=positions.to(kind)), wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.arange(4.0)[None],
+        torch.ones(1, 4).bool(),
+        torch.arange(4),
+        torch.arange(3)[None],
+        torch.arange(4).expand(2, 4),
+        torch.arange(4)[None, None],
+    ],
+)
+def test_positions_of_another_type_or_shape_are_refused(positions):
+    model, layer = variant("interdomain"), InterdomainAttention(32, 4)
+    with pytest.raises(ValueError, match=r"positions are .*expected integers \[1, 4\]"):
+        model(random_tokens(model.config, 1, 4), positions=positions)
+    with pytest.raises(ValueError, match=r"positions are .*expected integers \[1, 4\]"):
+        layer(torch.randn(1, 4, 32), positions=positions)
 
 
 def test_state_is_differentiable():

@@ -12,7 +12,7 @@ from .dynamics import SharedDynamics
 from .initialize import initialize
 from .layers import Embedding, Linear, RMSNorm, rope_of
 from .loss import Head
-from .mixers.base import Mixer
+from .mixers.base import Mixer, counted_from_starts
 from .mixers.fixed_state import MIXERS
 from .mixers.interdomain import InterdomainMixer
 from .mixers.softmax import SoftmaxMixer
@@ -130,7 +130,8 @@ class Transformer(nn.Module):
             tokens: [B, T]. Of a stage without embedding the hidden states, [B, T, dim]; with heads it has T / size of them.
             state: from `init_state`; advanced in place.
             positions: [B, T] integers, if sequences hold several packed documents: how many tokens of its document come
-                before each token. Nothing is carried from one document into another: not state, convolution or attention.
+                before each token. A position that is not the one before plus one begins a document. Nothing is carried from
+                one document into another: not state, convolution or attention.
             last: logits of the last so many positions only, [B, last, V]. None: of all.
             labels: [B, T] integers, for each position the token after it, or IGNORE_INDEX. The result is then the
                 cross-entropy, summed over tokens, a float32 scalar; the logits of all tokens never exist at once. With heads,
@@ -141,7 +142,7 @@ class Transformer(nn.Module):
                 the hidden states.
 
         Raises:
-            ValueError: positions with a state, or a state of other rows.
+            ValueError: positions with a state, or of another type or shape; a state of other rows.
             NotImplementedError: a state or `last` where the model computes a part.
         """
         kinds, part = dict.fromkeys(self._kinds), self.shard or self.heads
@@ -162,6 +163,8 @@ class Transformer(nn.Module):
             packing = {kind: mixer_class(kind).continuing(kind, state, T, h.dtype) for kind in kinds}
         else:
             order = order if self.shard is None else order + self.shard.rank * T
+            if positions is not None:
+                positions = counted_from_starts(positions, B, T, self.shard)
             packing = {kind: mixer_class(kind).packing(kind, order, positions, h.dtype, self.shard) for kind in kinds}
             positions = order if positions is None else positions
         rope = rope_of(self.config, positions, h.dtype) if any(kind.rope for kind in kinds) else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..config import MixerConfig, ModelConfig
 from ..shard import Part
@@ -88,6 +89,31 @@ class Mixer(nn.Module):
         layer, forward, and as many backward: per sequence float32 "state", and of the activations' dtype "tail"; of that dtype
         per token of the shard "token". Those that a mixer has none of are left out."""
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
+
+
+def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: Part | None) -> Tensor:
+    """Positions [B, T] of packed documents, each counted from its document's first token: int64.
+
+    A token begins a document if its position is 0, or is not that of the token before plus one. In a shard after the first of a
+    sequence, the first document's positions stay as they are given: only they say how much of it other ranks have.
+
+    Raises: ValueError for positions of another type or shape.
+    """
+    kinds = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+    if positions.dtype not in kinds or positions.shape != (batch, tokens):
+        raise ValueError(
+            f"positions are {positions.dtype} {list(positions.shape)}; expected integers {[batch, tokens]}: how many tokens of its "
+            "document come before each token."
+        )
+    positions = positions.long()
+    begins = (positions[:, 1:] == 0) | (positions[:, 1:] != positions[:, :-1] + 1)
+    begins = F.pad(begins, (1, 0), value=True)
+    order = torch.arange(tokens, device=positions.device)
+    start = order.where(begins, 0).cummax(1).values
+    counted = order - start
+    if shard is None or shard.rank == 0:
+        return counted
+    return torch.where(start == 0, counted + positions[:, :1], counted)
 
 
 def numbered(positions: Tensor | None, shard: Part | None) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..config import MIXER_SETTINGS, Execution, MixerConfig, ModelConfig, check_names
 from ..layers import rope_of
 from ..state import ModelState
+from .base import counted_from_starts
 from .interdomain import InterdomainMixer
 
 # Shapes: B batch, T tokens.
@@ -57,13 +58,16 @@ class InterdomainAttention(nn.Module):
         Args:
             state: from `init_state`; advanced in place. Make a new one after the weights have changed.
             positions: [B, T] integers, if sequences hold several packed documents: how many tokens of its document come
-                before each token. Nothing is carried from one document into another.
-        Raises: ValueError for a state and positions.
+                before each token. A position that is not the one before plus one begins a document. Nothing is carried from
+                one document into another.
+        Raises: ValueError for a state and positions, and for positions of another type or shape.
         """
         if state is not None and positions is not None:
             raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
         order = torch.arange(x.shape[1], device=x.device)
         if state is None:
+            if positions is not None:
+                positions = counted_from_starts(positions, *x.shape[:2], None)
             documents = self.mixer.packing(self.config.mixer, order, positions, x.dtype, None)
             rope = rope_of(self.config, order if positions is None else positions, x.dtype)
             return self.mixer(x, rope, packing=documents)
