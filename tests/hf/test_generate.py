@@ -161,6 +161,21 @@ def test_methods_of_a_cache(loaded, case):
     assert torch.equal(there(tokens, past_key_values=cache).logits, there(tokens).logits)
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("case", KINDS)
+def test_copies_of_a_cache_go_their_own_ways(loaded, case, grad, duplicate):
+    _, there = loaded(case)
+    tokens = random_texts(2, 9)
+    with torch.set_grad_enabled(grad):
+        cache = there(tokens[:, :5]).past_key_values
+        there(tokens[:, 5:].flip(1), past_key_values=duplicate(cache))
+        found = there(tokens[:, 5:], past_key_values=duplicate(cache)).logits
+        assert cache.get_seq_length() == 5
+        torch.testing.assert_close(found, there(tokens).logits[:, 5:], **CLOSE)
+        assert found.requires_grad == grad
+
+
 @pytest.mark.parametrize("case", KINDS)
 def test_offloaded_weights(loaded, case):
     """Weights of modules on "cpu" or "disk", by device_map: they are brought around the module's call."""

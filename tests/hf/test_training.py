@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from ..model.common import random_tokens, variant
 from .common import CASES, KINDS, code_of, padded, random_texts
 
 
@@ -149,6 +150,21 @@ def in_pieces(model, cache):
         return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
     return forward
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax", "mamba2"])
+@torch.no_grad()
+def test_a_state_of_the_package_under_fsdp2(condition, mesh):
+    """Also a state that the package's own layers advance is the caller's."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = variant(condition, dtype=torch.float32)
+    tokens = random_tokens(model.config, 2, 9)
+    wanted, state = model(tokens), model.init_state(2)
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    pieces = [model(piece, state) for piece in tokens.split([4, 3, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["interdomain", "mamba2"])

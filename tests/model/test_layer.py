@@ -1,11 +1,13 @@
 """The layer for one's own model, and what constructors draw."""
 
+import copy
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from interdomain import InterdomainAttention
 from interdomain.model import CONDITIONS, Transformer
@@ -60,6 +62,36 @@ def test_what_no_layer_has_is_refused():
     layer = InterdomainAttention(32, 4)
     with pytest.raises(ValueError, match="leave one of the two out"):
         layer(torch.zeros(2, 3, 32), layer.init_state(2), positions_of(((3,), (3,))))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant):
+    layer = InterdomainAttention(32, 4)
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    y = checkpoint(layer, x, layer.init_state(2), use_reentrant=use_reentrant)
+    with pytest.raises(ValueError, match="Activation checkpointing"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("condition", ["interdomain", "softmax", "mamba2"])
+def test_copies_of_a_state_go_their_own_ways(duplicate, grad, condition):
+    """Also of one that was made with gradients, which still flow to what the original has read."""
+    model = variant(condition)
+    tokens = random_tokens(model.config, 2, 9)
+    with torch.set_grad_enabled(grad):
+        state = model.init_state(2)
+        first = model(tokens[:, :5], state)
+        model(tokens[:, 5:].flip(1), duplicate(state))
+        again = duplicate(state)
+        found, wanted = torch.cat([first, model(tokens[:, 5:], again)], dim=1), model(tokens)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    assert (state.position.tolist(), state.length) == ([5, 5], 5)
+    if grad:
+        weight = model.layers["0"].attention.wv.weight
+        gradients = [torch.autograd.grad(logits[:, 5:].square().sum(), weight)[0] for logits in (found, wanted)]
+        torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("kind", [lambda: InterdomainAttention(32, 4), lambda: Transformer(small_config("softmax"))])
