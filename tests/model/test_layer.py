@@ -71,6 +71,11 @@ def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant
     y = checkpoint(layer, x, layer.init_state(2), use_reentrant=use_reentrant)
     with pytest.raises(ValueError, match="Activation checkpointing"):
         y.sum().backward()
+    state = layer.init_state(2)
+    wanted = torch.autograd.grad(layer(x, copy.copy(state)).sum(), x)[0]
+    y = checkpoint(lambda x: layer(x, copy.copy(state)), x, use_reentrant=use_reentrant)  # nothing is advanced
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, wanted)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])

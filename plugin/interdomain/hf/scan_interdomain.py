@@ -23,6 +23,7 @@ from .plain_interdomain import (
     CHUNK,
     OUTPUT_NORM_SCALE,
     KeptInFloat32,
+    backward_pass,
     check_not_recomputed,
     decay_exponent,
     decay_factor,
@@ -276,6 +277,7 @@ class InterdomainCache:
         states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values); of
             FixedStateMixer S [B, H, K, V] in place of X.
         tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
+        made_in: `backward_pass` when the cache was made.
     """
 
     is_compileable = False
@@ -283,6 +285,7 @@ class InterdomainCache:
     is_linear = (False,)  # it counts the tokens, and `generate` gives it only what is new
 
     def __init__(self, gathered: Iterable | None = None) -> None:
+        self.made_in = backward_pass()
         self.length: int = 0
         self.position: Tensor | None = None
         self.slots: dict[int, Tensor] = {}
@@ -307,7 +310,7 @@ class InterdomainCache:
 
     def advance(self, layer_idx: int, first: Tensor, second: Tensor) -> None:
         """Take over a layer's new state."""
-        check_not_recomputed()
+        check_not_recomputed(self.made_in)
         self.states[layer_idx] = first, second
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> "InterdomainCache":

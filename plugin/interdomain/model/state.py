@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .mixers.fixed_state_scan import check_not_recomputed
+from .mixers.fixed_state_scan import backward_pass, check_not_recomputed
 
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
 
@@ -21,7 +21,13 @@ class State:
 
     They are plain objects on purpose. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists and dictionaries
     among a module's arguments, and the module would then advance the copy.
+
+    Attributes:
+        made_in: `backward_pass` when the state was made.
     """
+
+    def __init__(self) -> None:
+        self.made_in = backward_pass()
 
     def tensors(self) -> dict[str, Tensor]:
         """What the state consists of, by attribute."""
@@ -30,7 +36,7 @@ class State:
     def replaced(self, **attributes: Any) -> Self:
         """A state like this one, but for these attributes."""
         other = object.__new__(type(self))
-        vars(other).update(vars(self), **attributes)
+        vars(other).update(vars(self), made_in=backward_pass(), **attributes)
         return other
 
     def clone(self) -> Self:
@@ -62,13 +68,14 @@ class MixerState(State):
     def __init__(
         self, conv: Tensor, ssm: Tensor, prepared: tuple[dict[str, Any], dict[str, Any]] | None = None
     ) -> None:
+        super().__init__()
         self.conv = conv
         self.ssm = ssm
         self.prepared = prepared
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
-        check_not_recomputed()
+        check_not_recomputed(self.made_in)
         self.conv, self.ssm = overwritten(self.conv, conv), overwritten(self.ssm, ssm)
 
     def aligned(self, used: int, length: int) -> "MixerState":
@@ -87,6 +94,7 @@ class KVCache(State):
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
+        super().__init__()
         self.k = k
         self.v = v
 
@@ -100,7 +108,7 @@ class KVCache(State):
         With a tensor [1] for `begin` nothing depends on its value (T = 1, in a CUDA graph): there must be room, and all
         slots are returned.
         """
-        check_not_recomputed()
+        check_not_recomputed(self.made_in)
         if isinstance(begin, Tensor):
             return self.k.index_copy_(2, begin, k.to(self.k.dtype)), self.v.index_copy_(2, begin, v.to(self.v.dtype))
         end = begin + k.shape[2]
@@ -131,6 +139,7 @@ class WindowCache(State):
     capacity: int | None = None
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
+        super().__init__()
         self.k = k
         self.v = v
 
@@ -140,7 +149,7 @@ class WindowCache(State):
         Returns: keys and values, for T = 1 of all slots; else of the min(begin, S) tokens before, in their order, and of these.
         A tensor [1] for `begin` as in KVCache.
         """
-        check_not_recomputed()
+        check_not_recomputed(self.made_in)
         T, S, seen = k.shape[2], self.k.shape[2], None
         if T > 1:
             assert isinstance(begin, int)
@@ -178,6 +187,7 @@ class ModelState(State):
     """
 
     def __init__(self, layers: list[Any], position: Tensor, dynamics: list[tuple[Tensor, ...]]) -> None:
+        super().__init__()
         self.layers = layers
         self.position = position
         self.dynamics = dynamics

@@ -102,8 +102,8 @@ def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: Part 
     kinds = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
     if positions.dtype not in kinds or positions.shape != (batch, tokens):
         raise ValueError(
-            f"positions are {positions.dtype} {list(positions.shape)}; expected integers {[batch, tokens]}: how many tokens of its "
-            "document come before each token."
+            f"positions are {positions.dtype} {list(positions.shape)}; expected integers {[batch, tokens]}: how many tokens of "
+            "its document come before each token."
         )
     positions = positions.long()
     begins = (positions[:, 1:] == 0) | (positions[:, 1:] != positions[:, :-1] + 1)

@@ -71,13 +71,23 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def check_not_recomputed() -> None:
-    """Raises ValueError for a state that is advanced during a backward pass: only activation checkpointing does so, and the
-    first pass has advanced the state already."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+def backward_pass() -> int:
+    """Number of the backward pass that this thread is in; -1 for none."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+def check_not_recomputed(made_in: int) -> None:
+    """Raises ValueError for a state that was made before this backward pass, which computes a forward pass again: only
+    activation checkpointing does so, and the first pass has advanced the state already.
+
+    Args:
+        made_in: `backward_pass` when the state was made.
+    """
+    if backward_pass() not in (-1, made_in):
         raise ValueError(
             "Activation checkpointing computes this layer again in the backward pass, and the layer's state has moved on "
-            "since: the gradients would be wrong. Leave out the state (cache), or do not checkpoint the pass that reads it."
+            "since: the gradients would be wrong. Leave out the state (cache), give the layer a copy of it within the "
+            "checkpointed function (copy.copy), or do not checkpoint the pass that reads it."
         )
 
 
