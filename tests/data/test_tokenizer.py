@@ -1,12 +1,14 @@
 """Every kind of tokenizer keeps the same promises: round trips, control tokens, text that arrives token by token."""
 
 import hashlib
+import io
 import json
 import random
 import sysconfig
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers
 
 from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer, read_manifest
@@ -89,6 +91,35 @@ def test_a_stream_of_any_ids_equals_decode(any_kind):
         ids = [rng.choice(kinds) for _ in range(rng.randrange(12))]
         given, rest = stream(any_kind, ids)
         assert "".join(given) + rest == any_kind.decode(ids), ids
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, dropped):
+    """sentencepiece's default, of T5 and Llama 1: `decode` drops the spaces that a text begins with, and keeps all others."""
+    text = ["several words of a text, and some more words", "  def f(x):", "a    b"] * 20
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(text),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=320,
+        byte_fallback=True,
+        remove_extra_whitespaces=dropped,
+        add_dummy_prefix=dropped,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    space, (word, *_) = tokenizer._sp.piece_to_id("\u2581"), tokenizer.encode("words")
+    newline = tokenizer._sp.piece_to_id("<0x0A>")
+    rng = random.Random(0)
+    rows = [rng.choices([space, space, word, newline, 1, rng.randrange(tokenizer.vocab_size)], k=8) for _ in range(300)]
+    for ids in ([space] * 100 + [word, space, word], [newline] * 100 + [word, space, word], *rows):
+        given, rest = stream(tokenizer, ids)
+        assert "".join(given) + rest == tokenizer.decode(ids), ids
+        given, rest = stream(tokenizer, ids[3:], after=ids[:3])
+        assert tokenizer.decode(ids).endswith("".join(given) + rest), ids
 
 
 def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path):

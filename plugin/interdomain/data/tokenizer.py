@@ -466,9 +466,15 @@ class StreamDecoder:
         text = self._text()
         if text.endswith("\ufffd") and len(self._new) < self.LONGEST:
             return ""
-        # A token without text (a control token) gives the next one no context: keep what came before it.
-        if text:
-            self._context, self._new = self._new, []
+        if not text:
+            return text
+        # Some libraries drop the spaces at the start of what they decode: the context has a token that is more than space, or all
+        # of the text's first tokens. A control token has no text, and is no context either.
+        if self._decode(self._new).strip():
+            self._context = self._new
+        elif not self._decode(self._context).strip():
+            self._context = (self._context + self._new)[: self.LONGEST]
+        self._new = []
         return text
 
     def flush(self) -> str:
