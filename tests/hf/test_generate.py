@@ -141,6 +141,38 @@ def test_caches_of_transformers_are_refused(loaded):
 
 
 @pytest.mark.parametrize("case", KINDS)
+def test_tokens_that_a_wrapper_puts_before_the_text(loaded, case, monkeypatch):
+    """As PEFT's prompt tuning does, where it finds no cache, or one of transformers' that has read nothing: embeddings before
+    those of the text, and ones before its mask."""
+    from transformers.cache_utils import Cache
+
+    _, there = loaded(case)
+    virtual, (tokens, mask) = (
+        random_texts(2, 3, seed=5),
+        padded([random_texts(1, 4), random_texts(1, 9, seed=2)], "left"),
+    )
+    prepare = there.prepare_inputs_for_generation
+
+    def prepare_with_prompt(*args, **kwargs):
+        inputs = prepare(*args, **kwargs)
+        inputs["attention_mask"] = torch.cat([torch.ones(2, 3), inputs["attention_mask"]], dim=1)
+        cache = inputs.get("past_key_values", inputs.get("cache"))
+        if cache is None or (isinstance(cache, Cache) and not cache.get_seq_length()):
+            text = torch.cat([virtual, inputs.pop("input_ids")], dim=1)
+            inputs["inputs_embeds"] = there.get_input_embeddings()(text)
+        else:
+            inputs["input_ids"] = inputs["input_ids"][:, -1:]
+        return inputs
+
+    rows = torch.cat([virtual, tokens], dim=1)
+    options = dict(max_new_tokens=5, **ON)
+    wanted = there.generate(rows, attention_mask=torch.cat([torch.ones(2, 3).long(), mask], dim=1), **options)
+    monkeypatch.setattr(there, "prepare_inputs_for_generation", prepare_with_prompt)
+    found = there.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(found[:, 9:], wanted[:, 12:])
+
+
+@pytest.mark.parametrize("case", KINDS)
 @torch.no_grad()
 def test_methods_of_a_cache(loaded, case):
     _, there = loaded(case)

@@ -468,8 +468,8 @@ class StreamDecoder:
             return ""
         if not text:
             return text
-        # Some libraries drop the spaces at the start of what they decode: the context has a token that is more than space, or all
-        # of the text's first tokens. A control token has no text, and is no context either.
+        # Some libraries drop the spaces at the start of what they decode: the context has a token that is more than space, or
+        # all of the text's first tokens. A control token has no text, and is no context either.
         if self._decode(self._new).strip():
             self._context = self._new
         elif not self._decode(self._context).strip():

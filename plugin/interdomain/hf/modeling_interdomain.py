@@ -1,7 +1,6 @@
 """Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size."""
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -307,8 +306,6 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if not isinstance(cache, InterdomainCache | None):
             raise ValueError(f"past_key_values must be an InterdomainCache: got {type(cache).__name__}.")
         cache = InterdomainCache() if use_cache and cache is None else cache
-        if is_exporting() and not torch.compiler.is_dynamo_compiling():
-            InterdomainCache.register_for_export()
         prepared, seen = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -457,8 +454,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         )
         if generation_config.use_cache and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = InterdomainCache()
-        if "transformers.exporters" in sys.modules:  # they look at what `generate` hands the model, and export that
-            InterdomainCache.register_for_export()
 
 
 class InterdomainForSequenceClassification(GenericForSequenceClassification, InterdomainPreTrainedModel):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .configuration_interdomain import InterdomainConfig
@@ -258,15 +258,16 @@ class SSMDynamics(KeptInFloat32):
 # What is carried from one pass to the next.
 
 
-class InterdomainCache:
+class InterdomainCache(Cache):
     """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far: of all slots,
     or of the last `window` tokens of each row.
 
     It cannot go back: to continue one text in several ways, copy it (`copy.copy`) before.
 
-    It is a plain object on purpose, and no pytree node before `register_for_export`. Wrappers such as FSDP2 and DDP rebuild
-    the dataclasses, tuples, lists, dictionaries and pytree nodes among a module's arguments and results, and a layer would
-    then advance the copy.
+    It is a plain object on purpose, and no pytree node. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists,
+    dictionaries and pytree nodes among a module's arguments and results, and a layer would then advance the copy. By its base
+    class others know it for a cache: PEFT does, and transformers' exporters, which then make pytree nodes of caches. Else it
+    has nothing of that class.
 
     Args:
         gathered: what iterating over another cache gives, as nn.DataParallel joins the rows of several. None for no token yet.
@@ -284,16 +285,27 @@ class InterdomainCache:
     is_croppable = False
     is_linear = (False,)  # it counts the tokens, and `generate` gives it only what is new
 
+    # These are not in `vars`, which transformers' exporters go by: a number of Python's would be a constant of an exported
+    # step, and the tables would be inputs and outputs of it.
+    __slots__ = ("length", "made_in", "tables")
+
+    def __new__(cls, *args: Any) -> "InterdomainCache":
+        cache = super().__new__(cls)
+        cache.length = 0
+        cache.made_in = backward_pass()
+        cache.tables = {}
+        return cache
+
     def __init__(self, gathered: Iterable | None = None) -> None:
-        self.made_in = backward_pass()
-        self.length: int = 0
         self.position: Tensor | None = None
         self.slots: dict[int, Tensor] = {}
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         if gathered is not None:
             lengths, self.position, self.slots, self.states = gathered
             self.length = 0 if lengths is None else int(lengths[0])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(length={self.length}, batch_size={self.batch_size})"
 
     def __iter__(self) -> Iterator[Any]:
         """Its parts, of tensors whose first dimension is the rows."""
@@ -349,6 +361,8 @@ class InterdomainCache:
 
     def reset(self) -> None:
         """Forget all tokens."""
+        self.length = 0
+        self.tables = {}
         vars(self).update(vars(InterdomainCache()))
 
     def crop(self, tokens: int) -> None:
@@ -366,30 +380,6 @@ class InterdomainCache:
     def reorder_cache(self, indices: Tensor) -> None:
         """Rows of other texts in place of these: the beams that go on."""
         vars(self).update(vars(self._with(lambda x: x[indices.to(x.device)])))
-
-    @classmethod
-    def register_for_export(cls) -> None:
-        """Let torch.export take caches apart. A model that is exported calls it. Call it before the export of a step alone, and
-        before the graph of a step is loaded."""
-        if cls in pytree.SUPPORTED_NODES:
-            return
-
-        # `length` is a number of Python's, which would be a constant of the exported step: it is left out. So are the tables,
-        # which would be inputs and outputs.
-        def parts(cache: InterdomainCache) -> tuple[list, None]:
-            return [cache.position, cache.slots, cache.states], None
-
-        def named_parts(cache: InterdomainCache) -> tuple[list, None]:
-            names = (pytree.GetAttrKey(name) for name in ("position", "slots", "states"))
-            return list(zip(names, parts(cache)[0], strict=True)), None
-
-        pytree.register_pytree_node(
-            cls,
-            parts,
-            lambda values, _: cls((None, *values)),
-            serialized_type_name=f"{__name__}.InterdomainCache",
-            flatten_with_keys_fn=named_parts,
-        )
 
 
 class Padding(NamedTuple):
