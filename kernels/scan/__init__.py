@@ -98,7 +98,8 @@ def interdomain_scan(
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype. None: zeros.
         documents: [B, T] integers, if sequences hold several packed documents: each token's document, from 0 to 2^31 - 1,
             never falling along T. A state stops at the end of its document. The initial state belongs to document 0, which
-            need not be there; the final one to the last token's. None: one document.
+            need not be there; the final one to the last token's. None: one document. Values must be finite: a mask of zeros
+            keeps documents apart, and 0 times NaN is NaN, so one such value spoils other documents of its sequence.
         final_state: False if only o is wanted, as in training. Then no final state is written or kept.
         backend: one of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere, the others are plain PyTorch
             everywhere; `reference` is the paper's sequential scan. `auto` is `chunkwise`, or `chunkwise-torch` for what the
