@@ -8,6 +8,7 @@ PACKAGE = Path(__file__).parent.parent
 PLAIN = "plain_interdomain.py"
 PARTS = (  # Python and torch alone; each needs only what stands before it
     "model/feature_maps.py",
+    "model/recomputation.py",
     "model/settings.py",
     "scan/tables.py",
     "scan/step.py",

@@ -1,5 +1,7 @@
-"""Baselines with a state of fixed size: gated linear attention (Yang et al., 2024), Mamba-2 (Dao & Gu, 2024), DeltaNet (Yang
-et al., 2024) and gated DeltaNet (Yang et al., 2025). Their recurrence is in plain_interdomain.py.
+"""The baselines: softmax attention, and four with a state of fixed size.
+
+These are gated linear attention (Yang et al., 2024), Mamba-2 (Dao & Gu, 2024), DeltaNet (Yang et al., 2024) and gated DeltaNet
+(Yang et al., 2025). Their recurrence is in plain_interdomain.py.
 """
 
 import math
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import KeptInFloat32, l2_normed, plain_recurrence, state_shape
-from .scan_interdomain import InterdomainCache, Padding, ShortConv, features, residual_linear, take, wide
+from .scan_interdomain import Attended, InterdomainCache, Padding, ShortConv, features, residual_linear, take, wide
 
 # Shapes: B batch, T tokens, H heads of state, K key width, V value width.
 
@@ -129,6 +131,36 @@ class FixedStateMixer(nn.Module):
         if D is not None:
             o = (o + D[:, None] * v).to(v.dtype)
         return o, S
+
+
+class SoftmaxMixer(nn.Module):
+    """The baseline: causal softmax attention with RoPE, over all tokens before or a sliding window."""
+
+    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim = layer_idx, config.head_dim
+        kv_dim = config.num_key_value_heads * config.head_dim
+        self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.wk = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.wv = nn.Linear(config.hidden_size, kv_dim, bias=False)
+        self.wo = residual_linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self, hidden: Tensor, rope, attended: Attended, past_key_values: InterdomainCache | None = None
+    ) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; a cache is advanced."""
+        mask, kept = attended
+        q, k = (features(w(hidden), self.head_dim, rope=rope).transpose(1, 2) for w in (self.wq, self.wk))
+        v = self.wv(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if past_key_values is not None:
+            before = past_key_values.states.get(self.layer_idx)
+            if before is not None:
+                k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
+            near = [x if kept is None else take(x.transpose(1, 2), kept).transpose(1, 2) for x in (k, v)]
+            past_key_values.advance(self.layer_idx, *near)
+        causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
+        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return self.wo(o.transpose(1, 2).flatten(2))
 
 
 def last_inputs(x: Tensor, past: Tensor | None, padding: Padding | None, n: int) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
-from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
+from .fixed_state_interdomain import FixedStateMixer, SoftmaxMixer, StepSize, last_inputs
 from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, float32_modules, is_exporting, rope_tables
 from .scan_interdomain import (
     Attended,
@@ -131,36 +131,6 @@ class InterdomainMixer(nn.Module):
             eps=self.config.rms_norm_eps,
         )
         return self.feature_map(y, query=name == "q") if mapped and self.feature_map is not None else y
-
-
-class SoftmaxMixer(nn.Module):
-    """The baseline: causal softmax attention with RoPE, over all tokens before or a sliding window."""
-
-    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx, self.head_dim = layer_idx, config.head_dim
-        kv_dim = config.num_key_value_heads * config.head_dim
-        self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.wk = nn.Linear(config.hidden_size, kv_dim, bias=False)
-        self.wv = nn.Linear(config.hidden_size, kv_dim, bias=False)
-        self.wo = residual_linear(config.hidden_size, config.hidden_size)
-
-    def forward(
-        self, hidden: Tensor, rope, attended: Attended, past_key_values: InterdomainCache | None = None
-    ) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]; a cache is advanced."""
-        mask, kept = attended
-        q, k = (features(w(hidden), self.head_dim, rope=rope).transpose(1, 2) for w in (self.wq, self.wk))
-        v = self.wv(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if past_key_values is not None:
-            before = past_key_values.states.get(self.layer_idx)
-            if before is not None:
-                k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
-            near = [x if kept is None else take(x.transpose(1, 2), kept).transpose(1, 2) for x in (k, v)]
-            past_key_values.advance(self.layer_idx, *near)
-        causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
-        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-        return self.wo(o.transpose(1, 2).flatten(2))
 
 
 class InterdomainMLP(nn.Module):
@@ -335,8 +305,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 expected = f"{[B, T]} or {[B, before + T]}"
                 raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
             # Values decide nothing where a graph is traced.
-            whole = before and attention_mask.shape[1] > T and not torch.compiler.is_compiling()
-            if whole and not cache.has_read(attention_mask):
+            whole = attention_mask.shape[1] > T and not torch.compiler.is_compiling()
+            if whole and cache is not None and not cache.has_read(attention_mask):
                 raise ValueError(
                     "attention_mask and past_key_values disagree about the tokens before these: a state cannot take tokens "
                     "back that it has read as text. Leave past_key_values out, and give the whole text; `generate` does so."
@@ -442,12 +412,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if (name := generation_config.cache_implementation) not in (None, "dynamic"):
             raise ValueError(f"cache_implementation is {name!r}, and this model has its own: leave it out.")
         cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
-        same_rows = isinstance(cache, InterdomainCache) and mask is not None and cache.batch_size == len(mask)
-        if same_rows and not cache.has_read(mask):
-            # Rows that ended early, say, have padding behind their answer, which was read as text.
-            logger.warning_once(
-                "attention_mask leaves out tokens that past_key_values has read: the text is read again."
-            )
+        # Rows that ended early, say, have padding behind their answer, which was read as text.
+        if isinstance(cache, InterdomainCache) and mask is not None and not cache.has_read(mask):
+            logger.warning_once("attention_mask and past_key_values disagree: the whole text is read again.")
             cache.reset()
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args

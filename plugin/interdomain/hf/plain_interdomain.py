@@ -4,6 +4,7 @@
 from interdomain.features.plain import *
 from interdomain.model.feature_maps import *
 from interdomain.model.mixers.fixed_state_scan import *
+from interdomain.model.recomputation import *
 from interdomain.model.settings import *
 from interdomain.scan.step import *
 from interdomain.scan.tables import *

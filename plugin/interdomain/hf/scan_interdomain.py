@@ -266,8 +266,7 @@ class InterdomainCache(Cache):
 
     It is a plain object on purpose, and no pytree node. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists,
     dictionaries and pytree nodes among a module's arguments and results, and a layer would then advance the copy. By its base
-    class others know it for a cache: PEFT does, and transformers' exporters, which then make pytree nodes of caches. Else it
-    has nothing of that class.
+    class PEFT knows it for a cache, and so do transformers' exporters, which then make pytree nodes of caches.
 
     Args:
         gathered: what iterating over another cache gives, as nn.DataParallel joins the rows of several. None for no token yet.
@@ -281,9 +280,10 @@ class InterdomainCache(Cache):
         made_in: `backward_pass` when the cache was made.
     """
 
-    is_compileable = False
-    is_croppable = False
-    is_linear = (False,)  # it counts the tokens, and `generate` gives it only what is new
+    # Properties of the base class. Not linear: it counts the tokens, and `generate` gives it only what is new.
+    is_compileable = False  # pyright: ignore[reportAssignmentType]
+    is_croppable = False  # pyright: ignore[reportAssignmentType]
+    is_linear = (False,)  # pyright: ignore[reportAssignmentType]
 
     # These are not in `vars`, which transformers' exporters go by: a number of Python's would be a constant of an exported
     # step, and the tables would be inputs and outputs of it.
@@ -316,7 +316,7 @@ class InterdomainCache(Cache):
 
     def has_read(self, mask: Tensor) -> bool:
         """True if what this mask has before the new tokens, [B, length + T], counts as many tokens of each row as were read."""
-        if self.position is None:
+        if self.position is None or len(mask) != self.batch_size:  # other rows are refused elsewhere
             return True
         return torch.equal(mask[:, : self.length].bool().sum(1), self.position.to(mask.device))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .mixers.fixed_state_scan import backward_pass, check_not_recomputed
+from .recomputation import backward_pass, check_not_recomputed
 
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
 

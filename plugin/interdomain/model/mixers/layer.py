@@ -67,7 +67,7 @@ class InterdomainAttention(nn.Module):
         order = torch.arange(x.shape[1], device=x.device)
         if state is None:
             if positions is not None:
-                positions = counted_from_starts(positions, *x.shape[:2], None)
+                positions = counted_from_starts(positions, x.shape[0], x.shape[1], None)
             documents = self.mixer.packing(self.config.mixer, order, positions, x.dtype, None)
             rope = rope_of(self.config, order if positions is None else positions, x.dtype)
             return self.mixer(x, rope, packing=documents)
