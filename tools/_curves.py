@@ -29,7 +29,7 @@ def events_folder(run: Path) -> Path:
 def read_events(folder: Path):
     """TensorBoard's accumulator over all files of `folder`, nothing sampled away, steps that were run again once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     class Events(EventAccumulator):
         def Reload(self):

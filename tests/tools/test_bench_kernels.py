@@ -107,6 +107,36 @@ def test_others_kernels_get_inputs_of_theirs_and_give_gradients(name, monkeypatc
     assert row_of(name, shape)["both ms"] > 0
 
 
+def test_one_configuration_is_left_to_every_kernel_of_a_peer(monkeypatch):
+    triton = pytest.importorskip("triton")
+
+    def kernel(x, SIZE: triton.language.constexpr):
+        pass
+
+    kernel = triton.jit(kernel)
+
+    def tuned(kernel):
+        return triton.autotune([triton.Config({"SIZE": size}) for size in (16, 32, 64)], key=[])(kernel)
+
+    heuristics = triton.heuristics({"EVEN": lambda args: True})
+    module = types.SimpleNamespace(plain=tuned(kernel), inside=heuristics(tuned(kernel)), number=3)
+    other = types.SimpleNamespace(kernel=tuned(kernel))
+    monkeypatch.setitem(peers.sys.modules, "fla.ops.made_up", module)
+    monkeypatch.setitem(peers.sys.modules, "other.ops", other)
+    peers.leave_untuned("fla")
+    assert [len(module.plain.configs), len(module.inside.fn.configs), len(other.kernel.configs)] == [1, 1, 3]
+
+
+def test_kernels_that_a_peer_refuses_are_timed_and_marked(monkeypatch):
+    guard = types.SimpleNamespace(IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
+    monkeypatch.setattr(peers.importlib, "import_module", {peers.FLA_GUARD[0]: guard}.get)
+    gpu = torch.device("cuda")
+    assert peers.time_refused_kernels("fla-gla", gpu) is None
+    assert peers.time_refused_kernels("fla-gated-delta", gpu) == peers.WRONG_RESULTS
+    assert guard.TRITON_ABOVE_3_7_1
+    assert peers.time_refused_kernels("fla-gated-delta", gpu) is None  # as with a newer Triton
+
+
 def test_every_kernel_of_ours_is_listed():
     for name, operation in ("chunkwise", "aten::bmm"), ("features", "aten::silu_backward"):
         assert row_of(name, Shape(B=1, T=16, H=2, d=8))["kernels ms"][operation] > 0

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
-from unittest import mock
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,5 +43,8 @@ def _clock_after(stamp: int) -> Iterator[None]:
 
     clock = event_file_writer.time
     later = SimpleNamespace(time=lambda: max(clock.time(), stamp + 1))
-    with mock.patch.object(event_file_writer, "time", later):
+    event_file_writer.time = later  # pyright: ignore[reportAttributeAccessIssue]
+    try:
         yield
+    finally:
+        event_file_writer.time = clock
