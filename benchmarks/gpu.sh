@@ -8,7 +8,8 @@
 # --time-limit S      for all parts together; each part's own limit shrinks or grows with it
 #
 # Needs PyTorch and Triton, and no network. INTERDOMAIN_PYTHON names the interpreter (default: .venv's, else python3); a clone
-# that is not installed there is imported as it lies. INTERDOMAIN_COMMIT names the commit of a tree without its .git.
+# that is not installed there is imported as it lies. INTERDOMAIN_COMMIT names the commit of a tree without its .git (default: the
+# one that was prepared).
 # Without a GPU everything runs tiny and says so.
 #
 # Exit status: 0 no part failed (a part that its limit cut has not failed); 1 a part failed, or the check did; 2 the check could
@@ -135,6 +136,7 @@ unpack() {
   # Triton's cache names its own files by absolute paths.
   find "$bundle/cache" -name '__grp__*' -exec sed -i "s|@CACHE@|$bundle/cache|g" {} +
   export PYTHONPATH=$bundle/site:$PYTHONPATH TRITON_CACHE_DIR=$bundle/cache
+  if [ -f "$bundle/commit" ]; then export INTERDOMAIN_COMMIT=${INTERDOMAIN_COMMIT:-$(cat "$bundle/commit")}; fi
 }
 
 # The ptxas to try after a failed check: 13.1 or later, prepared or of the package nvidia-cuda-nvcc. 13.0, which CUDA's toolkits

@@ -36,6 +36,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 bundle=$work/bundle
 mkdir -p "$bundle/site" "$bundle/cache"
+"$python" -c 'from interdomain.environment import commit; print(commit())' >"$bundle/commit"
 pip=("$python" -m pip --disable-pip-version-check --quiet)
 elsewhere=(--no-deps --only-binary=:all: --python-version "$version" --implementation cp)
 for glibc in 28 27 17; do elsewhere+=(--platform "manylinux_2_${glibc}_x86_64"); done

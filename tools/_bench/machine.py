@@ -8,6 +8,7 @@ and of a large matrix product.
 
 import hashlib
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -74,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         "ceilings", {"what": f"{size} x {size} bf16 matrix product, TFLOP/s", "rate": product_rate(device, size)}
     )
     report.finish()
+    if not on_cpu:  # for the log: clocks, power and temperature, just after the product
+        subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"], check=False)
     return 0
 
 
