@@ -22,7 +22,7 @@ from .common import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PLUGIN = REPOSITORY / "plugin"
-MAX_LINES = 450
+MAX_LINES = 800
 
 
 def files(*endings):
