@@ -4,6 +4,7 @@
 A damaged or half-written checkpoint is never resumed from and never costs an older one.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -107,6 +108,10 @@ def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, folder, tm
     assert start("second", shared).load() == 5
     own = shutil.copytree(shared, tmp_path / "third" / "checkpoint")  # put there for this run
     assert start("third", own).load() == 5
+    # Another run's folder that lies within this run's folder.
+    inner = tmp_path / "outer" / "inner"
+    start("outer/inner", inner / "checkpoint").save(6)
+    assert "whose folder is" in refusal(capsys, start("outer", inner / "checkpoint").load)
 
 
 def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
@@ -237,6 +242,30 @@ def test_what_an_interrupted_save_left_stops_nothing(new, tmp_path, monkeypatch)
     run.save(4)
     assert names(folder) == ["step-4"]
     assert new().load() == 4
+
+
+@pytest.mark.parametrize("removed", range(5))
+def test_what_a_kill_leaves_of_a_removal_is_known_as_the_run_s_own(new, folder, monkeypatch, removed):
+    """A save that was interrupted is removed by the next save of its step, which is interrupted after each of its files."""
+    (folder / "step-3" / ".metadata").rename(folder / "step-3" / ".incomplete")
+    files = iter(range(removed))
+    scandir, unlink = os.scandir, os.unlink
+
+    def unlink_some(*args, **kwargs):
+        if next(files, None) is None:
+            raise KeyboardInterrupt
+        unlink(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def sorted_entries(path):
+        with scandir(path) as entries:
+            yield iter(sorted(entries, key=lambda entry: entry.name))
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink_some)
+        patch.setattr(os, "scandir", sorted_entries)
+        new().save(3)
+    assert half_copies(folder) == []
 
 
 # Going back

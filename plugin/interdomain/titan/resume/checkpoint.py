@@ -187,7 +187,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
             if (full := _disk_full(e)) is None:
                 raise
             if dist.get_rank() == 0 and self._wrote(Path(self.saving)):
-                shutil.rmtree(self.saving, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(Path(self.saving))
             last = max(finished_steps(Path(self.folder)), default="none")
             stop(
                 f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. The last "
@@ -209,8 +210,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
         keep = step in self.milestones or (folder / KEEP).exists()
         if self._wrote(folder):
-            _mark_incomplete(folder)
-            shutil.rmtree(folder)
+            _remove(folder)
         elif os.path.lexists(folder):
             logger.warning("renamed to %s, to save this step: %s", set_aside(folder, "superseded").name, folder)
         # First of all, so that a save which is interrupted at any later moment is known as one.
@@ -373,6 +373,17 @@ def _mark_incomplete(folder: Path) -> None:
     """Before a checkpoint is removed: a folder of which a part is gone is not a checkpoint any more."""
     with contextlib.suppress(FileNotFoundError):  # it is unfinished
         (folder / METADATA).rename(folder / INCOMPLETE)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a step folder of this run, and last the mark by which the next start knows what a kill has left of it."""
+    _mark_incomplete(folder)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != INCOMPLETE:
+            path.unlink()
+    shutil.rmtree(folder)
 
 
 def _disk_full(error: BaseException) -> str | None:

@@ -25,6 +25,7 @@ from interdomain.files.distributed_checkpoint import (
     step_of,
 )
 from interdomain.files.remote_checkpoint import fetch_checkpoint, remote_steps
+from interdomain.files.run_folder import checkpoints_of
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
 from interdomain.storage import is_address
@@ -149,22 +150,25 @@ def find_resume_point(
 
 
 def refuse_other_run(folder: Path, run: dict) -> None:
-    """Raises: ValueError if another run saves its checkpoints in this folder. Only asked outside of the run's own folder:
-    checkpoints that lie within it were put there for this run, also where its folder was renamed.
+    """Raises: ValueError if another run saves its checkpoints in this folder. Within the run's own folder checkpoints of other
+    runs were put there for this run, also where its folder was renamed, unless the other run's folder names this place.
 
     Args:
         run: this run's record.
     """
     own = run.get("folder")
-    if own is None or folder.resolve().is_relative_to(own):
+    if own is None:
         return
+    is_inside = folder.resolve().is_relative_to(own)
     for path in step_folders(folder):
         try:
             other = read_sidecar(path)[1].get("folder")
         except (OSError, ValueError):  # no record, or a damaged one: the other checkpoints say whose they are
             continue
         # A link at the old place of a renamed folder leads to the new one.
-        if other is not None and str(Path(other).resolve()) != own:
+        if other is None or str(Path(other).resolve()) == own:
+            continue
+        if not is_inside or checkpoints_of(Path(other)).resolve() == folder.resolve():
             raise ValueError(
                 f"{path} is a checkpoint of another run, whose folder is {other} (this run's is {own}). Give each run a "
                 f"checkpoint.folder of its own, or continue that run with --job.dump_folder {other}. If that is the old name "
@@ -193,14 +197,21 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
             f"no complete checkpoint is left in {folder}, only {', '.join(damaged)}. Restore one of them, or move them away "
             "to start from the beginning."
         )
-    if above == -1 and (copies := half_copies(folder)):
+    if above == -1:
+        refuse_half_copies(folder)
+    return None
+
+
+def refuse_half_copies(folder: Path) -> None:
+    """Raises: ValueError if a start from this folder would begin at step 1 beside checkpoints that lack their index."""
+    copies = half_copies(folder)
+    if copies and not finished_steps(folder):
         names = ", ".join(path.name for path in copies)
         raise ValueError(
             f"{folder} holds {names} without {METADATA}, the index of a checkpoint (`cp step-N/*` leaves this hidden file "
             "behind), and no complete checkpoint. Copy the index from where the rest came from, or the whole folder. To start "
             f"from the beginning, move {names} away."
         )
-    return None
 
 
 def _refuse_newer(folder: Path) -> None:
