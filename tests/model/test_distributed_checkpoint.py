@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from interdomain.files import checkpoint_index
 from interdomain.files import distributed_checkpoint as checkpoints
+from interdomain.files.run_folder import note_folders
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)}
 
@@ -202,6 +203,21 @@ class Piece:
 
     def __create_chunk_list__(self):
         return [self.chunk]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "ck", "all/ck", "."])
+def test_the_record_of_checkpoints_that_have_none_is_in_the_run_s_folder(tmp_path, name):
+    """As TorchTitan's own trainer saves, with any checkpoint.folder; not in another run's folder around it."""
+    inner = tmp_path / "outer" / "runs" / "inner"
+    for run, folder in ((tmp_path / "outer", "ck"), (inner, name)):
+        run.mkdir(parents=True)
+        (run / checkpoints.SIDECAR).write_text("{}")
+        note_folders(run, folder, "tb")
+    step = inner / name / "step-4"
+    step.mkdir(parents=True)
+    assert checkpoints.record_folder(step) == inner
+    (inner / checkpoints.SIDECAR).unlink()
+    assert checkpoints.record_folder(step) == step
 
 
 def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):

@@ -17,7 +17,7 @@ from torchtitan.config import ConfigManager
 from interdomain.data import load_tokenizer
 from interdomain.files import pretrained
 from interdomain.files.distributed_checkpoint import milestones
-from interdomain.titan import spec
+from interdomain.titan import spec, variant
 from interdomain.tools import convert
 
 from .conftest import refusal
@@ -252,9 +252,32 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("HOME", "/people/me")
-    job = stock_config("~/corpus", checkpoint__folder="~/checkpoints", training__local_batch_size=4)
+    job = stock_config("~/corpus", checkpoint__folder="~/run/checkpoints", training__local_batch_size=4)
+    job.job.dump_folder = "~/run"
+    job.profiling.save_memory_snapshot_folder = "~/memory"  # a setting of TorchTitan's own
     spec.plan_of(job)
-    assert (job.data.corpus, job.checkpoint.folder) == ("/people/me/corpus", "/people/me/checkpoints")
+    assert (job.data.corpus, job.checkpoint.folder) == ("/people/me/corpus", "/people/me/run/checkpoints")
+    assert (job.job.dump_folder, job.profiling.save_memory_snapshot_folder) == ("/people/me/run", "/people/me/memory")
+
+
+def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(tmp_path, monkeypatch, capsys):
+    """It would begin at step 1 and overwrite them."""
+    monkeypatch.setattr(variant.dist, "get_rank", lambda: 0)
+    half = tmp_path / "run" / "ck" / "step-4"
+    half.mkdir(parents=True)
+    (half / "__0_0.distcp").write_bytes(b"shard")
+    job = stock_config(checkpoint__enable=True, checkpoint__folder="ck")
+    job.job.dump_folder = str(tmp_path / "run")
+    start = functools.partial(variant.record_run, job, None, {}, None)
+    assert "step-4 without .metadata" in refusal(capsys, start)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["ck"]
+
+
+@pytest.mark.parametrize("folder", ["/archive/ck", "../other/checkpoint"])
+def test_checkpoints_of_torchtitan_s_trainer_outside_of_the_run_s_folder(folder, monkeypatch, capsys):
+    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    job = stock_config(checkpoint__enable=True, checkpoint__folder=folder, training__local_batch_size=4)
+    assert "leads out of job.dump_folder" in refusal(capsys, spec.plan_of, job)
 
 
 def test_the_settings_of_the_model_are_missing(capsys):

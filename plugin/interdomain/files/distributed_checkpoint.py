@@ -224,9 +224,14 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Any) -> None:
 
 def record_folder(checkpoint: Path) -> Path:
     """Folder of a checkpoint's record and tokenizer: the checkpoint itself, or the run's folder if TorchTitan's own trainer
-    wrote RUN/checkpoint/step-N."""
-    run = checkpoint.absolute().parents[1]
-    return run if not (checkpoint / SIDECAR).is_file() and (run / SIDECAR).is_file() else checkpoint
+    wrote RUN/checkpoint/step-N. checkpoint.folder may be a path of several names."""
+    if (checkpoint / SIDECAR).is_file():
+        return checkpoint
+    checkpoints = checkpoint.absolute().parent
+    for run in (checkpoints, *checkpoints.parents):
+        if (run / SIDECAR).is_file() and (run == checkpoints.parent or checkpoints_of(run) == checkpoints):
+            return run
+    return checkpoint
 
 
 def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -58,7 +58,15 @@ from .settings.job_config import (
 from .settings.schema import JobConfig
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import OURS_ALONE, FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
+from .variant import (
+    OURS_ALONE,
+    FixedWindows,
+    FolderNames,
+    TitanTransformer,
+    parallelize_variant,
+    record_run,
+    refuse_checkpoints_outside,
+)
 from .watch.metrics import mixer_statistics, perplexity
 
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
@@ -73,6 +81,12 @@ NOT_HONOURED = {
     "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",
     "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
 }
+
+# TorchTitan's settings that are paths, beside ours (schema.PATH).
+TORCHTITAN_PATHS = (
+    *("training.dataset_path", "validation.dataset_path", "model.hf_assets_path"),
+    "profiling.save_memory_snapshot_folder",
+)
 
 # Settings that this model and its data pass over.
 NO_EFFECT = re.compile(
@@ -108,8 +122,9 @@ def plan_of(job_config: Any) -> RunPlan:
             if unread.match(setting):
                 raise ValueError(f"{setting} = {value} has no effect {beside} data.corpus. Leave one of the two out.")
         let_steps_win(job_config, sys.argv[1:])
-        expand_paths(job_config)
+        expand_paths(job_config, TORCHTITAN_PATHS)
         refuse_wrong_values(job_config)
+        refuse_checkpoints_outside(job_config)
         _refuse_for_trainer(job_config)
         planned = copy.deepcopy(job_config)
         planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions

@@ -34,7 +34,15 @@ from .plan.run_plan import RunPlan, make_plan
 from .settings.job_config import PATHS, expand_paths, let_steps_win, read_job_config, value_of
 from .settings.schema import JobConfig
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import OURS_ALONE, FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
+from .variant import (
+    OURS_ALONE,
+    FixedWindows,
+    FolderNames,
+    TitanTransformer,
+    parallelize_variant,
+    record_run,
+    refuse_checkpoints_outside,
+)
 
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}  # of our sections
 OURS = ("optimizer", "lr_scheduler", "dataloader")  # in which a setting that only TorchTitan has has no effect
@@ -149,6 +157,7 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
             elif section in OURS and default is not dataclasses.MISSING and value != default:
                 raise ValueError(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
     expand_paths(job)
+    refuse_checkpoints_outside(job)
     config.dump_folder = job.job.dump_folder
     for section in SECTIONS:
         theirs = getattr(config, section)

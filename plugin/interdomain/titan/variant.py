@@ -1,5 +1,6 @@
 """The model for TorchTitan's own trainer: parts that both of its versions take (`spec`, `spec_0_3`)."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from interdomain.model import Transformer
 
 from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
+from .errors import user_errors
 from .host import StateDictAdapter
 from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
+from .resume.resume_from import refuse_half_copies
 from .settings.job_config import MILESTONES
 from .step.meshes import Meshes, meshes_of
 from .watch.validate import windows_of
@@ -123,10 +126,31 @@ class FolderNames(StateDictAdapter):
         return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
 
 
+def refuse_checkpoints_outside(job_config: Any) -> None:
+    """Raises: ValueError for a checkpoint.folder outside of the run's folder.
+
+    TorchTitan's trainer locks no folder and its checkpoints have no record, so nothing would tell two runs there apart.
+    """
+    run = Path(os.path.abspath(job_config.job.dump_folder))
+    folder = Path(os.path.abspath(run / job_config.checkpoint.folder))
+    if job_config.checkpoint.enable and not folder.is_relative_to(run):
+        raise ValueError(
+            f"checkpoint.folder = {job_config.checkpoint.folder} leads out of job.dump_folder = "
+            f"{job_config.job.dump_folder}. Under TorchTitan's own trainer the checkpoints must lie within the run's folder, "
+            f"where the run's record is. Set another job.dump_folder, or make a link there (ln -s {folder} {run}/checkpoint) "
+            "and leave checkpoint.folder out, or start with ./launch.sh."
+        )
+
+
+@user_errors
 def record_run(job_config: Any, plan: RunPlan, data: dict[str, Any], tokenizer: Any) -> None:
-    """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own."""
+    """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own.
+
+    Ends the run if TorchTitan would begin at step 1 and overwrite halves of copied checkpoints.
+    """
     if job_config.checkpoint.enable and dist.get_rank() == 0:
-        record = describe_run(plan, job_config, [data], tokenizer)
         folder = Path(job_config.job.dump_folder)
+        refuse_half_copies(folder / job_config.checkpoint.folder)
+        record = describe_run(plan, job_config, [data], tokenizer)
         write_record(folder, record, tokenizer)
         note_folders(folder, job_config.checkpoint.folder, job_config.metrics.save_tb_folder)

@@ -9,7 +9,7 @@ import operator
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -123,9 +123,13 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
     return job
 
 
-def expand_paths(job_config: Any) -> None:
-    """Expand `~` and `$NAME` in all settings that are paths. Raises: ValueError for a variable that is not set."""
-    for setting in PATHS:
+def expand_paths(job_config: Any, also: Sequence[str] = ()) -> None:
+    """Expand `~` and `$NAME` in all settings that are paths. Raises: ValueError for a variable that is not set.
+
+    Args:
+        also: Settings of TorchTitan that are paths.
+    """
+    for setting in (*PATHS, *also):
         set_value(job_config, setting, _expanded(setting, value_of(job_config, setting)))
     for number, table in enumerate(job_config.data.stages):
         with in_data_stage(number + 1):
