@@ -442,6 +442,8 @@ def test_what_is_refused(write, described, tmp_path, refused):
         (["plan", changed("[1, 2]", "[]")], "seeds = [] names no run. Give a list with at least one"),
         (["plan", changed("seeds", "sizse")], "[[runs]] has no sizse; allowed: sizes, conditions"),
         (["plan", changed('ns = ["softmax"]', 'ns = ["sofmax"]')], "names conditions sofmax; the file"),
+        (["plan", changed("[all]", f"[all]\ncheckpoint.folder = '{tmp_path}'")], "would both write into"),
+        (["plan", changed("[all]", "[all]\nmetrics.save_tb_folder = '../tb'")], "would both write into"),
         (["plan", changed("linear_scale", "linaer_scale")], "no setting mixer.linaer_scale. Near"),
         (["plan", changed('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')], "n_basis = 8 is not"),
         (["run", changed("linear_scale = 1", "normalize = true")], "own-scale/seed-1: mixer.normalize = True is not"),

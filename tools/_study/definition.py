@@ -14,7 +14,8 @@ from typing import Any
 
 from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
 from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
-from interdomain.files.run_folder import checkpoints_of, events_of
+from interdomain.files.run_folder import CHECKPOINTS, checkpoints_of, events_of
+from interdomain.files.run_folder import EVENTS as EVENTS_FOLDER
 from interdomain.folders import expand_path, write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
@@ -162,7 +163,26 @@ def read_study(path: Path) -> Study:
                 settings["checkpoint"]["copy_to"] = f"{copy_to}/{name}"
             labels = {axis.removesuffix("s"): label for axis, label in named.items()}
             runs[name] = StudyRun(labels, seed, name, settings, results / f"{name}.json", table.get("ranks"))
+    _check_folders(list(runs.values()))
     return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora, waiting)
+
+
+def _check_folders(runs: list[StudyRun]) -> None:
+    """Raises: ValueError if two runs would write their checkpoints, or their TensorBoard events, into one folder."""
+    owners: dict[Path, StudyRun] = {}
+    for run in runs:
+        for setting in (CHECKPOINTS, EVENTS_FOLDER):
+            section, name = setting.split(".")
+            folder = run.settings.get(section, {}).get(name)
+            if not isinstance(folder, str):
+                continue
+            place = (run.folder / expand_path(folder)).resolve()
+            owner = owners.setdefault(place, run)
+            if owner is not run:
+                raise ValueError(
+                    f"{setting} = {folder}: {owner.name} and {run.name} would both write into {place}. Give a name within "
+                    "each run's folder, or leave it out; output says where all runs of a study lie."
+                )
 
 
 def _best_rate(runs: list[StudyRun], named: dict[str, str]) -> str | None:
