@@ -15,6 +15,7 @@ OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
 STANDALONE = "standalone folder (made by interdomain convert), here or in an object store (s3://bucket/exports/debug)"
+KINDS_OF_SOURCES = ("hf:", "debian:")  # a folder may follow
 # Extras, with the modules that commands import late from each.
 EXTRAS = {
     "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),
@@ -68,8 +69,9 @@ def path_or_name(text: str) -> str:
     """The type of an argument that is a path, an address (whose `//` a Path would not keep) or a name."""
     if "$" in text and os.path.lexists(text):  # A shell's `*.txt` names files as they are.
         return text
+    kind = next((kind for kind in KINDS_OF_SOURCES if text.startswith(kind)), "")
     try:
-        return expand_path(text)
+        return kind + expand_path(text.removeprefix(kind))
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from e
 
