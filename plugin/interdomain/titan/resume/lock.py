@@ -72,7 +72,13 @@ class FolderLock:
             ValueError: The holder lives on, or the file is no lock.
         """
         self._wait_for_holder(set() if ended is None else ended)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as e:
+            raise ValueError(
+                f"{self.folder} is not a folder: it is a file, or a link to a place that is not there, such as a disk that is "
+                "not mounted. Mount that, or name another folder."
+            ) from e
         partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
         partial.write_text(json.dumps(self.record) + "\n")
         os.replace(partial, self.path)
