@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from interdomain.files.distributed_checkpoint import SIDECAR, SIDECAR_FACTS
 from interdomain.files.run_folder import checkpoints_of, events_of
+from interdomain.model import build_config
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
 
@@ -196,6 +198,20 @@ def test_the_tools_find_what_a_run_wrote(tmp_path, monkeypatch):
     for checkpoints, curves in (("ck", "curves"), (tmp_path / "elsewhere", "tb")):
         hold_folder(config(run, draw=True, checkpoints=checkpoints, curves=curves)).release()
         assert (checkpoints_of(run), events_of(run)) == (run / checkpoints, run / curves)
+
+
+def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    run = tmp_path / "run"
+    hold_folder(config(run)).release()
+    step = tmp_path / "others" / "step-4"
+    step.mkdir(parents=True)
+    record = {"format_version": 1, "model": build_config("debug").to_dict(), "folder": str(tmp_path / "other")}
+    record |= {name: {} for name in (*SIDECAR_FACTS, "tokenizer")}
+    record |= {"step": 4, "tokens": 0, "size": "debug", "condition": "softmax"}
+    (step / SIDECAR).write_text(json.dumps(record))
+    assert "of another run" in refusal(capsys, hold_folder, config(run, checkpoints=step.parent))
+    assert checkpoints_of(run) == run / "checkpoint"
 
 
 def test_checkpoints_that_could_not_be_written(tmp_path, monkeypatch, capsys):

@@ -23,6 +23,7 @@ from interdomain.files.run_folder import note_folders
 
 from ..errors import user_errors
 from ..host import logger
+from .resume_from import refuse_other_run
 
 NAME = "run.lock"
 BEAT_SECONDS = 10.0
@@ -216,7 +217,12 @@ def hold_folder(job_config) -> RunLock | None:
         return None
     lock = RunLock(folders)
     lock.acquire()  # it writes: folders that cannot be written are refused now, and not at the first save
-    note_folders(Path(job_config.job.dump_folder), job_config.checkpoint.folder, job_config.metrics.save_tb_folder)
+    run = Path(job_config.job.dump_folder)
+    checkpoints = job_config.checkpoint.folder
+    if job_config.checkpoint.enable:
+        # Before the note: the tools must not take another run's checkpoints for this run's.
+        refuse_other_run(run / checkpoints, {"folder": str(run.resolve())})
+    note_folders(run, checkpoints, job_config.metrics.save_tb_folder)
     return lock
 
 
