@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from interdomain.removed import REMOVED
 from interdomain.tools import _cli, main
 
 from .common import REPOSITORY
@@ -78,6 +79,7 @@ ALLOWED = {
     "folders": set(),
     "launcher": set(),
     "markdown": set(),
+    "removed": set(),
     "storage": {"interdomain.folders", "fsspec"},
     "environment": {"torch"},
     "scan": {"torch", "triton"},
@@ -101,7 +103,7 @@ ALLOWED = {
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.environment", "interdomain.files", "interdomain.launcher", "interdomain.storage"),
-        "interdomain.markdown",
+        *("interdomain.markdown", "interdomain.removed"),
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
@@ -126,7 +128,7 @@ ALLOWED = {
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
-        *("vllm", "transformers"),  # late: the servers that `bench_serving` times
+        "interdomain.removed",
     },
 }
 NETWORK = {
@@ -429,6 +431,21 @@ def test_the_list_of_commands_imports_nothing_heavy(tmp_path):
 def test_an_unknown_command(capsys):
     assert main.main(["prepar"]) == 2
     assert "there is no command 'prepar'" in capsys.readouterr().err
+
+
+def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
+    """A user is told what to do instead, by the sentence that the changelog has."""
+    changelog = " ".join((REPOSITORY / "CHANGELOG.md").read_text().split())
+    here = {"CHANGELOG.md", "plugin/interdomain/removed.py"}
+    for name, instead in REMOVED.items():
+        assert f"`{name}`" in changelog, name
+        assert instead in changelog, name
+        if "." not in name:
+            assert main.main([name]) == 2
+            assert instead in capsys.readouterr().err
+        used = f"interdomain {name}" if "." not in name else name
+        for path in {str(path.relative_to(REPOSITORY)) for path in files(".py", ".sh", ".toml", ".md")} - here:
+            assert used not in (REPOSITORY / path).read_text(), f"{path} names {used}"
 
 
 def test_hashed_constraints_are_the_constraints():

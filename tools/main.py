@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+from interdomain.removed import removal_of
 from interdomain.tools._cli import user_errors
 
 # Command -> file. A command has its module's name, with dashes.
@@ -40,6 +41,8 @@ def main(argv=None) -> int:
         commands = "\n".join(f"  {name:<17}{summary(file)}" for name, file in TOOLS.items())
         print(USAGE.format(commands=commands), flush=True)
         return 0
+    if removal := removal_of(name):
+        raise ValueError(removal)
     if name not in TOOLS:
         raise ValueError(f"there is no command '{name}'. `interdomain --help` lists the commands.")
     # Imported only now: some tools need libraries that others do without.

@@ -19,6 +19,7 @@ import tyro
 import interdomain
 from interdomain.folders import expand_path
 from interdomain.model.config import FIXED_STATE
+from interdomain.removed import removal_of
 
 from ..host import TORCHTITAN_SETTINGS
 from .schema import PATH, Bound, Count, JobConfig
@@ -183,6 +184,8 @@ def _refuse_unknown(setting: str, value: Any) -> None:
     """Raises: ValueError unless it is a setting of TorchTitan's at TorchTitan's default, which changes nothing."""
     if setting in IGNORED or (setting in TORCHTITAN_DEFAULTS and value == TORCHTITAN_DEFAULTS[setting]):
         return
+    if removal := removal_of(setting):
+        raise ValueError(removal)
     if setting in TORCHTITAN_DEFAULTS:
         instead = f"Set {INSTEAD[setting]} instead, and leave" if setting in INSTEAD else "Leave"
         raise ValueError(
