@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 TITAN, MEGATRON = "tests/titan/", "tests/megatron/"
-# A host's tests share ranks, but for the two longest that have processes of their own.
-UNITS = "tests/titan/test_estimate", "tests/titan/test_study_run", TITAN, MEGATRON
+# A host's tests share ranks, but for the longest, which have processes of their own.
+UNITS = "tests/titan/test_study_run", TITAN, MEGATRON
 LONGEST = (
     TITAN,
     "tests/ptx/",

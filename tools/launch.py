@@ -10,7 +10,6 @@ stopped, repeat its command.
     ./launch.sh
     ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
     ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
-    ./launch.sh train_configs/1.3B.toml --best 8 64 512
 
 Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 ended by a second Ctrl-C;
 others are torchrun's
@@ -28,8 +27,8 @@ from pathlib import Path
 import torch
 
 from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.removed import removal_of
 from interdomain.storage import is_address
-from interdomain.titan.plan.machines import DEVICES, NETWORK, machines
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
 from interdomain.tools._start import slurm, torchrun
@@ -62,14 +61,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
     text = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
     p.add_argument("--ranks", type=int, metavar="N", help=text)
-    text = "the fastest topology that fits on so many GPUs, by estimate; of several numbers a row for each; and stop"
-    p.add_argument("--best", type=int, nargs="+", metavar="N", help=text)
-    text = f"GPU of the estimate: {', '.join(DEVICES)} (default: this machine's, else H100)"
-    p.add_argument("--device", choices=DEVICES, metavar="NAME", help=text)
-    text = "GPUs of a node in the estimate (default: SLURM's; else 8, of GH200 4)"
-    p.add_argument("--gpus-per-node", type=int, metavar="N", help=text)
-    text = "Gb/s between nodes in the estimate, of each GPU"
-    p.add_argument("--network", type=float, default=NETWORK, metavar="GBITS", help=text)
     text = "go back to the last milestone before the run's spikes, without their data (again: continues from there)"
     p.add_argument("--rewind", action="store_true", help=text)
     p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
@@ -83,9 +74,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"several configuration files: {', '.join(files)}. Give one, and change its settings by flags."
         )
     args, flags = p.parse_known_args([a for a in argv if a not in files])
+    for flag in flags:
+        if removal := removal_of(flag.partition("=")[0]):
+            raise ValueError(removal)
     if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
         raise ValueError("give the configuration file without --job.config_file: ./launch.sh FILE.toml")
-    require_at_least(args, ranks=1, best=1, gpus_per_node=1)
+    require_at_least(args, ranks=1)
     args.config = files[0] if files else DEFAULT_CONFIG
     return args, flags
 
@@ -146,15 +140,14 @@ def check_data(job, plan, dry_run: bool = False) -> str:
 def next_steps(argv: list[str], job, plan) -> str:
     """Commands that watch, convert, generate and train on, ready to paste. argv: the command line of this run."""
     from interdomain.titan.host import VERSION
-    from interdomain.titan.plan.measured import folder_of_runs
 
     start = started_as()
     if VERSION == "0.3.0" and start == ["./launch.sh"] and "INTERDOMAIN_PYTHON" not in os.environ:
         start += ["--titan", "0.3"]
     dump = Path(job.job.dump_folder)
-    lines = {
-        "watch": [python_here(), "-m", "tensorboard.main", *SEE_ALL, "--logdir", folder_of_runs(job.job.dump_folder)]
-    }
+    # The folder in which runs lie beside each other: TensorBoard shows them together.
+    runs = dump.parent if dump.parent.name else dump
+    lines = {"watch": [python_here(), "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
     if job.checkpoint.enable:
         folder = dump / job.checkpoint.folder
         step = max(finished_steps(folder), default=plan.steps)
@@ -183,11 +176,8 @@ def main(argv=None) -> int:
     args, flags = parse(argv)
     job = job_config(args.config, [*flags, "--help"] if args.flags else flags)
 
-    from interdomain.titan.plan.estimate import Estimate
-    from interdomain.titan.plan.measured import fit, step_times
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.plan.schedule import refuse_jump
-    from interdomain.titan.plan.search import describe
     from interdomain.titan.resume.rewind import rewind
     from interdomain.titan.watch.notify import notify
 
@@ -198,16 +188,9 @@ def main(argv=None) -> int:
         print(f"{'rewind':>18}  {words}")
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
-    gpus = machines(args.device, args.gpus_per_node or (nodes.ranks if nodes else None), args.network)
-    if args.best:
-        fitted = fit(step_times(job.job.dump_folder), gpus.name)
-        print(describe(job, args.best, gpus, fitted, [*started_as(), args.config, *flags]))
-        return 0
     plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
     refuse_jump(job, plan.steps, plan.warmup_steps)
     print(plan.describe())
-    if args.dry_run:
-        print(Estimate(plan, gpus, fit(step_times(job.job.dump_folder), gpus.name)).describe())
     if nodes:
         print(nodes.describe())
         command = nodes.command(args.config, flags, args.max_restarts)

@@ -3,12 +3,10 @@
 Two nodes of a SLURM allocation: real processes of this machine (slurm_stand_in.py), two torchrun agents of one rank each.
 """
 
-import json
 import math
 import re
 import shutil
 import signal
-import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -47,16 +45,6 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(nodes, runs, cap
     assert len(re.findall(r"(?<!validate )step:  1 ", nodes.said)) == 1  # one node speaks for all
     assert compare_runs.main(["--common", str(nodes.folder), str(runs.at("2 text"))]) == 0, capsys.readouterr().out
     assert "the same to the bit at" in capsys.readouterr().out
-
-
-def test_a_run_that_is_stopped_leaves_its_step_time_beside_it(nodes):
-    (record,) = map(json.loads, (nodes.folder.parent / "step_times.jsonl").read_text().splitlines())
-    assert record["topology"] == {"replicas": 1, "shards": 2, "context": 1, "tensor": 1, "pipeline": 1}
-    assert (record["device"], record["gpus_per_node"], record["estimate"]) == ("CPU", 1, None)
-    seconds = curves_of(read_events(nodes.folder / "tb"))["machine/seconds_per_step"]
-    after = [value for step, value in seconds.items() if step > 1]  # the first compiles
-    assert record["logs"] == len(after)
-    assert record["seconds"] == pytest.approx(statistics.median(after))
 
 
 def test_tensorboard_shows_the_run_and_the_mixers_life_signs(nodes):

@@ -11,9 +11,6 @@ from interdomain.data import MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.files.checkpoint_index import as_arrays
 from interdomain.model import build_config
 from interdomain.titan.data.dataloader import PackedLoader, StageData, open_data
-from interdomain.titan.plan.estimate import Estimate
-from interdomain.titan.plan.machines import Machines
-from interdomain.titan.plan.measured import Fit
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings.job_config import read_job_config
@@ -146,10 +143,6 @@ def test_the_plan_of_stages(tmp_path):
     )
     most = max(sum(stage.memory.values()) for stage in plan.data_stages)
     assert f"memory per device  about {most / 2**30:.2f} GiB" in said
-    estimate = Estimate(plan, Machines("H100", 2), Fit())
-    each = [Estimate(stage, Machines("H100", 2), Fit()).step for stage in plan.data_stages]
-    assert estimate.gpu_hours == pytest.approx(2 * sum(each) * 2 / 3600)
-    assert "data stage 3  " in estimate.describe()
 
 
 WRONG = {

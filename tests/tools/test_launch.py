@@ -50,21 +50,8 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp
     assert "  ignored  PET_NNODES=2: " in dry(capsys)
 
 
-def test_the_fastest_topologies_are_commands_to_paste(capsys, nothing_starts):
-    """A row for each of two numbers of GPUs; the last line is a command of the fastest's own batch and mesh."""
-    assert (
-        launch.main(["train_configs/125M.toml", "--best", "8", "64", "--network", "200", "--training.steps", "7"]) == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["GPUs", "8", "64"]
-    start, *argv = shlex.split(lines[-1])
-    assert start == "./launch.sh"
-    again = dry(capsys, *argv, "--ranks", "64")
-    topology, batch = re.split(" {2,}", lines[2])[1:3]
-    local, accumulation = batch.split(" x ")
-    assert f"mesh  {topology} = 64 ranks" in again
-    assert f"= {local} per rank x 64 rank(s) x {accumulation} accumulation" in again
-    assert "7 of 524,288 tokens" in again
+def test_an_option_that_was_removed_says_what_to_do(refused):
+    refused(launch.main, ["train_configs/125M.toml", "--best", "8"], "--best was removed. Nothing takes its place")
 
 
 @pytest.mark.parametrize(

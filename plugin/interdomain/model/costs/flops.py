@@ -26,25 +26,6 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
     return {"linear": linear, "head": 2 * config.dim * config.vocab_size, "conv": conv, "mixer": mixer}
 
 
-def step_flops_per_token(
-    config: ModelConfig, local: Held, seq_len: int, checkpointing: str, recompute: bool
-) -> tuple[int, int]:
-    """FLOPs per token of the layers that a device holds, of all their heads: forward and backward; and those that the backward
-    pass computes again.
-
-    Again: with `full` checkpointing the blocks; with `selective` the convolutions and every second product; with `recompute`
-    the first of the mixer's two passes, where there are scores to keep.
-    """
-    forward, again = 2 * config.dim * config.vocab_size * local.head, 0
-    for layer, n in config.count_kinds(i for stage in local.layers for i in stage):
-        macs = _block_macs(layer, seq_len)
-        forward += 2 * n * macs.total()
-        parts = {"none": 0, "selective": macs["linear"] // 2 + macs["conv"], "full": macs.total()}[checkpointing]
-        scores = recompute and mixer_class(layer.mixer).kept(layer)["scores"] > 0
-        again += 2 * n * (parts + scores * macs["mixer"] // 2)
-    return 3 * forward, again
-
-
 @functools.cache
 def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
     """Multiply-adds per token of a block: a weight makes one."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from interdomain.model import ModelConfig, Transformer, count_parameters, meta_model
-from interdomain.model.costs.flops import memory_estimate, step_flops_per_token
+from interdomain.model.costs.flops import memory_estimate
 from interdomain.model.costs.traffic import Held, held, traffic
 from interdomain.model.shard import split_dimension
 from interdomain.scan import CHUNK
@@ -40,12 +40,6 @@ class Matrix(NamedTuple):
     @property
     def numbers(self) -> int:
         return self.rows * self.columns
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of Newton-Schulz: five times x x^T, its square and a product with x, for the shorter side as rows of x."""
-        m, n = sorted(self[:2])
-        return 5 * (4 * m * m * n + 2 * m**3)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,15 +98,6 @@ class Costs:
         """Share of a step that the ranks of a pipeline wait."""
         ranks, schedule = self.mesh.pipeline, self.job.parallelism.pipeline_parallel_schedule
         return idle(schedule, ranks, len(self.stages) // ranks, self.micro_batches) if ranks > 1 else 0.0
-
-    def flops(self) -> tuple[int, int]:
-        """FLOPs per token, of the pipeline's rank that has the most, by all ranks that share its layers: forward and backward;
-        and those that the backward pass computes again."""
-        mode, recompute = self.checkpointing, value_of(self.job, "mixer.recompute")
-        each = [
-            step_flops_per_token(self.config, part, self.job.training.seq_len, mode, recompute) for part in self.held
-        ]
-        return max(each, key=sum)
 
     def reduces_each(self, local_batch: int, seq_len: int) -> bool:
         """True if gradients are summed over the ranks after each micro-batch; else they are once a step."""
@@ -202,12 +187,6 @@ class Costs:
         shards, tensor = self.mesh.shards * self.mesh.context, self.mesh.tensor
         parts = shards * (tensor if matrix.divided else 1)
         return 2 * (matrix.numbers - matrix.numbers // parts + matrix.numbers * ((shards > 1) + (tensor > 1)))
-
-    def newton_schulz(self) -> int:
-        """FLOPs of a rank, of the stage that has the most: in each round of matrices those of the largest."""
-        ranks = self.mesh.shards * self.mesh.context * self.mesh.tensor
-        each = [[x.flops for x in matrices] for matrices in self.matrices]
-        return max(sum(max(n[i : i + ranks]) for i in range(0, len(n), ranks)) for n in each)
 
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that CARD bytes are enough to train on, one at a time; 0 where none is."""

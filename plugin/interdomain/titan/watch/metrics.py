@@ -3,7 +3,6 @@
 import copy
 import math
 import os
-import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +17,6 @@ from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
 
 from ..errors import user_errors
 from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
-from ..plan.estimate import record_of
-from ..plan.measured import note, step_times
 from ..plan.run_plan import RunPlan
 from ..resume.rewind import stop_at_spikes
 from ..step.gradients import norms
@@ -48,8 +45,6 @@ class InterdomainMetrics(MetricsProcessor):
         self.job_config, self.logger = job_config, LoggerContainer()
         self.plan, self.meshes = plan, meshes
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
-        # Of each data stage, at each log but the first, whose steps compiled.
-        self.step_seconds: list[list[float]] = [[] for _ in plan.data_stages]
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
@@ -73,8 +68,6 @@ class InterdomainMetrics(MetricsProcessor):
             batches -= plan.data_stages[plan.data_stage_of(before)].accumulation
             before -= 1
         seconds, steps, stage = time.perf_counter() - self.time_last_log, step - before, plan.data_stage_of(step)
-        if self.started is not None and plan.data_stage_of(before + 1) == stage:
-            self.step_seconds[stage].append(seconds / steps)
         tokens = plan.tokens_at(step)
         self.num_flops_per_token = (plan.flops_at(step) - plan.flops_at(before)) / (tokens - plan.tokens_at(before))
         extra = {
@@ -114,20 +107,6 @@ class InterdomainMetrics(MetricsProcessor):
     def log_samples(self, text: str, maps: Tensor | None, step: int) -> None:
         """Show samples of a validation (`samples`) in TensorBoard. On rank 0."""
         self.run_log.log_samples(text, maps, step)
-
-    def close(self) -> None:
-        """Close the curves, and append the measured step time to the file that estimates are fitted to (`plan.measured`)."""
-        super().close()
-        if dist.get_rank() != 0 or self.job_config.comm.mode != "default":
-            return
-        try:
-            for stage, seconds in zip(self.plan.data_stages, self.step_seconds, strict=True):
-                if seconds:
-                    measured = {"seconds": statistics.median(seconds), "logs": len(seconds)}
-                    record = record_of(stage, int(os.environ["LOCAL_WORLD_SIZE"])) | measured
-                    note(step_times(self.job_config.job.dump_folder), record)
-        except OSError as e:
-            logger.warning("the measured step time could not be written (%s)", e)
 
     def _mixer_is_due(self, step: int) -> bool:
         """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
