@@ -107,6 +107,31 @@ def test_a_chat_in_which_a_row_has_ended_early(loaded, case, tokenizer):
         assert torch.equal(found[row, -4:], wanted[0, -4:])
 
 
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("pieces", [[9], [6, 3]], ids=str)
+def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(loaded, case, pieces):
+    """Also where each row has as many tokens as were read: the text is that without a cache."""
+    model, there = loaded(case)
+    text, mask = random_texts(2, 9), torch.ones(2, 9).long()
+    mask[0, :3] = 0
+    cache = None
+    for begin, end in zip([0, *pieces], [sum(pieces[: i + 1]) for i in range(len(pieces))], strict=False):
+        out = there(text[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    text = torch.cat([text[[1, 0]], random_texts(2, 4, seed=3)], dim=1)
+    mask = torch.ones(2, 13).long()
+    mask[1, :3] = 0
+    assert cache.has_read(mask)
+    mask[1, :6] = torch.tensor([1, 1, 1, 0, 0, 0])
+    with pytest.raises(ValueError, match="Leave past_key_values out"):
+        there(text[:, 9:], attention_mask=mask, past_key_values=copy.copy(cache))
+    found = there.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=4, **ON)
+    for row in range(2):
+        wanted = greedy(model, text[row, mask[row].bool()][None], 4)
+        assert torch.equal(found[row, -4:], wanted[0, -4:])
+
+
 def test_the_end_of_text(loaded, tokenizer):
     """A row that has ended is filled up with padding, and does not disturb the others."""
     model, there = loaded("interdomain")

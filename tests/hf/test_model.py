@@ -96,6 +96,9 @@ def test_positions_masks_and_embeddings(loaded):
     assert torch.equal(model(tokens, attention_mask=mask, return_dict=False)[0], out.logits)
     for wrong in (
         dict(position_ids=torch.arange(12)[None] % 6),
+        dict(position_ids=torch.arange(11)[None]),
+        dict(position_ids=torch.arange(12)[:, None]),
+        dict(position_ids=torch.arange(12).expand(3, 2, 12)),
         dict(attention_mask=torch.ones(2, 5)),
         dict(attention_mask=torch.ones(2, 1, 12, 12)),
         dict(inputs_embeds=embeds),
@@ -110,6 +113,10 @@ def test_positions_masks_and_embeddings(loaded):
         torch.compile(model, backend="eager")(tokens, **packed)
     with pytest.raises(ValueError, match="no packed sequences"):
         model(tokens, cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32))
+    for right in (dict(attention_mask=mask, position_ids=counted), dict(position_ids=torch.arange(12)[None])):
+        assert model.generate(tokens, **right, max_new_tokens=1).shape == (2, 13)
+    with pytest.raises(ValueError, match="no packed sequences"):
+        model.generate(tokens, **packed, max_new_tokens=1)
     with pytest.raises(NotImplementedError, match=r"use torch\.export"):
         torch.jit.trace(model, tokens)
 

@@ -64,9 +64,11 @@ def test_what_no_layer_has_is_refused():
         layer(torch.zeros(2, 3, 32), layer.init_state(2), positions_of(((3,), (3,))))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant):
+@pytest.mark.parametrize(("use_reentrant", "compiled"), [(True, False), (False, False), (False, True)])
+def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant, compiled):
     layer = InterdomainAttention(32, 4)
+    if compiled:
+        layer.compile(backend="aot_eager")
     x = torch.randn(2, 9, 32, requires_grad=True)
     y = checkpoint(layer, x, layer.init_state(2), use_reentrant=use_reentrant)
     with pytest.raises(ValueError, match="Activation checkpointing"):

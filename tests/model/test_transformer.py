@@ -110,6 +110,7 @@ def test_documents_that_begin_in_their_middle(condition, kind):
         torch.arange(3)[None],
         torch.arange(4).expand(2, 4),
         torch.arange(4)[None, None],
+        [[0, 1, 2, 3]],
     ],
 )
 def test_positions_of_another_type_or_shape_are_refused(positions):

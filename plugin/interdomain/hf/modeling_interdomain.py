@@ -314,13 +314,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
             if T == 1 if torch.compiler.is_compiling() else mask.all():  # values decide nothing where a graph is traced
                 mask = None
+            if mask is not None and cache is not None and not is_exporting():
+                cache.masks.append((cache.length, mask))
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and not is_exporting():  # a compiled graph breaks here, for values decide
-            seen = 0 if cache is None else cache.length
-            ids, slots = position_ids.to(device), torch.arange(T, device=device) + seen
-            if (ids != counted)[ones].any() and (ids != slots).any():
-                raise ValueError(f"position_ids must count each row's tokens: leave them out ({PACKED}).")
+            check_position_ids(position_ids, ones, start, 0 if cache is None else cache.length)
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
         for kind in dict.fromkeys(self.kinds):
             positions = ordered if kind is None and mask is not None else counted
@@ -329,6 +328,21 @@ class InterdomainModel(InterdomainPreTrainedModel):
             angles = positions, self.config.head_dim, self.config.rope_theta, wide(embeds.dtype)
             prepared[kind] = rope_tables(*angles) if self.rotated else None, unseen
         return prepared, start + ones.sum(1)
+
+
+def check_position_ids(position_ids: Tensor, mask: Tensor, start: Tensor, seen: int) -> None:
+    """Raises ValueError for positions that count neither the tokens of the mask [B, T] nor all its places.
+
+    start: tokens of each row before these, [B]. seen: tokens before these, padding included.
+    """
+    (B, T), ids = mask.shape, position_ids.to(mask.device)
+    counted = start[:, None] + mask.long().cumsum(1) - 1
+    places = torch.arange(T, device=mask.device) + seen
+    fits = ids.shape in ((T,), (1, T), (B, T))
+    if not fits or ((ids != counted)[mask].any() and (ids != places).any()):
+        raise ValueError(
+            f"position_ids, {list(position_ids.shape)}, must count the {T} tokens of each row: leave them out ({PACKED})."
+        )
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
@@ -401,6 +415,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         # The model counts by itself. transformers' count is another one where the padding is on the right.
         prepared.pop("position_ids", None)
         return prepared
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        super()._validate_model_kwargs(model_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        # A pass does not see these (`prepare_inputs_for_generation`).
+        ids = model_kwargs.get("position_ids")
+        if ids is not None and model_kwargs.get(CACHE) is None:
+            mask = model_kwargs.get("attention_mask")
+            mask = torch.ones_like(ids) if mask is None else mask
+            check_position_ids(ids, mask.bool(), mask.new_zeros(len(mask)), 0)
 
     def init_continuous_batching(self, *args, **kwargs):
         raise NotImplementedError(

@@ -277,6 +277,7 @@ class InterdomainCache(Cache):
         states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values); of
             FixedStateMixer S [B, H, K, V] in place of X.
         tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
+        masks: (tokens before, mask [B, T], False for padding) of each pass with padding.
         made_in: `backward_pass` when the cache was made.
     """
 
@@ -286,13 +287,14 @@ class InterdomainCache(Cache):
     is_linear = (False,)  # pyright: ignore[reportAssignmentType]
 
     # These are not in `vars`, which transformers' exporters go by: a number of Python's would be a constant of an exported
-    # step, and the tables would be inputs and outputs of it.
-    __slots__ = ("length", "made_in", "tables")
+    # step, and the tables and masks would be inputs and outputs of it.
+    __slots__ = ("length", "made_in", "masks", "tables")
 
     def __new__(cls, *args: Any) -> "InterdomainCache":
         cache = super().__new__(cls)
         cache.length = 0
         cache.made_in = backward_pass()
+        cache.masks = []
         cache.tables = {}
         return cache
 
@@ -301,24 +303,34 @@ class InterdomainCache(Cache):
         self.slots: dict[int, Tensor] = {}
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
         if gathered is not None:
-            lengths, self.position, self.slots, self.states = gathered
-            self.length = 0 if lengths is None else int(lengths[0])
+            mask, self.position, self.slots, self.states = gathered
+            if mask is not None:
+                self.length = mask.shape[1]
+                self.masks = [(0, mask)]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, batch_size={self.batch_size})"
 
     def __iter__(self) -> Iterator[Any]:
         """Its parts, of tensors whose first dimension is the rows."""
-        yield None if self.position is None else torch.full_like(self.position, self.length)
+        yield None if self.position is None else self.mask()
         yield self.position
         yield self.slots
         yield self.states
 
+    def mask(self) -> Tensor:
+        """What was read, [B, length], False for padding."""
+        assert self.position is not None
+        read = torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.position.device)
+        for begin, mask in self.masks:
+            read[:, begin : begin + mask.shape[1]] = mask
+        return read
+
     def has_read(self, mask: Tensor) -> bool:
-        """True if what this mask has before the new tokens, [B, length + T], counts as many tokens of each row as were read."""
+        """True if what this mask has before the new tokens, [B, length + T], is what was read."""
         if self.position is None or len(mask) != self.batch_size:  # other rows are refused elsewhere
             return True
-        return torch.equal(mask[:, : self.length].bool().sum(1), self.position.to(mask.device))
+        return torch.equal(mask[:, : self.length].bool(), self.mask().to(mask.device))
 
     def advance(self, layer_idx: int, first: Tensor, second: Tensor) -> None:
         """Take over a layer's new state."""
@@ -332,6 +344,7 @@ class InterdomainCache(Cache):
         other.position = None if self.position is None else function(self.position)
         other.slots = {window: function(x) for window, x in self.slots.items()}
         other.states = {i: (function(x), function(y)) for i, (x, y) in self.states.items()}
+        other.masks = [(begin, function(x)) for begin, x in self.masks]
         other.tables = dict(self.tables)
         return other
 
@@ -362,6 +375,7 @@ class InterdomainCache(Cache):
     def reset(self) -> None:
         """Forget all tokens."""
         self.length = 0
+        self.masks = []
         self.tables = {}
         vars(self).update(vars(InterdomainCache()))
 
@@ -379,7 +393,9 @@ class InterdomainCache(Cache):
 
     def reorder_cache(self, indices: Tensor) -> None:
         """Rows of other texts in place of these: the beams that go on."""
-        vars(self).update(vars(self._with(lambda x: x[indices.to(x.device)])))
+        others = self._with(lambda x: x[indices.to(x.device)])
+        self.masks = others.masks
+        vars(self).update(vars(others))
 
 
 class Padding(NamedTuple):

@@ -3,19 +3,24 @@
 import torch
 
 
-def backward_pass() -> int:
-    """Number of the backward pass that this thread is in; -1 for none."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+def backward_pass() -> int | None:
+    """Number of the backward pass that this thread is in; -1 for none. None while torch.compile traces a function."""
+    return None if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
-def check_not_recomputed(made_in: int) -> None:
+def check_not_recomputed(made_in: int | None) -> None:
     """Raises ValueError for a state that was made before this backward pass, which computes a forward pass again: only
     activation checkpointing does so, and the first pass has advanced the state already.
 
     Args:
-        made_in: `backward_pass` when the state was made.
+        made_in: `backward_pass` when the state was made; None for a state that a compiled function makes for itself.
     """
-    if backward_pass() not in (-1, made_in):
+    if made_in is None or torch.compiler.is_exporting():
+        return
+    # A compiled function may be checkpointed, too: with gradients its graph breaks here. A decode step has none.
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return
+    if torch._C._current_graph_task_id() not in (-1, made_in):
         raise ValueError(
             "Activation checkpointing computes this layer again in the backward pass, and the layer's state has moved on "
             "since: the gradients would be wrong. Leave out the state (cache), give the layer a copy of it within the "

@@ -100,10 +100,12 @@ def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: Part 
     Raises: ValueError for positions of another type or shape.
     """
     kinds = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
-    if positions.dtype not in kinds or positions.shape != (batch, tokens):
+    is_tensor = isinstance(positions, Tensor)
+    if not is_tensor or positions.dtype not in kinds or positions.shape != (batch, tokens):
+        given = f"{positions.dtype} {list(positions.shape)}" if is_tensor else f"a {type(positions).__name__}"
         raise ValueError(
-            f"positions are {positions.dtype} {list(positions.shape)}; expected integers {[batch, tokens]}: how many tokens of "
-            "its document come before each token."
+            f"positions are {given}; expected integers {[batch, tokens]}, a tensor: how many tokens of its document come "
+            "before each token."
         )
     positions = positions.long()
     begins = (positions[:, 1:] == 0) | (positions[:, 1:] != positions[:, :-1] + 1)
