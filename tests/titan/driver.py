@@ -35,6 +35,7 @@ from unittest import mock
 import torch
 import torchtitan.train
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 from torchtitan.config import ConfigManager
@@ -43,6 +44,20 @@ from torchtitan.tools.logging import init_logger
 NEW = torchtitan.__version__ == "0.3.0"
 if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
     torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
+
+    def of_micro_batches(whole):
+        """A schedule's step that also takes its micro-batches one by one."""
+
+        def step(self, *args, arg_mbs=None, kwarg_mbs=(), target_mbs=None, target=None, **others):
+            args = tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True)) if arg_mbs else args
+            names = kwarg_mbs[0] if kwarg_mbs else ()
+            others |= {name: torch.cat([one[name] for one in kwarg_mbs]) for name in names}
+            return whole(self, *args, target=torch.cat(target_mbs) if target_mbs else target, **others)
+
+        return step
+
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        kind.step = of_micro_batches(kind.step)
 
 from interdomain.model import Transformer, initialize
 from interdomain.model.initialize import clean_name

@@ -22,6 +22,7 @@ from interdomain.tools import convert
 
 from .conftest import refusal
 from .runs import (
+    ANSWERS,
     COMPILED,
     FOUR,
     FULL,
@@ -300,10 +301,24 @@ def toml_of(path, **settings):
 
 TITAN_03 = pytest.mark.slow_group("plugin/interdomain/titan/", "plugin/interdomain/model/", "tests/titan/")
 OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
-STOCK_03 = {
-    "2 stock shards": WINDOWS | SAVED,
-    "2 stock replicas": parallel(replicas=2),
-    "2 stock compiled": COMPILED,
+WHOLE_WINDOWS = {"validation__local_batch_size": 8}
+PIPELINE_03 = parallel(pipeline=2) | MICRO
+REFERENCES_03 = {"1 four": FOUR | STEPS | GRADIENTS, "1 answers again": ANSWERS | STEPS | GRADIENTS}
+STOCK_03 = {  # runs of TorchTitan 0.3.0's trainer: their settings, and ours that do the same
+    "2 stock shards": (WINDOWS | SAVED, "2 text"),
+    "2 stock replicas": (parallel(replicas=2), "2 text"),
+    "2 stock compiled": (COMPILED, "2 text"),
+    "2 stock context": (parallel(context=2) | WINDOWS | SAVED, "2 text"),
+    "2 stock context documents": (parallel(context=2) | HYBRID, "1 layers"),
+    "2 stock tensor": (parallel(tensor=2) | HYBRID | COMPILED, "1 layers"),
+    "2 stock pipeline": (PIPELINE_03 | INTERLEAVED | FOUR, "1 four"),
+    "2 stock pipeline documents": (PIPELINE_03 | HYBRID | FULL, "1 layers"),
+    "2 stock context answers": (parallel(context=2) | ANSWERS | WINDOWS, "1 answers again"),
+    "2 stock pipeline answers": (PIPELINE_03 | ANSWERS | WINDOWS | WHOLE_WINDOWS, "1 answers again"),
+}
+CONTINUED_03 = {  # of a run of another axis: it goes on from that run's third step
+    "2 stock tensor continued": (parallel(tensor=2) | SAVED, "2 stock context"),
+    "2 stock pipeline continued": (PIPELINE_03 | SAVED, "2 stock tensor continued"),
 }
 
 
@@ -320,26 +335,48 @@ def new(runs, tmp_path_factory):
     for axis in ("context", "tensor", "pipeline"):
         new.add(f"2 {axis}", **parallel(**{axis: 2}) | HYBRID | GRADIENTS | steps(2))
     new.add("2 continued", **SAVED, training__steps=5, checkpoint__keep_every=2)
-    for name, settings in STOCK_03.items():
-        given = {"data__corpus": str(runs.corpora["text"]), "training__local_batch_size": 4} | settings
-        file = toml_of(folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
-        new.add(name, **STEPS | GRADIENTS | settings, stock=True)
-        args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
-        new.jobs[name]["args"] = [*args, "--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]
+    for name, (settings, _) in STOCK_03.items():
+        add_stock_03(new, runs, name, settings, 3)
+    for length, (name, (settings, _)) in enumerate(CONTINUED_03.items(), 4):
+        add_stock_03(new, runs, name, settings, length)
     yield new
     new.end()
     del os.environ["RUNS_OF_TITAN03"]
 
 
+def add_stock_03(new, runs, name, settings, length):
+    """Add a run of TorchTitan 0.3.0's entry on a TOML file with these settings. Flags set its length."""
+    given = {"training__local_batch_size": 4} | settings
+    given["data__corpus"] = str(runs.corpora[given.pop("data", "text")])
+    file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
+    new.add(name, **STEPS | GRADIENTS | settings | steps(length), stock=True)
+    args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
+    new.jobs[name]["args"] = [*args, "--training.steps", str(length), "--lr_scheduler.warmup_steps", "2"]
+
+
+SAME_03 = OURS_03 | {name: reference for name, (_, reference) in STOCK_03.items()}
+
+
 @TITAN_03
-@pytest.mark.parametrize(("name", "reference"), (OURS_03 | dict.fromkeys(STOCK_03, "2 text")).items())
+@pytest.mark.parametrize(("name", "reference"), SAME_03.items())
 def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
     """Our trainer on every axis, and TorchTitan's own. One run goes on from a checkpoint of 0.2.2."""
+    if reference in REFERENCES_03 and reference not in runs.jobs:
+        runs.add(reference, **REFERENCES_03[reference])
     if name == "2 continued":
         continue_from(runs.checkpoint("2 text", 3), new.folder / name)
     assert_same_run(new, name, reference, TOLERANCE, runs)
     if name == "2 continued":
         assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
+
+
+@TITAN_03
+def test_torchtitan_0_3_goes_on_on_another_axis(runs, new):
+    """Each run saves one step more; the number of tokens seen is right, too."""
+    for step, (name, (_, source)) in enumerate(CONTINUED_03.items(), 3):
+        continue_from(new.checkpoint(source, step), new.folder / name)
+        assert list(new.seen(name)["log"]) == [step + 1]
+        assert_same_run(new, name, "2 text", TOLERANCE, runs)
 
 
 @TITAN_03

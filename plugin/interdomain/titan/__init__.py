@@ -21,11 +21,18 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """TorchTitan asks for `JobConfig` (0.2.2, job.custom_config_module), or for a file's configuration (0.3.0, --config)."""
+    """TorchTitan asks for `JobConfig` (0.2.2, job.custom_config_module), or for a file's configuration (0.3.0, --config).
+
+    `model_spec` (0.3.0) is for a `Trainer.Config` of the user's own.
+    """
     if name == "JobConfig":
         from .spec import JobConfig
 
         return JobConfig
+    if name == "model_spec":
+        from .spec_0_3 import model_spec
+
+        return model_spec
     if name.endswith(".toml"):
         from .spec_0_3 import configuration
 

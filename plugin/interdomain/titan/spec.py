@@ -44,9 +44,8 @@ from .host import (
     register_train_spec,
 )
 from .plan.device import device_here, use_cpu_if_alone
-from .plan.pipeline_order import ZERO_BUBBLE
 from .plan.run_plan import RunPlan, make_plan
-from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
+from .plan.topology import plan_of_local_batches
 from .settings.job_config import (
     TORCHTITAN_DEFAULTS,
     expand_paths,
@@ -56,18 +55,17 @@ from .settings.job_config import (
     value_of,
 )
 from .settings.schema import JobConfig
-from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import (
     OURS_ALONE,
     FixedWindows,
     FolderNames,
     TitanTransformer,
+    VariantCurves,
     parallelize_variant,
     record_run,
     refuse_checkpoints_outside,
 )
-from .watch.metrics import mixer_statistics, perplexity
 
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
 NOT_HONOURED = {
@@ -129,12 +127,8 @@ def plan_of(job_config: Any) -> RunPlan:
         planned = copy.deepcopy(job_config)
         planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
         if job_config.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
-            mesh, training = topology(job_config.parallelism, dist.get_world_size()), planned.training
-            if training.global_batch_size < 0:
-                training.global_batch_size = training.local_batch_size * mesh.data_ranks
-            refuse_for_batch(job_config, mesh._replace(pipeline=1), training.global_batch_size)
             size = job_config.parallelism.pipeline_parallel_microbatch_size
-            training.local_batch_size = planned.validation.local_batch_size = size
+            planned = plan_of_local_batches(planned, size, dist.get_world_size())
         plan = job_config.plan = make_plan(planned, dist.get_world_size())
         job_config.training.steps, job_config.training.tokens = plan.steps, 0
         job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
@@ -145,29 +139,13 @@ def plan_of(job_config: Any) -> RunPlan:
 
 def _refuse_for_trainer(job_config: Any) -> None:
     """Raises: ValueError for combinations that TorchTitan's trainer hands on otherwise than the model needs."""
-    parallel, local = job_config.parallelism, job_config.training.local_batch_size
+    parallel = job_config.parallelism
     pipeline, context = parallel.pipeline_parallel_degree > 1, parallel.context_parallel_degree > 1
     if job_config.data.reset_state_at_documents and (pipeline or context):
         raise ValueError(
             "data.reset_state_at_documents with pipeline_parallel_degree or context_parallel_degree above 1: TorchTitan's "
             "trainer gives positions to the first stage alone, and its own to context parallelism. Start with ./launch.sh."
         )
-    size, degree, schedule = (
-        getattr(parallel, f"pipeline_parallel_{name}") for name in ("microbatch_size", "degree", "schedule")
-    )
-    if pipeline and (size < 1 or local % size or not runs_with(schedule, degree, local // size)):
-        raise ValueError(
-            f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
-            f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
-            f"multiple of {max(size, 1) * degree}, or another micro-batch."
-        )
-    if pipeline and schedule in ZERO_BUBBLE:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {schedule}: the dynamics are computed in every forward pass under "
-            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with "
-            "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
-        )
-    refuse_for_pipelined_validation(job_config)
     if job_config.profiling.enable_memory_snapshot and device_here().type == "cpu":
         raise ValueError("profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
 
@@ -278,7 +256,7 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
     job_config = parts["job_config"]
     if not job_config.data.corpus:
         return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
-    windows = FixedWindows(job_config, dp_rank, dp_world_size)
+    windows = FixedWindows(job_config, dp_rank, dp_world_size, job_config.validation.local_batch_size)
     if parts["parallel_dims"].cp_enabled and windows.dataset.targets < windows.dataset.seq_len:
         raise ValueError(
             "validation.enable with parallelism.context_parallel_degree above 1, for a corpus with answers: TorchTitan's "
@@ -291,20 +269,12 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
     return validator
 
 
-class VariantMetrics(MetricsProcessor):
-    """TorchTitan's metrics, with the perplexity and the mixer's timescales (`mixer_statistics`)."""
+class VariantMetrics(VariantCurves, MetricsProcessor):
+    """TorchTitan's metrics for this model."""
 
-    job_config: Any
-    model_parts: list[Any]
-
-    def log(
-        self, step: int, loss: float, worst: float, grad_norm: float, extra_metrics: dict[str, Any] | None = None
-    ) -> None:
-        freq = self.job_config.metrics.mixer_freq
-        more = {"loss_metrics/perplexity": perplexity(loss)}
-        if freq and (step == 1 or step % freq == 0):
-            more |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
-        super().log(step, loss, worst, grad_norm, (extra_metrics or {}) | more)
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        super().__init__(job_config, parallel_dims)
+        self.plan = plan_of(job_config)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.

@@ -1,15 +1,19 @@
 """The model for TorchTitan 0.3.0's own entry: `-m torchtitan.train --module interdomain.titan --config FILE.toml`.
 
-The TOML file is read as `./launch.sh` reads it. Flags are TorchTitan's own, and win over the file. The settings of [model],
-[mixer], [data] and [activation_checkpoint] stand in the file alone.
+The TOML file is read as `./launch.sh` reads it. Beside our settings it may have those that only TorchTitan has. Flags are
+TorchTitan's own and those of [model], [mixer] and [data]; they win over the file.
+
+`model_spec` makes a `ModelSpec` for a `Trainer.Config` that somebody else writes.
 """
 
+import copy
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 from torch import nn
@@ -22,8 +26,11 @@ from .host import (
     BaseModel,
     ModelSpec,
     Trainer,
+    activation_checkpoint,
     loss,
+    metrics,
     optimizer,
+    pipeline_llm,
     section_of,
     titan_dataloader,
     titan_tokenizer,
@@ -31,42 +38,94 @@ from .host import (
 )
 from .plan.device import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
-from .settings.job_config import PATHS, expand_paths, let_steps_win, read_job_config, value_of
-from .settings.schema import JobConfig
+from .plan.topology import plan_of_local_batches
+from .settings.job_config import (
+    PATHS,
+    drop_unread_n_basis,
+    expand_paths,
+    job_config_of,
+    let_steps_win,
+    read_job_config,
+    read_toml,
+    refuse_wrong_value,
+    value_of,
+)
+from .settings.schema import Data, JobConfig, Mixer, Model
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
+from .trainer import InterdomainTrainer
 from .variant import (
     OURS_ALONE,
     FixedWindows,
     FolderNames,
     TitanTransformer,
+    VariantCurves,
     parallelize_variant,
     record_run,
     refuse_checkpoints_outside,
 )
 
-OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}  # of our sections
-OURS = ("optimizer", "lr_scheduler", "dataloader")  # in which a setting that only TorchTitan has has no effect
-SCHEDULE = (
-    "warmup_steps",
-    "total_steps",
-    "decay_ratio",
-    "decay_type",
-)  # TorchTitan's flags of [lr_scheduler] that we have
+# TorchTitan's sections -> ours, where the names differ.
+OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
+# Sections whose component is ours: a setting that only TorchTitan has would have no effect.
+OUR_COMPONENTS = ("optimizer", "lr_scheduler", "dataloader")
+# Settings that only TorchTitan has and this model does not honour, and why.
+NOT_HONOURED = {
+    "training.dtype": "Parameters are float32; training.precision says what is computed in bf16.",
+    "parallelism.spmd_backend": "The logits are plain tensors, which only spmd_types' loss takes. Leave it out.",
+    "parallelism.enable_sequence_parallel": "Tensor parallelism always shares the tokens between the mixers. Leave it out.",
+    "parallelism.enable_fsdp_symm_mem": "It was never run with this model. Leave it out.",
+    "parallelism.expert_parallel_degree": "The model has no experts. Leave it out.",
+    "parallelism.pipeline_parallel_schedule_csv": "Set parallelism.pipeline_parallel_schedule.",
+    "parallelism.context_parallel_ptrr_mask_key": "The scan needs contiguous pieces. Leave it out.",
+    "compile.enable_async_tensor_parallel": "It needs DTensors in the model's products. Leave it out.",
+    "checkpoint.create_seed_checkpoint": "Initial values are the same on any number of ranks without one. Leave it out.",
+    "debug.spmd_typechecking": "The model has no types to check. Leave it out.",
+    "debug.moe_force_load_balance": "The model has no experts. Leave it out.",
+}
+# TorchTitan's flags of [lr_scheduler] that we have.
+SCHEDULE = ("warmup_steps", "total_steps", "decay_ratio", "decay_type")
+CHECKPOINTING = {
+    "selective": activation_checkpoint.SelectiveAC.Config,
+    "full": activation_checkpoint.FullAC.Config,
+    "none": type(None),
+}
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(BaseModel.Config):
+    """The settings of a model. A run's plan is made of them and of TorchTitan's configuration.
+
+    Attributes:
+        job: our configuration. `prepare` fills in the sections that TorchTitan has, too.
+        plan: None until `prepare`.
+    """
+
+    job: Annotated[Any, tyro.conf.Suppress]
     plan: Annotated[RunPlan | None, tyro.conf.Suppress] = None
 
-    def update_from_config(self, **_: Any) -> None:
-        """Nothing: the plan has all."""
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """TorchTitan counts them for its pipeline."""
+        assert self.plan is not None
+        return self.plan.config.layers
+
+    def update_from_config(self, *, config: Any, **_: Any) -> None:
+        """TorchTitan's hook before it builds a model. In a `Trainer.Config` of the user's own, this is the first one."""
+        if self.plan is None:
+            prepare_for_user(config, self)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         assert self.plan is not None
         return self.plan.n_params, self.plan.flops_per_token
 
     def build(self, **_: Any) -> TitanTransformer:
-        return TitanTransformer(self.plan)
+        model = TitanTransformer(self.plan)
+        # TorchTitan's loss takes each rank's columns of the logits.
+        model.whole_logits = False
+        return model
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.job.to_dict()
 
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
@@ -85,41 +144,145 @@ class WindowsConfig(titan_dataloader.BaseDataLoader.Config):
     infinite: bool = False  # TorchTitan's validator sets it
 
 
-def configuration(file: str) -> Any:
-    """The configuration of a TOML file, for TorchTitan's entry. Raises: SystemExit: the file cannot be read; why is printed."""
-    use_cpu_if_alone()
-    job = user_errors(read_job_config)(["--job.config_file", file])
+@dataclass(kw_only=True, slots=True)
+class OurSections(Trainer.Config):
+    """TorchTitan's sections, and those that only we have: their settings are flags, too."""
 
-    def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
-        tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, data_record(job, packed.stages[0].dataset, tokenizer), tokenizer)
-        return packed
+    model: Model = dataclasses.field(default_factory=Model)
+    mixer: Mixer = dataclasses.field(default_factory=Mixer)
+    data: Data = dataclasses.field(default_factory=Data)
 
-    spec = ModelSpec(
+
+class VariantMetrics(VariantCurves, metrics.MetricsProcessor):
+    """TorchTitan's metrics for this model."""
+
+    def __init__(self, settings: Any, job: JobConfig, plan: RunPlan, **parts: Any) -> None:
+        super().__init__(settings, **parts)
+        self.job_config, self.plan = job, plan
+
+
+def spec_of(job: JobConfig) -> ModelSpec:
+    """The model of our configuration for TorchTitan."""
+    model = ModelConfig(job=job)
+
+    def parallelize(part: TitanTransformer, *, parallel_dims: Any, **_: Any) -> TitanTransformer:
+        return parallelize_variant(part, parallel_dims, job)
+
+    def pipeline(whole: TitanTransformer, *, parallelism: Any, **parts: Any) -> Any:
+        """TorchTitan's stages and schedule, with the names of our modules."""
+        assert model.plan is not None
+        names = [list(stage) for stage in model.plan.stages]
+        named = dataclasses.replace(parallelism, module_fqns_per_model_part=names)
+        return pipeline_llm(whole, parallelism=named, **parts)
+
+    return ModelSpec(
         name="interdomain",
         flavor=job.model.flavor,
-        model=ModelConfig(),
-        parallelize_fn=lambda model, *, parallel_dims, **_: parallelize_variant(model, parallel_dims, job),
-        pipelining_fn=None,
+        model=model,
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline,
         post_optimizer_build_fn=None,
         state_dict_adapter=FolderNames,
     )
-    windows = built_by(WindowsConfig, lambda *, dp_rank, dp_world_size, **_: FixedWindows(job, dp_rank, dp_world_size))
-    base = titan_validate.Validator.Config
+
+
+def model_spec(
+    flavor: str = "debug", *, precision: str = "", reset_state_at_documents: bool = False, **settings: Any
+) -> ModelSpec:
+    """The model for a `Trainer.Config` of your own: `Trainer.Config(model_spec=model_spec("125M"), ...)`.
+
+    Args:
+        flavor: A size: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
+        precision: As training.precision of a TOML file. Empty: bf16 or float32, as training.mixed_precision_param says.
+        reset_state_at_documents: Keep packed documents apart, by the positions that the data loader gives.
+        **settings: Settings of [model] and [mixer], such as `vocab_size=32_000` or `condition="s4d"`.
+
+    Raises:
+        ValueError: There is no such setting, or it cannot have this value.
+    """
+    use_cpu_if_alone()
+    table: dict[str, Any] = {"model": {"flavor": flavor}, "mixer": {}}
+    known = {}
+    for section, kind in (("mixer", Mixer), ("model", Model)):
+        known |= {field.name: section for field in dataclasses.fields(kind)}
+    for name, value in settings.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise ValueError(f"model_spec has no setting {name}. Near to it: {', '.join(near) or 'none'}.")
+        table[known[name]][name] = value
+    table["data"] = {"reset_state_at_documents": reset_state_at_documents}
+    if precision:
+        table["training"] = {"precision": precision}
+    spec = spec_of(job_config_of(table))
+    # "" is no value of the setting: the trainer's own decides.
+    spec.model.job.training.precision = precision
+    return spec
+
+
+def prepare_for_user(config: Any, model: ModelConfig) -> None:
+    """Check a configuration that a user wrote in Python, and make the run's plan.
+
+    Raises:
+        ValueError: the configuration cannot run with this model.
+    """
+    job = model.job
+    if config.debug.seed is None:
+        config.debug.seed = job.debug.seed
+    if not job.training.precision:
+        precisions = {"bfloat16": "bf16", "float32": "float32"}
+        job.training.precision = precisions[config.training.mixed_precision_param]
+    if not isinstance(config.loss, loss.CrossEntropyLoss.Config):
+        raise ValueError(
+            f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
+            "ChunkedLossWrapper would call a module lm_head on pieces of the hidden states."
+        )
+    take_sections(config, job)
+    make_plan_of(config, model)
+
+
+def configuration(file: str) -> Any:
+    """The configuration of a TOML file, for TorchTitan's entry. Raises: SystemExit: it cannot be read; why is printed."""
+    use_cpu_if_alone()
+    job, theirs = user_errors(read_file)(file)
+    spec = spec_of(job)
+
+    def loader(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> PackedLoader:
+        settings = loader_settings(job, local_batch_size)
+        tokenizer, packed = open_data(settings, spec.model.plan, dp_rank, dp_world_size)
+        record_run(job, spec.model.plan, data_record(job, packed.stages[0].dataset, tokenizer), tokenizer)
+        return packed
+
+    def windows(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> FixedWindows:
+        settings = loader_settings(job, job.training.local_batch_size)
+        # Without a pipeline a batch of validation has a size of its own.
+        size = local_batch_size if job.parallelism.pipeline_parallel_degree > 1 else job.validation.local_batch_size
+        return FixedWindows(settings, dp_rank, dp_world_size, size)
 
     class VariantTrainer(Trainer):
         """TorchTitan's trainer; before it builds anything, the run's plan is checked."""
 
         @dataclass(kw_only=True, slots=True)
-        class Config(Trainer.Config):
+        class Config(OurSections):
             pass
 
         def __init__(self, config: Any) -> None:
-            prepare(config, job, spec)
+            prepare(config, spec.model)
             super().__init__(config)
 
-    return VariantTrainer.Config(
+    return user_errors(trainer_config)(VariantTrainer.Config, job, theirs, spec, loader, windows)
+
+
+def trainer_config(
+    kind: type, job: JobConfig, theirs: dict[str, dict[str, Any]], spec: ModelSpec, loader: Any, windows: Any
+) -> Any:
+    """A configuration of the class `kind` with the values of a file. theirs: of settings that only TorchTitan has."""
+    sections = {name: section_of(job, name, theirs.get(name, {})) for name in SECTIONS}
+    schedule = {name: getattr(job.lr_scheduler, name) for name in SCHEDULE}
+    return kind(
         model_spec=spec,
+        model=job.model,
+        mixer=job.mixer,
+        data=job.data,
         dump_folder=job.job.dump_folder,
         loss=loss.CrossEntropyLoss.Config(),
         tokenizer=built_by(titan_tokenizer.BaseTokenizer.Config, lambda **_: open_tokenizer(job)),
@@ -132,30 +295,109 @@ def configuration(file: str) -> Any:
         lr_scheduler=built_by(
             optimizer.LRSchedulersContainer.Config,
             lambda *, optimizers, training_steps: GroupedSchedulers(optimizers, job.lr_scheduler, training_steps),
-            **{name: getattr(job.lr_scheduler, name) for name in SCHEDULE},
+            **schedule,
         ),
-        validator=base(enable=job.validation.enable, freq=job.validation.freq, dataloader=windows),
-        activation_checkpoint=None,
-        **{name: section_of(job, name) for name in SECTIONS},
+        validator=titan_validate.Validator.Config(
+            enable=job.validation.enable, freq=job.validation.freq, dataloader=built_by(WindowsConfig, windows)
+        ),
+        activation_checkpoint=CHECKPOINTING[job.activation_checkpoint.mode](),
+        **sections,
     )
 
 
+def configuration_of_ours(file: str) -> Any:
+    """The same for our trainer: `-m torchtitan.train --module interdomain.titan.trainer --config FILE.toml`."""
+    use_cpu_if_alone()
+    job = user_errors(read_job_config)(["--job.config_file", file])
+
+    class EnteredTrainer(InterdomainTrainer):
+        """Our trainer, built from TorchTitan's configuration."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(OurSections):
+            pass
+
+        def __init__(self, config: Any) -> None:
+            user_errors(take_flags)(config, job)
+            super().__init__(job)
+
+        def close(self, ended: bool = False) -> None:
+            # TorchTitan's entry closes a run that failed in the same way: the step tells them apart.
+            super().close(ended=ended or self.step >= self.plan.steps)
+
+    return trainer_config(EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None)
+
+
+def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
+    """A TOML file's configuration, and its values of settings that only TorchTitan has, by TorchTitan's section.
+
+    Raises: ValueError, FileNotFoundError.
+    """
+    table = read_toml(file)
+    theirs: dict[str, dict[str, Any]] = {}
+    for section, kind in SECTIONS.items():
+        ours = table.get(OTHER_NAMES.get(section, section), {})
+        known = {
+            field.name for field in dataclasses.fields(type(value_of(JobConfig(), OTHER_NAMES.get(section, section))))
+        }
+        for name, annotation in get_type_hints(kind, include_extras=True).items():
+            if name in ours and name not in known:
+                value = ours.pop(name)
+                refuse_wrong_value(f"{section}.{name}", value, annotation)
+                theirs.setdefault(section, {})[name] = value
+    job = job_config_of(table)
+    job.job.config_file = file
+    return job, theirs
+
+
+def loader_settings(job: JobConfig, local_batch_size: int) -> JobConfig:
+    """Our configuration for a loader: batches of this size, and positions where context parallelism slices them."""
+    settings = copy.deepcopy(job)
+    settings.training.local_batch_size = local_batch_size
+    if job.parallelism.context_parallel_degree > 1:
+        settings.data.reset_state_at_documents = True
+    return settings
+
+
 @user_errors
-def prepare(config: Any, job: JobConfig, spec: Any) -> None:
+def prepare(config: Any, model: ModelConfig) -> None:
     """Carry the flags over into our configuration, check it, and make its plan.
 
     Raises: SystemExit: the configuration cannot run; the reason is printed.
     """
+    job = model.job
+    take_flags(config, job)
+    if config.training.mixed_precision_param != "bfloat16":
+        raise ValueError(
+            "training.mixed_precision_param has no effect beside training.precision: set that in the TOML file."
+        )
+    for setting, does in OURS_ALONE.items():
+        if value_of(job, setting) != value_of(JobConfig(), setting):
+            raise ValueError(
+                f"{setting} has no effect in TorchTitan's own trainer, which {does}. Leave it out, or start with "
+                "--module interdomain.titan.trainer."
+            )
+    make_plan_of(config, model)
+    config.training.steps = job.training.steps = model.plan.steps
+    job.lr_scheduler.warmup_steps = model.plan.warmup_steps
+
+
+def take_flags(config: Any, job: JobConfig) -> None:
+    """Carry the values of our entry's configuration over into ours. Raises: ValueError for one without effect."""
     job.job.dump_folder = config.dump_folder
+    job.model, job.mixer, job.data = config.model, config.mixer, config.data
     let_steps_win(job, sys.argv[1:])
-    for section in (*SECTIONS, *OURS, "validator"):
-        theirs, mine = getattr(config, section), getattr(job, OTHER_NAMES.get(section, section))
+    drop_unread_n_basis(job, sys.argv[1:])
+    for section in (*OUR_COMPONENTS, "validator"):
+        theirs = getattr(config, section)
+        ours = getattr(job, OTHER_NAMES.get(section, section))
         for field in dataclasses.fields(theirs):
             value, default = getattr(theirs, field.name), field.default
-            if hasattr(mine, field.name):
-                setattr(mine, field.name, value)
-            elif section in OURS and default is not dataclasses.MISSING and value != default:
+            if hasattr(ours, field.name):
+                setattr(ours, field.name, value)
+            elif section in OUR_COMPONENTS and default is not dataclasses.MISSING and value != default:
                 raise ValueError(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
+    take_sections(config, job)
     expand_paths(job)
     refuse_checkpoints_outside(job)
     config.dump_folder = job.job.dump_folder
@@ -165,24 +407,64 @@ def prepare(config: Any, job: JobConfig, spec: Any) -> None:
             ours, _, name = setting.partition(".")
             if ours == OTHER_NAMES.get(section, section) and hasattr(theirs, name):
                 setattr(theirs, name, value_of(job, setting))
-    for axis in ("context", "tensor", "pipeline"):
-        if (degree := getattr(job.parallelism, f"{axis}_parallel_degree")) > 1:
-            raise ValueError(
-                f"parallelism.{axis}_parallel_degree = {degree}: TorchTitan 0.3.0's own trainer hands typed tensors over on "
-                "this axis, which the model does not take. Start with -m interdomain.titan.entry FILE.toml, or use 0.2.2."
-            )
-    if config.activation_checkpoint is not None:
-        raise ValueError("activation_checkpoint has no effect as a flag with this model: set it in the TOML file.")
+
+
+def take_sections(config: Any, job: JobConfig) -> None:
+    """Carry TorchTitan's sections over into ours. Raises: ValueError for a setting without effect."""
+    for section in SECTIONS:
+        theirs = getattr(config, section)
+        ours = getattr(job, OTHER_NAMES.get(section, section))
+        for field in dataclasses.fields(theirs):
+            value, setting = getattr(theirs, field.name), f"{section}.{field.name}"
+            if hasattr(ours, field.name):
+                setattr(ours, field.name, value)
+            elif setting in NOT_HONOURED and value != field.default:
+                raise ValueError(f"{setting} = {value} has no effect with this model. {NOT_HONOURED[setting]}")
+    if config.parallelism.context_parallel_load_balancer not in (None, "headtail"):
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer must be left out: the scan needs contiguous pieces of a sequence."
+        )
     if not config.training.disable_cuda_graphs:
         raise ValueError(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
-    for setting, does in OURS_ALONE.items():
-        if value_of(job, setting) != value_of(JobConfig(), setting):
-            raise ValueError(
-                f"{setting} has no effect in TorchTitan's own trainer, which {does}. Leave it out, or start with "
-                "-m interdomain.titan.entry FILE.toml."
-            )
-    plan = spec.model.plan = config.model_spec.model.plan = make_plan(job, int(os.environ["WORLD_SIZE"]))
-    config.training.steps = job.training.steps = plan.steps
-    job.lr_scheduler.warmup_steps = plan.warmup_steps
+    chosen = config.activation_checkpoint
+    modes = [mode for mode, kind in CHECKPOINTING.items() if isinstance(chosen, kind)]
+    if not modes or chosen != CHECKPOINTING[modes[0]]():
+        raise ValueError(
+            f"activation_checkpoint = {chosen} is not possible with this model: allowed are selective, full and none, without "
+            "further settings."
+        )
+    job.activation_checkpoint.mode = modes[0]
+
+
+def make_plan_of(config: Any, model: ModelConfig) -> None:
+    """Make the run's plan, and set what follows from it in TorchTitan's configuration.
+
+    Raises: ValueError: the configuration cannot run.
+    """
+    job, parallel = model.job, config.parallelism
+    context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+    divisor = tensor * 2 * context if context > 1 else tensor
+    if job.training.seq_len % divisor:
+        raise ValueError(
+            f"training.seq_len = {job.training.seq_len} with context_parallel_degree = {context} and tensor_parallel_degree = "
+            f"{tensor}: TorchTitan's trainer wants a multiple of {divisor}. Set one, or start with --module "
+            "interdomain.titan.trainer."
+        )
+    ranks = int(os.environ["WORLD_SIZE"])
+    planned = copy.deepcopy(job)
+    planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
+    if parallel.pipeline_parallel_degree > 1:
+        vars(planned.parallelism)["module_fqns_per_model_part"] = parallel.module_fqns_per_model_part
+        planned = plan_of_local_batches(planned, parallel.pipeline_parallel_microbatch_size, ranks)
+    plan = model.plan = make_plan(planned, ranks)
+    parallel.context_parallel_load_balancer = None  # the scan needs contiguous pieces
+    config.loss.global_vocab_size = plan.config.vocab_size
+    # A user's own class of metrics stays.
+    if type(config.metrics) is metrics.MetricsProcessor.Config:
+        settings = config.metrics
+        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+        config.metrics = built_by(
+            type(settings), lambda **parts: VariantMetrics(settings, job, plan, **parts), **values
+        )

@@ -18,7 +18,7 @@ from interdomain.model import Transformer
 from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
 from .errors import user_errors
-from .host import StateDictAdapter
+from .host import StateDictAdapter, show_meshes
 from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
@@ -26,6 +26,7 @@ from .resume.checkpoint import describe_run
 from .resume.resume_from import refuse_half_copies
 from .settings.job_config import MILESTONES
 from .step.meshes import Meshes, meshes_of
+from .watch.metrics import mixer_statistics, perplexity
 from .watch.validate import windows_of
 
 # Settings that our trainer alone honours, and what TorchTitan's does.
@@ -49,6 +50,10 @@ class TitanTransformer(Transformer):
     """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
 
     meshes: Meshes
+    # Whether positions say where documents begin. Otherwise they count the tokens, as the model does by itself.
+    documents = False
+    # Whether the loss takes the logits of the whole vocabulary. Otherwise it takes this tensor-parallel rank's columns.
+    whole_logits = True
     freqs_cis = None  # TorchTitan's validator asks for it under context parallelism, and does not use it
 
     def __init__(self, plan: Any) -> None:
@@ -58,11 +63,11 @@ class TitanTransformer(Transformer):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens [B, T] -> [B, T, vocab_size]; of a stage hidden states. positions: as the base class has them."""
-        if self.shard is not None:  # TorchTitan's own of a contiguous piece: the model counts the same
+        if not self.documents:
             positions = None
         with torch.autocast(tokens.device.type, enabled=False):  # `training.precision` says what is rounded
             out = super().forward(tokens, positions=positions)
-        if self.heads is None or self.output is None:
+        if self.heads is None or self.output is None or not self.whole_logits:
             return out
         columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
         return columns.full_tensor(grad_placements=[Replicate()])  # every rank computes the whole loss
@@ -89,6 +94,9 @@ def _sum_shares(p: Any) -> None:
 
 def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
     model.meshes = meshes_of(parallel_dims)
+    # TorchTitan sets the time limits of its own groups after the first step; now also of these.
+    show_meshes(parallel_dims, model.meshes.axes)
+    model.documents = job_config.data.reset_state_at_documents
     parallelize(model, model.meshes, job_config, sum_in_backward=True)
     return model
 
@@ -96,7 +104,8 @@ def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config:
 class FixedWindows:
     """A rank's validation batches, the same at every iteration: windows that lie evenly over the split."""
 
-    def __init__(self, job_config: Any, rank: int, ranks: int) -> None:
+    def __init__(self, job_config: Any, rank: int, ranks: int, size: int) -> None:
+        """size: sequences of a batch: validation.local_batch_size, or a part of it (a pipeline's micro-batch)."""
         config = job_config.validation
         self.dataset, self.positions = open_dataset(job_config, "validation"), job_config.data.reset_state_at_documents
         per_pass = config.local_batch_size * ranks
@@ -108,12 +117,38 @@ class FixedWindows:
             )
         windows -= windows % per_pass
         indices = [i * len(self.dataset) // windows for i in range(rank, windows, ranks)]
-        self.batches = [
-            indices[i : i + config.local_batch_size] for i in range(0, len(indices), config.local_batch_size)
-        ]
+        self.batches = [indices[i : i + size] for i in range(0, len(indices), size)]
 
     def __iter__(self) -> Iterator[Batch]:
         return (read_batch(self.dataset, indices, self.positions) for indices in self.batches)
+
+
+class VariantCurves:
+    """What TorchTitan's metrics of either version log for this model: perplexity and the mixer's timescales, too.
+
+    A base class to stand before TorchTitan's `MetricsProcessor`.
+    """
+
+    job_config: Any
+    model_parts: list[Any]
+    parallel_dims: Any
+    plan: RunPlan
+
+    def log(
+        self, step: int, loss: float, worst: float, grad_norm: float, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        extra = dict(extra_metrics or {})
+        # TorchTitan adds up what each rank has counted, and a checkpoint has one rank's count: after a resume on other
+        # degrees it would be another number.
+        extra["n_tokens_seen"] = self.plan.tokens_at(step)
+        extra["loss_metrics/perplexity"] = perplexity(loss)
+        freq = self.job_config.metrics.mixer_freq
+        if freq and (step == 1 or step % freq == 0):
+            extra |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
+        # TorchTitan divides the loss of a rank's piece of the sequences by the labels of the whole sequences.
+        worst *= self.parallel_dims.cp
+        log: Any = super().log  # pyright: ignore[reportAttributeAccessIssue]
+        log(step, loss, worst, grad_norm, extra)
 
 
 class FolderNames(StateDictAdapter):

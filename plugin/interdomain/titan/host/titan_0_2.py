@@ -42,6 +42,13 @@ def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
     vars(dims).update(_meshes=axes, _world_mesh=axes["shards"])  # of the world's mesh only the device is read
 
 
+def show_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
+    """Let TorchTitan set the time limits of these groups with those of its own. axes: meshes of one dimension, by name."""
+    # The first question builds TorchTitan's own.
+    dims.get_all_one_dimensional_meshes()
+    dims._meshes.update(axes)
+
+
 def refuse_for_host(job: Any) -> None:
     """Nothing: this version has all settings of `schema`."""
 

@@ -22,7 +22,7 @@ from torchtitan.distributed import compile as titan_compile
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part, pipeline_llm
 from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
 from torchtitan.models.common import token_dispatcher
 from torchtitan.protocols.model import BaseModel
@@ -95,6 +95,13 @@ def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
     vars(dims).update(_single_axis_meshes=axes, _world_mesh=axes["shards"])
 
 
+def show_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
+    """Let TorchTitan set the time limits of these groups with those of its own. axes: meshes of one dimension, by name."""
+    # The first question builds TorchTitan's own.
+    dims.get_all_one_dimensional_meshes()
+    dims._single_axis_meshes.update(axes)
+
+
 def refuse_for_host(job: Any) -> None:
     """Raises: ValueError for settings that only TorchTitan 0.2.2 has."""
     option = job.activation_checkpoint.selective_ac_option
@@ -122,12 +129,16 @@ CHANGED = {  # what is not TorchTitan's default
 }
 
 
-def section_of(job: Any, name: str) -> Any:
-    """TorchTitan's section of this name, with our values where both have a setting."""
+def section_of(job: Any, name: str, theirs: dict[str, Any] | None = None) -> Any:
+    """TorchTitan's section of this name, with our values where both have a setting.
+
+    theirs: values of settings that only TorchTitan has.
+    """
     kind = SECTIONS[name]
     names = {f.name for f in dataclasses.fields(kind)}
     ours = vars(job.profiling if name == "profiler" else getattr(job, name))
-    return kind(**{n: value for n, value in ours.items() if n in names}, **CHANGED.get(name, {}))
+    values = {n: value for n, value in ours.items() if n in names}
+    return kind(**values | CHANGED.get(name, {}) | (theirs or {}))
 
 
 def translate(job: Any) -> Any:

@@ -1,5 +1,6 @@
 """The axes that a run's ranks are divided by, the layers of a pipeline's stages, and what the axes refuse."""
 
+import copy
 import itertools
 import math
 from typing import NamedTuple
@@ -201,6 +202,48 @@ def refuse_for_reduction(job_config: JobConfig, micro_batches: int) -> None:
             "or training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
             "reduce_gradients = auto without a pipeline."
         )
+
+
+def refuse_for_micro_batches(job_config: JobConfig, size: int) -> None:
+    """Check micro-batches of `size` sequences, which are parts of a local batch in TorchTitan's trainer.
+
+    Raises: ValueError for a local batch that cannot be divided into them, or a schedule that the model cannot run there.
+    """
+    degree = job_config.parallelism.pipeline_parallel_degree
+    schedule = job_config.parallelism.pipeline_parallel_schedule
+    local = job_config.training.local_batch_size
+    if size < 1 or local % size or not runs_with(schedule, degree, local // size):
+        raise ValueError(
+            f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
+            f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
+            f"multiple of {max(size, 1) * degree}, or another micro-batch."
+        )
+    if schedule in ZERO_BUBBLE:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule = {schedule}: the dynamics are computed in every forward pass under "
+            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with "
+            "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
+        )
+
+
+def plan_of_local_batches(job_config: JobConfig, size: int, ranks: int) -> JobConfig:
+    """A copy of the configuration for `make_plan`, whose micro-batches are local batches.
+
+    In TorchTitan's trainer a pipeline divides a local batch into micro-batches of `size` sequences.
+
+    Raises: ValueError for a batch that the pipeline cannot divide.
+    """
+    refuse_for_micro_batches(job_config, size)
+    refuse_for_pipelined_validation(job_config)
+    mesh = topology(job_config.parallelism, ranks)
+    planned = copy.deepcopy(job_config)
+    training = planned.training
+    if training.global_batch_size < 0:
+        training.global_batch_size = training.local_batch_size * mesh.data_ranks
+    refuse_for_batch(job_config, mesh._replace(pipeline=1), training.global_batch_size)
+    training.local_batch_size = size
+    planned.validation.local_batch_size = size
+    return planned
 
 
 def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:

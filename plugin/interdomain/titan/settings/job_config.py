@@ -84,12 +84,16 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         config=(tyro.conf.HelptextFromCommentsOff,),  # there are none: without this it would parse our source for them
     )
     expand_paths(job)
-    # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
+    drop_unread_n_basis(job, arguments)
+    return job
+
+
+def drop_unread_n_basis(job: JobConfig, arguments: list[str]) -> None:
+    """The file's n_basis belongs to its size; a condition that a flag chooses may have none."""
     flags = names_of(arguments)
     chosen = flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
     if chosen and "mixer.n_basis" not in flags and not reads_n_basis(vars(job.mixer)):
         set_value(job, "mixer.n_basis", None)
-    return job
 
 
 def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
@@ -208,17 +212,18 @@ def set_value(job_config: JobConfig, setting: str, value: Any) -> None:
 def refuse_wrong_values(job_config: JobConfig) -> None:
     """Check every setting by its annotation: type and `Bound`. Raises: ValueError."""
     for setting, kind in KINDS.items():
-        _refuse_wrong_value(setting, value_of(job_config, setting), kind)
+        refuse_wrong_value(setting, value_of(job_config, setting), kind)
     for number, table in enumerate(job_config.data.stages):
         with in_data_stage(number + 1):
             if unknown := sorted(table.keys() - {"at_tokens", *OF_A_STAGE}):
                 raise ValueError(f"there is no setting {unknown[0]} here, only at_tokens, {', '.join(OF_A_STAGE)}.")
-            _refuse_wrong_value("at_tokens", table.get("at_tokens"), Count)
+            refuse_wrong_value("at_tokens", table.get("at_tokens"), Count)
             for name in table.keys() & OF_A_STAGE.keys():
-                _refuse_wrong_value(name, table[name], KINDS[OF_A_STAGE[name]])
+                refuse_wrong_value(name, table[name], KINDS[OF_A_STAGE[name]])
 
 
-def _refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
+def refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
+    """Check a value by the annotation of its setting: type and `Bound`. Raises: ValueError."""
     bound = None
     if get_origin(kind) is Annotated:
         bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
