@@ -11,24 +11,20 @@
 """
 
 import copy
-import itertools
-import json
 import re
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interdomain.data import Documents, Tokenizer, load_tokenizer
 from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
 from interdomain.model.costs.flops import train_flops_per_token
 
 from .data.dataloader import open_data
 from .data.folders import data_record, open_dataset, open_tokenizer
+from .data.torchtitan_text import as_trained, text_record
 from .errors import user_errors
 from .host import (
     BaseModelArgs,
@@ -209,45 +205,10 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
         data = data_record(job_config, loader.stages[0].dataset, tokenizer)
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        documents = loader_documents(tokenizer).to_dict()
+        data = text_record(job_config.training.dataset, tokenizer)
         tokenizer = as_trained(tokenizer)
-        named = {"name": job_config.training.dataset, "share": "1", "tokens": None, "sources": [], "datasets": []}
-        data = {"data_fingerprint": "", "documents": documents, "corpora": [named]}
     record_run(job_config, plan_of(job_config), data, tokenizer)
     return loader
-
-
-def loader_documents(tokenizer: Any) -> Documents:
-    """How documents begin and end in what TorchTitan's loader reads.
-
-    Observed rather than read from the configuration: TorchTitan adds BOS and EOS, the file's post-processor may add tokens of
-    its own, and a tokenizer with one token for both has no EOS in TorchTitan's eyes.
-    """
-    text, plain = _plain_text(tokenizer)
-    document = tokenizer.encode(text, add_bos=True, add_eos=True)  # as torchtitan.hf_datasets does
-    begin = next(i for i in range(len(document)) if document[i : i + len(plain)] == plain)
-    return Documents(tuple(document[:begin]), tuple(document[begin + len(plain) :]))
-
-
-def _plain_text(tokenizer: Any) -> tuple[str, list[int]]:
-    """A text without control tokens, and its tokens without those that are added around a text."""
-    control_tokens = tokenizer.tokenizer.get_added_tokens_decoder()
-    for text in itertools.chain(["a"], tokenizer.get_vocab()):
-        try:
-            ids = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception:  # a vocabulary of words that lacks this one; the library has no narrower error
-            continue
-        if ids and control_tokens.keys().isdisjoint(ids):
-            return text, ids
-    raise ValueError(f"the tokenizer in {tokenizer.tokenizer_path} encodes no text. Check model.hf_assets_path.")
-
-
-def as_trained(tokenizer: Any) -> Tokenizer:
-    """TorchTitan's tokenizer as one of ours, with the control tokens that TorchTitan adds from tokenizer_config.json."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
-        Path(folder, "tokenizer_config.json").write_text(json.dumps(tokenizer.config or {}))
-        return load_tokenizer(folder)
 
 
 @user_errors

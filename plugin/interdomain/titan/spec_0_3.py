@@ -20,6 +20,7 @@ from torch import nn
 
 from .data.dataloader import PackedLoader, open_data
 from .data.folders import data_record, open_tokenizer
+from .data.torchtitan_text import as_trained, text_record
 from .errors import user_errors
 from .host import (
     SECTIONS,
@@ -27,6 +28,7 @@ from .host import (
     ModelSpec,
     Trainer,
     activation_checkpoint,
+    logger,
     loss,
     metrics,
     optimizer,
@@ -98,10 +100,12 @@ class ModelConfig(BaseModel.Config):
     Attributes:
         job: our configuration. `prepare` fills in the sections that TorchTitan has, too.
         plan: None until `prepare`.
+        trainer_config: TorchTitan's configuration, if a user wrote it in Python.
     """
 
     job: Annotated[Any, tyro.conf.Suppress]
     plan: Annotated[RunPlan | None, tyro.conf.Suppress] = None
+    trainer_config: Annotated[Any, tyro.conf.Suppress] = None
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -112,6 +116,7 @@ class ModelConfig(BaseModel.Config):
     def update_from_config(self, *, config: Any, **_: Any) -> None:
         """TorchTitan's hook before it builds a model. In a `Trainer.Config` of the user's own, this is the first one."""
         if self.plan is None:
+            self.trainer_config = config
             prepare_for_user(config, self)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -159,6 +164,39 @@ class VariantMetrics(VariantCurves, metrics.MetricsProcessor):
     def __init__(self, settings: Any, job: JobConfig, plan: RunPlan, **parts: Any) -> None:
         super().__init__(settings, **parts)
         self.job_config, self.plan = job, plan
+
+
+class RecordedNames(FolderNames):
+    """Names of tensors, and the run's record, for a configuration that a user wrote in Python.
+
+    TorchTitan builds it between the data and the checkpoints, and nothing else of the `ModelSpec` after the tokenizer.
+    """
+
+    def __init__(self, model_config: ModelConfig, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        record_own_data(model_config, hf_assets_path)
+
+
+def record_own_data(model: ModelConfig, hf_assets_path: str | None) -> None:
+    """Check TorchTitan's tokenizer, and record the run with it.
+
+    Raises: ValueError: the tokenizer has more tokens than the model.
+    """
+    config, plan = model.trainer_config, model.plan
+    assert plan is not None
+    tokenizer = config.tokenizer.build(tokenizer_path=hf_assets_path)
+    size = tokenizer.get_vocab_size()
+    if size > plan.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {hf_assets_path} has {size} tokens and the model {plan.config.vocab_size}: pass "
+            f"model_spec(..., vocab_size={size}) or more."
+        )
+    if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
+        logger.warning("the run is not recorded, so `interdomain convert` cannot read it: %s", type(tokenizer).__name__)
+        return
+    dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
+    data = text_record(dataset, tokenizer)
+    record_run(model.job, plan, data, as_trained(tokenizer), ("optimizer", "lr_scheduler", "validation"))
 
 
 def spec_of(job: JobConfig) -> ModelSpec:
@@ -214,6 +252,7 @@ def model_spec(
     if precision:
         table["training"] = {"precision": precision}
     spec = spec_of(job_config_of(table))
+    spec.state_dict_adapter = RecordedNames
     # "" is no value of the setting: the trainer's own decides.
     spec.model.job.training.precision = precision
     return spec
@@ -236,6 +275,7 @@ def prepare_for_user(config: Any, model: ModelConfig) -> None:
             f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
             "ChunkedLossWrapper would call a module lm_head on pieces of the hidden states."
         )
+    job.job.dump_folder = config.dump_folder
     take_sections(config, job)
     make_plan_of(config, model)
 

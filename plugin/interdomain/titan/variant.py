@@ -1,7 +1,7 @@
 """The model for TorchTitan's own trainer: parts that both of its versions take (`spec`, `spec_0_3`)."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +178,21 @@ def refuse_checkpoints_outside(job_config: Any) -> None:
 
 
 @user_errors
-def record_run(job_config: Any, plan: RunPlan, data: dict[str, Any], tokenizer: Any) -> None:
+def record_run(
+    job_config: Any, plan: RunPlan, data: dict[str, Any], tokenizer: Any, unknown_sections: Sequence[str] = ()
+) -> None:
     """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own.
 
     Ends the run if TorchTitan would begin at step 1 and overwrite halves of copied checkpoints.
+
+    unknown_sections: sections of the configuration that are left out, because the run has TorchTitan's own component.
     """
     if job_config.checkpoint.enable and dist.get_rank() == 0:
+        folder = Path(job_config.job.dump_folder)
+        refuse_half_copies(folder / job_config.checkpoint.folder)
+        record = describe_run(plan, job_config, [data], tokenizer)
+        for section in unknown_sections:
+            del record["configuration"][section]
         folder = Path(job_config.job.dump_folder)
         refuse_half_copies(folder / job_config.checkpoint.folder)
         record = describe_run(plan, job_config, [data], tokenizer)

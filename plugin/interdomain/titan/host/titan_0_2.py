@@ -49,6 +49,11 @@ def show_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
     dims._meshes.update(axes)
 
 
+def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
+    """What tokenizer_config.json says of TorchTitan's tokenizer; nothing if there is no such file."""
+    return tokenizer.config or {}
+
+
 def refuse_for_host(job: Any) -> None:
     """Nothing: this version has all settings of `schema`."""
 

@@ -102,6 +102,11 @@ def show_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
     dims._single_axis_meshes.update(axes)
 
 
+def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
+    """What tokenizer_config.json says of TorchTitan's tokenizer; nothing if there is no such file."""
+    return tokenizer._hf_config or {}
+
+
 def refuse_for_host(job: Any) -> None:
     """Raises: ValueError for settings that only TorchTitan 0.2.2 has."""
     option = job.activation_checkpoint.selective_ac_option
