@@ -29,6 +29,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -214,6 +215,11 @@ def new_group(**settings):
     """The group of an earlier job, if that made one: Gloo's threads wake a hundred times a second for each, used or not."""
     if repr(settings) not in GROUPS:
         GROUPS[repr(settings)] = make_group(**settings)
+    elif isinstance(GROUPS[repr(settings)], torch.distributed.ProcessGroup):
+        # The time limit of a group that was just made. An earlier job has set another.
+        group = GROUPS[repr(settings)]
+        if torch.distributed.get_backend(group) == "gloo":
+            distributed_c10d._set_pg_timeout(timedelta(seconds=300), group)
     return GROUPS[repr(settings)]
 
 

@@ -111,18 +111,23 @@ def test_weights_go_to_and_from_an_exported_folder(stock):
     assert (list(ours), ours[1]["n_tokens_seen"]) == ([1], 512)
 
 
-def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
+def own_data(folder):
+    """Make data and assets of TorchTitan's own kind. Returns the number of tokens, to which TorchTitan adds <s> and </s>."""
     texts = [f"the cat number {n} sat on mat {n % 7}, and it was glad" for n in range(400)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (folder / "data").mkdir()
+    (folder / "data" / "text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"]))
-    words = tokenizer.get_vocab_size()
-    (tmp_path / "assets").mkdir()
-    tokenizer.save(str(tmp_path / "assets" / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # TorchTitan adds the first two
-    (tmp_path / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "assets").mkdir()
+    tokenizer.save(str(folder / "assets" / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer.get_vocab_size()
+
+
+def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
+    words = own_data(tmp_path)
     given = {"training__dataset_path": tmp_path / "data", "model__hf_assets_path": tmp_path / "assets"}
     runs.add("1 stock data", data="", **given, **SAVED, checkpoint__interval=6, stock=True)
     log = runs.seen("1 stock data")["log"]
@@ -339,22 +344,39 @@ def new(runs, tmp_path_factory):
         add_stock_03(new, runs, name, settings, 3)
     for length, (name, (settings, _)) in enumerate(CONTINUED_03.items(), 4):
         add_stock_03(new, runs, name, settings, length)
+    add_stock_03(new, runs, "2 entered", parallel(tensor=2), 3, "interdomain.titan.trainer")
+    os.environ["OWN_DATA"] = str(folder)
+    own_data(folder)
+    for axis in ("context", "tensor", "pipeline"):
+        new.add(f"2 own {axis}", **steps(3), stock=True)
+        args = [
+            "--module",
+            "tests.titan.own_config",
+            "--config",
+            "tiny",
+            "--dump_folder",
+            str(folder / f"2 own {axis}"),
+        ]
+        args += [f"--parallelism.{axis}_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4"]
+        new.jobs[f"2 own {axis}"]["args"] = args
     yield new
     new.end()
-    del os.environ["RUNS_OF_TITAN03"]
+    del os.environ["RUNS_OF_TITAN03"], os.environ["OWN_DATA"]
 
 
-def add_stock_03(new, runs, name, settings, length):
-    """Add a run of TorchTitan 0.3.0's entry on a TOML file with these settings. Flags set its length."""
+def add_stock_03(new, runs, name, settings, length, module="interdomain.titan"):
+    """Add a run of TorchTitan 0.3.0's entry on a TOML file with these settings. Flags set its length, data and layers."""
     given = {"training__local_batch_size": 4} | settings
-    given["data__corpus"] = str(runs.corpora[given.pop("data", "text")])
+    corpus, n_layers = runs.corpora[given.pop("data", "text")], given.pop("model__n_layers", 2)
+    given |= {"model__n_layers": 1}
     file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
     new.add(name, **STEPS | GRADIENTS | settings | steps(length), stock=True)
-    args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
-    new.jobs[name]["args"] = [*args, "--training.steps", str(length), "--lr_scheduler.warmup_steps", "2"]
+    args = ["--module", module, "--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
+    args += ["--training.steps", str(length), "--lr_scheduler.warmup_steps", "2"]
+    new.jobs[name]["args"] = [*args, "--data.corpus", str(corpus), "--model.n_layers", str(n_layers)]
 
 
-SAME_03 = OURS_03 | {name: reference for name, (_, reference) in STOCK_03.items()}
+SAME_03 = OURS_03 | {"2 entered": "2 text"} | {name: reference for name, (_, reference) in STOCK_03.items()}
 
 
 @TITAN_03
@@ -366,6 +388,9 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
     if name == "2 continued":
         continue_from(runs.checkpoint("2 text", 3), new.folder / name)
     assert_same_run(new, name, reference, TOLERANCE, runs)
+    assert {seconds for _, seconds in new.seen(name)["timeouts"]} == {
+        100
+    }  # also in groups that TorchTitan did not make
     if name == "2 continued":
         assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
 
@@ -377,6 +402,21 @@ def test_torchtitan_0_3_goes_on_on_another_axis(runs, new):
         continue_from(new.checkpoint(source, step), new.folder / name)
         assert list(new.seen(name)["log"]) == [step + 1]
         assert_same_run(new, name, "2 text", TOLERANCE, runs)
+
+
+@TITAN_03
+def test_a_configuration_of_the_users_own(new, tmp_path):
+    """TorchTitan's data, optimizer, metrics and validator; the data of all axes are the same."""
+    expected = new.seen("2 own tensor")
+    for axis in ("context", "pipeline"):
+        seen = new.every(f"2 own {axis}")[-1]
+        for found, theirs in ((seen["log"], expected["log"]), (seen["validation"], expected["validation"])):
+            assert [*found] == [*theirs]
+            for step, scalars in theirs.items():
+                assert found[step]["loss"] == pytest.approx(scalars["loss"], rel=TOLERANCE)
+        assert seen["log"][3]["n_tokens_seen"] == 3 * 512
+    assert convert.main([str(new.checkpoint("2 own context", 3)), "--output", str(tmp_path / "folder")]) == 0
+    assert "| c4_test | 0 | 1 |" in (tmp_path / "folder" / "README.md").read_text()
 
 
 @TITAN_03

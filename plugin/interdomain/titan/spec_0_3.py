@@ -358,6 +358,7 @@ def configuration_of_ours(file: str) -> Any:
             pass
 
         def __init__(self, config: Any) -> None:
+            user_errors(refuse_theirs)(config, job)
             user_errors(take_flags)(config, job)
             super().__init__(job)
 
@@ -366,6 +367,20 @@ def configuration_of_ours(file: str) -> Any:
             super().close(ended=ended or self.step >= self.plan.steps)
 
     return trainer_config(EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None)
+
+
+def refuse_theirs(config: Any, job: JobConfig) -> None:
+    """Raises: ValueError for a flag that only TorchTitan's trainer has."""
+    for section in SECTIONS:
+        ours = getattr(job, OTHER_NAMES.get(section, section))
+        before, after = section_of(job, section), getattr(config, section)
+        for field in dataclasses.fields(before):
+            value = getattr(after, field.name)
+            if not hasattr(ours, field.name) and value != getattr(before, field.name):
+                raise ValueError(
+                    f"{section}.{field.name} = {value} has no effect in our trainer. Leave it out, or start with --module "
+                    "interdomain.titan."
+                )
 
 
 def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
