@@ -1,10 +1,13 @@
 """Every combination of the axes on 2 and 4 ranks, and features of a run under each axis, against one rank. By request:
 
 INTERDOMAIN_MATRIX=matrix.md ./launch.sh test tests/matrix -n 0        (the table is written there; a quarter of an hour)
+
+The same pairs of axes under TorchTitan 0.3.0's own trainer: -k titan_0_3 alone takes five minutes.
 """
 
 import itertools
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +20,7 @@ from interdomain.tools import compare_runs
 from ..ranks import forks
 from ..titan.runs import AXES, COMPILED, INTERLEAVED, LOOPED_ZERO_BUBBLE, ZBV, Runs, parallel, start_launcher
 from ..titan.test_random_kills import children
+from ..titan.test_spec import toml_of
 
 TABLE = os.environ.get("INTERDOMAIN_MATRIX", "")
 pytestmark = pytest.mark.skipif(not TABLE, reason="a quarter of an hour: by request, with INTERDOMAIN_MATRIX=matrix.md")
@@ -119,6 +123,76 @@ def test_every_combination(runs, table):
         for run in (name, f"{name}, continued from {before}", f"1 one rank, continued from {name}"):
             check(table, run, worst(runs, run, "1 one"))
         before = name
+
+
+# For TorchTitan 0.3.0's trainer, by the axes of a run.
+OF_TITAN_03 = {
+    "pipeline": {
+        "training__local_batch_size": 8,
+        "validation__local_batch_size": 8,
+        "parallelism__pipeline_parallel_microbatch_size": 2,
+    },
+    "features": ("hybrid", "documents", "compiled", "checkpointed", "s4d"),
+}
+
+
+@pytest.fixture(scope="module")
+def titan_03(runs, tmp_path_factory):
+    """Runs under TorchTitan 0.3.0's own trainer."""
+    if not os.environ.get("INTERDOMAIN_TITAN03"):
+        pytest.skip("INTERDOMAIN_TITAN03 names no folder with TorchTitan 0.3.0")
+    spawn, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("titan03")
+    new = Runs(folder, runs.corpora, spawn, [os.environ["INTERDOMAIN_TITAN03"]])
+    yield new
+    new.end()
+
+
+def add_titan_03(new, name, degrees, settings, data="text"):
+    """A run of TorchTitan 0.3.0's entry, whose settings all stand in its file."""
+    given = {**parallel(**degrees), **EVERY, **settings, "data__corpus": str(new.corpora[data])}
+    if "pipeline" in degrees:
+        data_ranks = degrees.get("replicas", 1) * degrees.get("shards", 1)
+        each = {setting: n // data_ranks for setting, n in OF_TITAN_03["pipeline"].items()}
+        given |= each
+    file = toml_of(new.folder / f"{name}.toml", **given)
+    new.add(name, **given, data=data, probes=["gradients"], stock=True)
+    new.jobs[name]["args"] = ["--module", "interdomain.titan", "--config", str(file)]
+    new.jobs[name]["args"] += ["--dump_folder", str(new.folder / name)]
+
+
+def worst_03(new, runs, name, of):
+    """The largest relative difference to a run of our trainer, by quantity. More data ranks validate on other windows."""
+    seen, theirs = new.every(name)[-1], runs.seen(of)
+    found = {}
+    for quantity in ("loss", "grad_norm"):
+        differences = [abs(log[quantity] / theirs["log"][step][quantity] - 1) for step, log in seen["log"].items()]
+        found[quantity] = max(differences)
+    gradients = new.whole(name, "gradients")
+    assert gradients.keys() == theirs["gradients"].keys()
+    found["gradients"] = 0.0
+    for parameter, gradient in theirs["gradients"].items():
+        difference = ((gradients[parameter] - gradient).norm() / gradient.norm()).item()
+        found["gradients"] = max(found["gradients"], difference)
+    assert new.samples(name) == runs.samples(of)
+    return found
+
+
+def test_every_combination_titan_0_3(runs, titan_03, table):
+    """TorchTitan 0.3.0's trainer on every combination of axes on 2 and 4 ranks, and on 8."""
+    every = [(ranks, degrees) for ranks in (2, 4) for degrees in combinations(ranks) if degrees.get("pipeline") != 4]
+    for ranks, degrees in (*every, (8, {"pipeline": 2, "context": 2, "tensor": 2})):
+        name = f"{ranks} TorchTitan 0.3.0 " + " x ".join(f"{axis} {n}" for axis, n in degrees.items())
+        add_titan_03(titan_03, name, degrees, {})
+        check(table, name, worst_03(titan_03, runs, name, "1 one"))
+
+
+@pytest.mark.parametrize("feature", OF_TITAN_03["features"])
+def test_features_titan_0_3(runs, titan_03, table, feature):
+    """Features of a run under pairs of axes."""
+    for axes in ("context tensor", "tensor pipeline", "context pipeline"):
+        name = f"4 TorchTitan 0.3.0 {axes}, {feature}"
+        add_titan_03(titan_03, name, dict.fromkeys(axes.split(), 2), FEATURES[feature], data="short")
+        check(table, name, worst_03(titan_03, runs, name, f"1 {feature}"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
