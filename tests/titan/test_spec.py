@@ -4,6 +4,8 @@ import functools
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import tomllib
 from types import SimpleNamespace
 
@@ -20,6 +22,8 @@ from interdomain.files.distributed_checkpoint import milestones
 from interdomain.titan import spec, variant
 from interdomain.tools import convert
 
+from ..common import REPOSITORY
+from ..ranks import environment
 from .conftest import refusal
 from .runs import (
     ANSWERS,
@@ -308,7 +312,7 @@ TITAN_03 = pytest.mark.slow_group("plugin/interdomain/titan/", "plugin/interdoma
 OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
 WHOLE_WINDOWS = {"validation__local_batch_size": 8}
 PIPELINE_03 = parallel(pipeline=2) | MICRO
-REFERENCES_03 = {"1 four": FOUR | STEPS | GRADIENTS, "1 answers again": ANSWERS | STEPS | GRADIENTS}
+REFERENCES_03 = {"1 answers again": ANSWERS | STEPS | GRADIENTS}
 STOCK_03 = {  # runs of TorchTitan 0.3.0's trainer: their settings, and ours that do the same
     "2 stock shards": (WINDOWS | SAVED, "2 text"),
     "2 stock replicas": (parallel(replicas=2), "2 text"),
@@ -316,9 +320,7 @@ STOCK_03 = {  # runs of TorchTitan 0.3.0's trainer: their settings, and ours tha
     "2 stock context": (parallel(context=2) | WINDOWS | SAVED, "2 text"),
     "2 stock context documents": (parallel(context=2) | HYBRID, "1 layers"),
     "2 stock tensor": (parallel(tensor=2) | HYBRID | COMPILED, "1 layers"),
-    "2 stock pipeline": (PIPELINE_03 | INTERLEAVED | FOUR, "1 four"),
-    "2 stock pipeline documents": (PIPELINE_03 | HYBRID | FULL, "1 layers"),
-    "2 stock context answers": (parallel(context=2) | ANSWERS | WINDOWS, "1 answers again"),
+    "2 stock pipeline": (PIPELINE_03 | HYBRID | INTERLEAVED | FULL, "1 layers"),
     "2 stock pipeline answers": (PIPELINE_03 | ANSWERS | WINDOWS | WHOLE_WINDOWS, "1 answers again"),
 }
 CONTINUED_03 = {  # of a run of another axis: it goes on from that run's third step
@@ -417,6 +419,62 @@ def test_a_configuration_of_the_users_own(new, tmp_path):
         assert seen["log"][3]["n_tokens_seen"] == 3 * 512
     assert convert.main([str(new.checkpoint("2 own context", 3)), "--output", str(tmp_path / "folder")]) == 0
     assert "| c4_test | 0 | 1 |" in (tmp_path / "folder" / "README.md").read_text()
+
+
+REFUSED_03 = [  # flags of the TOML file's entry, and what is said
+    ("--training.seq_len 62 --parallelism.context_parallel_degree 2", "wants a multiple of 4"),
+    ("--parallelism.spmd_backend partial_dtensor", "only spmd_types' loss takes"),
+    ("--parallelism.expert_parallel_degree 2", "no experts"),
+    ("--parallelism.context_parallel_load_balancer ptrr", "needs contiguous pieces"),
+    ("--training.no-disable-cuda-graphs", "was never captured"),
+    ("--training.mixed_precision_param float32", "no effect beside training.precision"),
+    ("--debug.spmd_typechecking", "no types to check"),
+    ("--checkpoint.create_seed_checkpoint", "without one"),
+    (
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
+        "in two halves",
+    ),
+    ("--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 8", "a multiple of 16"),
+    ("--mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),
+    ("--data.leave_out 3", "leaves no batches out"),
+]
+REFUSED_BY_OURS_03 = [
+    ("--checkpoint.load_only", "no effect in our trainer"),
+    ("--parallelism.pipeline_parallel_microbatch_size 4", "no effect in our trainer"),
+]
+REFUSED_OF_THE_USER_03 = [
+    ("--training.dtype bfloat16", "Parameters are float32"),
+    ("--parallelism.context_parallel_load_balancer ptrr", "needs contiguous pieces"),
+    ("--training.seq_len 62 --parallelism.context_parallel_degree 2", "wants a multiple of 4"),
+]
+
+
+@TITAN_03
+def test_what_torchtitan_0_3_does_not_honour_is_refused(new, corpus, tmp_path):
+    file = toml_of(tmp_path / "run.toml", data__corpus=str(corpus), job__dump_folder=str(tmp_path))
+    entries = {
+        ("interdomain.titan", str(file)): REFUSED_03,
+        ("interdomain.titan.trainer", str(file)): REFUSED_BY_OURS_03,
+        ("tests.titan.own_config", "tiny"): REFUSED_OF_THE_USER_03,
+    }
+    lists, expected = [], []
+    for (module, config), refused in entries.items():
+        for given, said in refused:
+            lists.append(["--module", module, "--config", config, *given.split()])
+            expected.append(said)
+    # A setting that only TorchTitan has, with a wrong value, in the file.
+    wrong = toml_of(tmp_path / "wrong.toml", parallelism__pipeline_parallel_microbatch_size="two")
+    lists.append(["--module", "interdomain.titan", "--config", str(wrong)])
+    expected.append("must be int")
+    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([os.environ[TITAN03], env["PYTHONPATH"]])
+    command = [sys.executable, "-m", "tests.titan.refused_0_3", str(tmp_path / "lists.json")]
+    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    for given, answer, said in zip(lists, answers, expected, strict=True):
+        assert said in " ".join(answer.split()), (given, answer)
 
 
 @TITAN_03
