@@ -34,6 +34,7 @@ from .runs import (
     HYBRID,
     INTERLEAVED,
     SAVED,
+    SELECTIVE,
     TINY,
     VALIDATED,
     Runs,
@@ -319,7 +320,7 @@ STOCK_03 = {  # runs of TorchTitan 0.3.0's trainer: their settings, and ours tha
     "2 stock compiled": (COMPILED, "2 text"),
     "2 stock context": (parallel(context=2) | WINDOWS | SAVED, "2 text"),
     "2 stock context documents": (parallel(context=2) | HYBRID, "1 layers"),
-    "2 stock tensor": (parallel(tensor=2) | HYBRID | COMPILED, "1 layers"),
+    "2 stock tensor": (parallel(tensor=2) | HYBRID | SELECTIVE, "1 layers"),
     "2 stock pipeline": (PIPELINE_03 | HYBRID | INTERLEAVED | FULL, "1 layers"),
     "2 stock pipeline answers": (PIPELINE_03 | ANSWERS | WINDOWS | WHOLE_WINDOWS, "1 answers again"),
 }
