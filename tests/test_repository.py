@@ -354,7 +354,7 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
     Megatron always warns, in our modules too.
     """
     needs = {"interdomain.hf": "transformers", "interdomain.titan": "torchtitan"}
-    of_torchtitan_0_3 = "interdomain.titan.spec_0_3", "interdomain.titan.host.titan_0_3"
+    of_torchtitan_0_3 = tuple(f"interdomain.titan.{name}" for name in ("spec_0_3", "entry_0_3", "host.titan_0_3"))
     missing = (
         *("interdomain.megatron", "interdomain.vllm", *of_torchtitan_0_3),
         *(ours for ours, theirs in needs.items() if not importlib.util.find_spec(theirs)),

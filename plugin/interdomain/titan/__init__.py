@@ -1,6 +1,6 @@
 """Interdomain Attention trained with TorchTitan: a model variant for its own trainer, and a trainer of ours.
 
-    spec, spec_0_3, variant    the variant, on TorchTitan 0.2.2 and 0.3.0
+    spec, spec_0_3, variant    the variant, on TorchTitan 0.2.2 and 0.3.0; entry_0_3: TOML files for 0.3.0's entry
     trainer, entry             our trainer: torchrun ... -m interdomain.titan.entry FILE.toml
 
     parallelize                shards and compiles a model, for both trainers
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return model_spec
     if name.endswith(".toml"):
-        from .spec_0_3 import configuration
+        from .entry_0_3 import configuration
 
         return lambda: configuration(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -268,7 +268,7 @@ class InterdomainTrainer(Trainer):
 def __getattr__(name: str) -> Any:
     """TorchTitan 0.3.0's entry asks for the configuration of a file: --module interdomain.titan.trainer --config FILE.toml."""
     if name.endswith(".toml"):
-        from .spec_0_3 import configuration_of_ours
+        from .entry_0_3 import configuration_of_ours
 
-        return lambda: configuration_of_ours(name)
+        return lambda: configuration_of_ours(name, InterdomainTrainer)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -193,8 +193,5 @@ def record_run(
         record = describe_run(plan, job_config, [data], tokenizer)
         for section in unknown_sections:
             del record["configuration"][section]
-        folder = Path(job_config.job.dump_folder)
-        refuse_half_copies(folder / job_config.checkpoint.folder)
-        record = describe_run(plan, job_config, [data], tokenizer)
         write_record(folder, record, tokenizer)
         note_folders(folder, job_config.checkpoint.folder, job_config.metrics.save_tb_folder)
