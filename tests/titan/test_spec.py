@@ -14,6 +14,7 @@ from torchtitan.config import ConfigManager
 from interdomain.data import load_tokenizer
 from interdomain.files import pretrained
 from interdomain.titan import spec, variant
+from interdomain.titan.data.torchtitan_text import loader_documents
 from interdomain.tools import convert
 
 from .conftest import refusal
@@ -160,7 +161,7 @@ def test_documents_of_torchtitans_loader(tmp_path, config, template, documents):
     theirs = HuggingFaceTokenizer(str(tmp_path))
     begin, end = ([vocabulary[token] for token in tokens] for tokens in documents)
     assert theirs.encode("cat dog", add_bos=True, add_eos=True) == [*begin, 2, 3, *end]
-    found = spec.loader_documents(theirs)
+    found = loader_documents(theirs)
     assert found.to_dict() == {"begin": begin, "end": end}
     assert found.start == (begin or end)
     assert found.stop == next(iter(end or begin), None)
