@@ -19,7 +19,8 @@ def refusal(capsys, act, *arguments, **named):
         act(*arguments, **named)
     assert end.value.code == 1
     error = capsys.readouterr().err
-    assert len(error.strip().splitlines()) == 1
+    _, *problems = error.strip().splitlines()
+    assert all(line.startswith("  - ") for line in problems)  # several problems in one message
     return error
 
 

@@ -127,6 +127,8 @@ def test_a_flag_that_cannot_be(flags, capsys):
     assert flags[0] in capsys.readouterr().err
 
 
+PIPELINED = "[parallelism]\npipeline_parallel_degree = 2\n"
+FLOAT8 = '[model]\nconverters = ["float8"]\n[quantize.linear.float8]\n'
 BROKEN = {
     '[activation_checkpoint]\nmode = "some"': "activation_checkpoint.mode must be Literal['selective', 'full', 'none']: got",
     '[training]\nsteps = "6"': "training.steps must be int: got '6'",
@@ -135,8 +137,8 @@ BROKEN = {
     '[checkpoint]\nexclude_from_loading = ["data"]': "checkpoint.exclude_from_loading must be of optimizer, lr_scheduler",
     "[mixer]\ndual_inputs = true": "there is no setting mixer.dual_inputs. Near to it: mixer.dual_input",
     "[parallelism]\nexpert_parallel_degree = 2": "that this plugin does not use. Leave it out.",
-    "[parallelism]\npipeline_parallel_microbatch_size = 2": "Set training.local_batch_size instead, and leave it out.",
-    "[quantize.linear.float8]\nemulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan that",
+    f"{PIPELINED}pipeline_parallel_microbatch_size = 2": "Set training.local_batch_size instead, and leave it out.",
+    f"{FLOAT8}emulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan that",
     "[mixer]\nrope = True": "wrong.toml is not valid TOML",
     "\x80": "wrong.toml is not valid TOML: 'utf-8' codec",
 }
@@ -148,6 +150,26 @@ def test_a_toml_file_that_cannot_be(text, tmp_path, monkeypatch, capsys):
     toml = tmp_path / "wrong.toml"
     toml.write_bytes(text.encode("latin1"))
     assert BROKEN[text] in refusal(capsys, entry.read, [str(toml)])
+
+
+def test_all_problems_of_a_file_come_in_one_message(tmp_path, monkeypatch, capsys):
+    """A name, a type, a bound, and a rule about two settings. A section whose feature is off is passed over."""
+    monkeypatch.setenv("RANK", "0")
+    toml = tmp_path / "wrong.toml"
+    toml.write_text(
+        '[model]\nflavor = "8B"\ndims = 64\n[training]\nsteps = "6"\nmax_spikes = 3\n[quantize.linear.float8]\nemulate = true'
+    )
+    first, *said = refusal(capsys, entry.read, [str(toml)]).strip().splitlines()
+    assert first.startswith("error: 4 ")
+    for setting in ("setting model.dims", "model.flavor", "training.steps", "training.max_spikes"):
+        assert [line for line in said if setting in line], setting
+
+
+def test_torchtitans_name_of_the_smallest_size(tmp_path):
+    toml = tmp_path / "debug.toml"
+    toml.write_text('model.flavor = "debugmodel"')
+    for flag in (f"--job.config_file={toml}", "--model.flavor=debugmodel"):
+        assert read_job_config([flag]).model.flavor == "debug"
 
 
 PATHS = {

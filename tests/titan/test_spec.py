@@ -1,18 +1,28 @@
 """The registered variant under TorchTitan's own trainer: the same run as under ours, on every axis, and one set of files."""
 
+import dataclasses
 import functools
 import json
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import ConfigManager
 
+import interdomain.titan
 from interdomain.data import load_tokenizer
 from interdomain.files import pretrained
+from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.model import SIZES, Transformer, build_config, count_parameters, meta_model
+from interdomain.model.costs.flops import train_flops_per_token
 from interdomain.titan import spec, variant
 from interdomain.titan.data.torchtitan_text import loader_documents
 from interdomain.tools import convert
@@ -20,6 +30,7 @@ from interdomain.tools import convert
 from .conftest import refusal
 from .runs import (
     COMPILED,
+    CONTEXT,
     FOUR,
     FULL,
     GRADIENTS,
@@ -103,6 +114,60 @@ def test_weights_go_to_and_from_an_exported_folder(stock):
     assert (list(ours), ours[1]["n_tokens_seen"]) == ([1], 512)
 
 
+def test_the_steps_of_torchtitans_conversion_scripts(stock, tmp_path):
+    """scripts/checkpoint_conversion, which no wheel has, there and back: the weights of `convert`."""
+    train_spec, saved = interdomain.titan.get_train_spec(), stock.checkpoint("2 stock shards", 3)
+    args = train_spec.model_args["tiny"] = spec.ModelArgs(config=build_config("debug", vocab_size=512, n_layers=2))
+
+    def state():
+        return ModelWrapper(train_spec.model_cls(args))._get_state_dict()
+
+    adapter, trained = train_spec.state_dict_adapter(args, None), state()
+    dcp.load(trained, checkpoint_id=saved)
+    writer = HuggingFaceStorageWriter(path=tmp_path / "hf", save_distributed=True, enable_consolidation=True)
+    dcp.save(adapter.to_hf(trained), storage_writer=writer)
+    assert convert.main([str(saved), "--output", str(tmp_path / "exported")]) == 0
+    weights = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    exported = load_file(tmp_path / "exported" / pretrained.WEIGHTS)
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[name], exported[name]) for name in exported)
+
+    read = adapter.to_hf(state())
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(path=tmp_path / "exported"))
+    dcp.save(adapter.from_hf(read), checkpoint_id=tmp_path / "dcp")
+    index = tensor_index(tmp_path / "dcp")
+    again = read_tensors(tmp_path / "dcp", list(index), index)
+    assert again.keys() == trained.keys()
+    assert all(torch.equal(again[name], trained[name]) for name in trained)
+
+
+def test_every_flavor_is_a_model():
+    """As TorchTitan's scripts take it, before there is a job configuration."""
+    train_spec = interdomain.titan.get_train_spec()
+    assert {*train_spec.model_args} == {*SIZES, "debugmodel"}
+    for flavor, args in train_spec.model_args.items():
+        with torch.device("meta"):
+            model = train_spec.model_cls(args)
+        config = build_config("debug" if flavor == "debugmodel" else flavor)
+        expected = count_parameters(meta_model(config)), train_flops_per_token(config, 256)
+        assert args.get_nparams_and_flops(model, 256) == expected
+        assert (args.dim, args.n_layers, args.vocab_size) == (config.dim, config.n_layers, config.vocab_size)
+        assert json.loads(json.dumps(dataclasses.asdict(args)))["config"]["dim"] == config.dim
+
+
+def test_a_flavor_computes_on_one_device():
+    """In a notebook: no process group, no parallelism; the initial values are a run's."""
+    train_spec = interdomain.titan.get_train_spec()
+    with torch.device("meta"):
+        model = train_spec.model_cls(train_spec.model_args["debugmodel"])
+    model.to_empty(device="cpu")
+    model.init_weights()
+    ours = Transformer(build_config("debug"))
+    ours.init_weights(42)
+    tokens = torch.arange(24).reshape(2, 12)
+    assert torch.equal(model(tokens), ours(tokens))
+
+
 def own_data(folder):
     """Make data and assets of TorchTitan's own kind. Returns the number of tokens, to which TorchTitan adds <s> and </s>."""
     texts = [f"the cat number {n} sat on mat {n % 7}, and it was glad" for n in range(400)]
@@ -132,7 +197,16 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
     assert (settings["bos_token_id"], settings["eos_token_id"]) == (words, words + 1)
     kept = load_tokenizer(tmp_path / "folder")
     assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
-    assert "| c4_test | 0 | 1 | not recorded | not recorded |" in (tmp_path / "folder" / "README.md").read_text()
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "| data (fingerprint) | c4_test (no fingerprint) |" in card
+    assert "| c4_test | 0 | 1 | not recorded | texts of a folder, read as TorchTitan's data set c4_test |" in card
+
+
+def test_a_data_set_of_the_hub_is_named():
+    training = stock_config(corpus="", training__dataset="c4").training
+    assert spec.dataset_record(training)["datasets"] == ["allenai/c4"]
+    training.dataset = "c4_test"
+    assert spec.dataset_record(training)["datasets"] == []
 
 
 @pytest.mark.parametrize(
@@ -182,17 +256,20 @@ REFUSED = [
     ({"metrics__notify": "true"}, "sends no notes"),
     ({"metrics__samples": 1}, "makes no samples"),
     ({"checkpoint__copy_to": "s3://bucket/run"}, "saves in its folder alone"),
-    ({"lr_scheduler__min_lr_factor": 0.1}, "Set lr_scheduler.min_lr"),
+    ({"lr_scheduler__min_lr_factor": 0.1}, "lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same"),
     ({"model__converters": "float8"}, "converters replace layers"),
     ({"training__reduce_gradients": "step"}, "sums gradients after every micro-batch"),
-    ({"parallelism__pipeline_parallel_schedule_csv": "a.csv"}, "set parallelism.pipeline_parallel_schedule."),
-    ({"validation__steps": 1}, "validation.steps = 1 has no effect beside data.corpus"),
+    (
+        PIPELINED | {"parallelism__pipeline_parallel_schedule_csv": "a.csv"},
+        "set parallelism.pipeline_parallel_schedule.",
+    ),
+    ({"validation__enable": True, "validation__steps": 1}, "validation.steps = 1 has no effect beside data.corpus"),
     ({"training__dataset_path": "c4"}, "has no effect beside data.corpus"),
     ({"data__leave_out": [3]}, "leaves no batches out"),
     ({"training__dataset_path": "c4", "data__corpus": "", "data__prefetch": 2}, "no effect without data.corpus"),
-    ({"parallelism__context_parallel_rotate_method": "alltoall"}, "has no effect in this run. Leave it out"),
+    (CONTEXT | {"parallelism__context_parallel_rotate_method": "alltoall"}, "has no effect in this run. Leave it out"),
     ({"profiling__enable_memory_snapshot": True}, "needs a GPU"),
-    ({"checkpoint__exclude_from_loading": "optimizer,data"}, "must be of optimizer, lr_scheduler"),
+    (SAVED | {"checkpoint__exclude_from_loading": "optimizer,data"}, "must be of optimizer, lr_scheduler"),
     ({"training__seq_len": 0}, "training.seq_len must be at least 1"),
     (PIPELINED | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}, "in one graph for all layers"),
     (PIPELINED | {"training__local_batch_size": 2}, "Set training.local_batch_size to a multiple of 4"),
@@ -203,8 +280,66 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "said"), REFUSED)
 def test_what_is_not_honoured_is_refused(settings, said, monkeypatch, capsys):
-    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert said in refusal(capsys, spec.plan_of, stock_config(**settings))
+
+
+def test_all_problems_come_in_one_message(monkeypatch, capsys):
+    """Of TorchTitan's settings and of ours, of single settings and of several together."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    wrong = {"model__converters": "float8", "training__dtype": "bfloat16", "training__seq_len": 0}
+    wrong |= {"metrics__samples": 1, "profiling__enable_profiling": True, "profiling__enable_memory_snapshot": True}
+    said = refusal(capsys, spec.plan_of, stock_config(**wrong)).splitlines()
+    for setting in wrong:
+        assert [line for line in said if line.startswith(f"  - {setting.replace('__', '.')} ")], setting
+
+
+DEBUG_MODEL = Path(__file__).parent / "debug_model.toml"
+
+
+def stock_plan(*flags, toml=DEBUG_MODEL):
+    return spec.plan_of(ConfigManager().parse_args(["--job.config_file", str(toml), *flags]))
+
+
+def test_torchtitans_debug_model_is_a_configuration():
+    """Sections whose feature is off are passed over, and its flavor is `debug`."""
+    plan = stock_plan()
+    assert (plan.size, plan.global_batch, plan.seq_len, plan.steps, plan.warmup_steps) == ("debug", 8, 2048, 10, 2)
+
+
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        ("--quantize.linear.float8.emulate", "--model.converters float8"),
+        ("--quantize.grouped_mm.mx.fqns experts", "--model.converters mx"),
+        ("--memory_estimation.disable_fake_mode", "--memory_estimation.enable"),
+        ("--fault_tolerance.group_size 2", "--fault_tolerance.enable"),
+        ("--parallelism.context_parallel_rotate_method alltoall", "--parallelism.context_parallel_degree 2"),
+        ("--parallelism.pipeline_parallel_schedule DualPipeV", "--parallelism.pipeline_parallel_degree 2"),
+        ("--parallelism.disable_loss_parallel", "--parallelism.tensor_parallel_degree 2"),
+        ("--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree 2"),
+        ("--parallelism.expert_tensor_parallel_degree 2", "--parallelism.expert_parallel_degree 2"),
+        (
+            "--activation_checkpoint.selective_ac_option x --activation_checkpoint.mode none",
+            "--activation_checkpoint.mode full",
+        ),
+        ("--compile.backend none_such", "--compile.enable"),
+        ("--checkpoint.keep_latest_k 1", "--checkpoint.enable"),
+        ("--checkpoint.exclude_from_loading optimizer", "--checkpoint.enable"),
+    ],
+)
+def test_a_setting_is_passed_over_while_its_feature_is_off(off, on, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert stock_plan(*off.split()).size == "debug"
+    setting = off.split()[0].removeprefix("--")
+    if setting != "checkpoint.exclude_from_loading":  # TorchTitan's has no conditions
+        assert f"{setting} " in refusal(capsys, stock_plan, *off.split(), *on.split())
+
+
+def test_a_multiple_of_the_peak_is_the_floor():
+    job = ConfigManager().parse_args(["--job.config_file", str(DEBUG_MODEL), "--lr_scheduler.min_lr_factor", "0.1"])
+    spec.plan_of(job)
+    assert job.lr_scheduler.min_lr == pytest.approx(0.1 * 8e-4)
 
 
 STAGES = "[parallelism]\nmodule_fqns_per_model_part = {}\n"
@@ -217,19 +352,18 @@ ALL_LAYERS = STAGES.format('[["tok_embeddings"], ["layers.0", "layers.1", "norm"
     [
         ("[[data.stages]]\nat_tokens = 512\n", {}, "has one batch and one length"),
         (WITHOUT_A_LAYER, PIPELINED, "must name tok_embeddings, layers.0, layers.1, norm, output, each once"),
-        (ALL_LAYERS, {}, "and needs a pipeline"),
         (ALL_LAYERS, PIPELINED | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "in 4 or 6 parts"),
     ],
 )
 def test_tables_of_a_file_are_refused(table, settings, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "run.toml"
     file.write_text(TINY.read_text() + table)
     assert said in refusal(capsys, spec.plan_of, stock_config(toml=file, **settings))
 
 
 def test_stages_may_be_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "run.toml"
     file.write_text(TINY.read_text() + ALL_LAYERS)
     stages = spec.plan_of(stock_config(toml=file, **PIPELINED)).stages
@@ -248,7 +382,7 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
 
 
 def test_paths_are_expanded(monkeypatch):
-    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("HOME", "/people/me")
     job = stock_config("~/corpus", checkpoint__folder="~/run/checkpoints", training__local_batch_size=4)
     job.job.dump_folder = "~/run"

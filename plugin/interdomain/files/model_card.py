@@ -163,7 +163,7 @@ def write_card(
         "step": f"{facts['step']} of {run.get('planned_steps', 'an unknown number')}",
         "tokens per sequence": f"{run.get('seq_len', config.max_seq_len):,}",
         "documents in training": _documents(tokenizer),
-        "data (fingerprint)": run.get("data_fingerprint", "not recorded"),
+        "data (fingerprint)": _data(run),
         "validation loss": f"{validation['loss']:.4f} nats per token" if validation else "not recorded",
         "validation perplexity": f"{validation['perplexity']:.3f}" if validation else "not recorded",
         "versions": ", ".join(f"{name} {x}" for name, x in facts["versions"].items()) or "not recorded",
@@ -199,6 +199,14 @@ def write_card(
         seq_len=rows["tokens per sequence"],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _data(run: dict[str, Any]) -> str:
+    """The data's fingerprint. TorchTitan's own data sets have none: their names."""
+    if fingerprint := run.get("data_fingerprint"):
+        return fingerprint
+    names = [corpus["name"] for corpus in run.get("corpora", ())]
+    return f"{', '.join(names)} (no fingerprint)" if names else "not recorded"
 
 
 def _documents(tokenizer: Tokenizer) -> str:

@@ -23,12 +23,13 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """TorchTitan asks for `JobConfig` (0.2.2, job.custom_config_module), or for a file's configuration (0.3.0, --config).
 
-    `model_spec` (0.3.0) is for a `Trainer.Config` of the user's own.
+    `get_train_spec` is what each of TorchTitan 0.2.2's own model folders has; `model_spec` (0.3.0) is for a `Trainer.Config` of
+    the user's own.
     """
-    if name == "JobConfig":
-        from .spec import JobConfig
+    if name in ("JobConfig", "get_train_spec"):
+        from . import spec
 
-        return JobConfig
+        return getattr(spec, name)
     if name == "model_spec":
         from .spec_0_3 import model_spec
 

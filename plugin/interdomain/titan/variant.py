@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interdomain.files.distributed_checkpoint import write_record
 from interdomain.files.pretrained import BASE, stored_name
 from interdomain.files.run_folder import note_folders
 from interdomain.model import Transformer
+from interdomain.model.initialize import initialize
 
 from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
@@ -49,7 +51,8 @@ OURS_ALONE = {
 class TitanTransformer(Transformer):
     """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
 
-    meshes: Meshes
+    # None until `parallelize_variant`: a model on one device, as scripts and notebooks build it.
+    meshes: Meshes | None = None
     # Whether positions say where documents begin. Otherwise they count the tokens, as the model does by itself.
     documents = False
     # Whether the loss takes the logits of the whole vocabulary. Otherwise it takes this tensor-parallel rank's columns.
@@ -69,10 +72,14 @@ class TitanTransformer(Transformer):
             out = super().forward(tokens, positions=positions)
         if self.heads is None or self.output is None or not self.whole_logits:
             return out
+        assert self.meshes is not None
         columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
         return columns.full_tensor(grad_placements=[Replicate()])  # every rank computes the whole loss
 
     def init_weights(self, seed: Any = None, buffer_device: torch.device | None = None) -> None:
+        if self.meshes is None:
+            initialize(self, self.config, self.seed)
+            return
         set_initial_values(
             self, self.seed, loaded=False, device=buffer_device or device_here(), group=self.meshes.stage
         )
@@ -93,7 +100,8 @@ def _sum_shares(p: Any) -> None:
 
 
 def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
-    model.meshes = meshes_of(parallel_dims)
+    with unset_fake_temporarily():  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
+        model.meshes = meshes_of(parallel_dims)
     # TorchTitan sets the time limits of its own groups after the first step; now also of these.
     show_meshes(parallel_dims, model.meshes.axes)
     model.documents = job_config.data.reset_state_at_documents

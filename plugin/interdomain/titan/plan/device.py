@@ -12,7 +12,7 @@ import torch
 from interdomain.scan.triton_support import cannot_launch
 
 from ..host import DEVICE_COPIES, utils
-from ..settings.job_config import value_of
+from ..settings.job_config import refuse, value_of
 from ..settings.schema import JobConfig
 
 
@@ -91,10 +91,12 @@ def refuse_for_device(job_config: JobConfig) -> None:
                 "machine do not. Leave it out."
             )
         return
+    problems = []
     for setting in (
         "training.enable_cpu_offload",
         "profiling.enable_profiling",
         "parallelism.enable_async_tensor_parallel",
     ):
         if value_of(job_config, setting):
-            raise ValueError(f"{setting} needs a GPU, and this machine has none. Turn it off to run on the CPU.")
+            problems.append(f"{setting} needs a GPU, and this machine has none. Turn it off to run on the CPU.")
+    refuse(problems)

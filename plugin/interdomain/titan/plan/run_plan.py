@@ -20,7 +20,15 @@ from interdomain.model.mixers import fla_kernels
 from interdomain.model.transformer import mixer_class
 
 from ..host import refuse_for_host
-from ..settings.job_config import data_stages, in_data_stage, refuse_unsupported, value_of
+from ..settings.job_config import (
+    data_stages,
+    in_data_stage,
+    noting,
+    refuse,
+    refuse_unsupported,
+    refuse_wrong_values,
+    value_of,
+)
 from ..settings.schema import JobConfig
 from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
@@ -195,16 +203,21 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused.
     Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
     """
-    refuse_unsupported(job_config)
-    refuse_for_host(job_config)
-    if not on_gpus:
-        refuse_for_device(job_config)
-    training, config = job_config.training, model_config(job_config)
-    device, every = torch.device("cuda") if on_gpus else device_here(), []
-    for number, job in enumerate(data_stages(job_config)):
-        with in_data_stage(number):
-            every.append(costs := costs_of(job, config, world_size, device))
-            refuse_for_reduction(job, costs.micro_batches)
+    refuse_wrong_values(job_config)  # what follows reads them
+    problems: list[str] = []
+    for check in (refuse_unsupported, refuse_for_host, *([] if on_gpus else [refuse_for_device])):
+        with noting(problems):
+            check(job_config)
+    training, device = job_config.training, torch.device("cuda") if on_gpus else device_here()
+    config, every = None, []
+    with noting(problems):
+        config = model_config(job_config)
+        for number, job in enumerate(data_stages(job_config)):
+            with in_data_stage(number):
+                every.append(costs := costs_of(job, config, world_size, device))
+                refuse_for_reduction(job, costs.micro_batches)
+    refuse(problems)
+    assert config is not None
     tokens_per_step = [costs.global_batch * costs.job.training.seq_len for costs in every]
     begins = first_steps(job_config, tokens_per_step)
     steps, warmup_steps = run_length(job_config, begins, tokens_per_step)

@@ -13,7 +13,7 @@ from interdomain.scan import CHUNK
 from interdomain.scan.ops import runs_as
 
 from ..host import generate_llm_fqn_per_model_part, logger
-from ..settings.job_config import value_of
+from ..settings.job_config import noting, refuse, value_of
 from ..settings.schema import JobConfig, Parallelism
 from .pipeline_order import MULTI_STAGE, ZBV, ZERO_BUBBLE
 
@@ -118,41 +118,48 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     """Raises: ValueError for a model, lengths or settings that the axes cannot divide."""
     parallel, training, validation = job_config.parallelism, job_config.training, job_config.validation
     context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+    problems: list[str] = []
     lengths = {"training.seq_len": training.seq_len}
     if validation.enable:
         lengths["validation.seq_len"] = validation.seq_len
     if context > 1:
-        _refuse_for_context(job_config, config, lengths, device)
+        with noting(problems):
+            _refuse_for_context(job_config, config, lengths, device)
     if tensor > 1:
-        _refuse_for_tensor(tensor, context, config, lengths)
+        with noting(problems):
+            _refuse_for_tensor(tensor, context, config, lengths)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if parallel.enable_async_tensor_parallel and not (
         tensor > 1 and compiled and job_config.compile.backend == "inductor"
     ):
-        raise ValueError(
+        problems.append(
             "parallelism.enable_async_tensor_parallel has no effect without tensor_parallel_degree above 1 and the model "
             "compiled by inductor. Set --compile.enable, or leave it out."
         )
     if training.enable_cpu_offload and (tensor > 1 or parallel.pipeline_parallel_degree > 1):
-        raise ValueError(
+        problems.append(
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
             "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
         )
     if parallel.pipeline_parallel_schedule in ZERO_BUBBLE and parallel.pipeline_parallel_degree > 1:
-        _refuse_for_zero_bubble(job_config)
-    refuse_for_pipelined_validation(job_config)
+        with noting(problems):
+            _refuse_for_zero_bubble(job_config)
+    with noting(problems):
+        refuse_for_pipelined_validation(job_config)
+    refuse(problems)
 
 
 def refuse_for_pipelined_validation(job_config: JobConfig) -> None:
     """Raises: ValueError for other micro-batches in validation than in training: a pipeline keeps their shapes."""
-    training, validation = job_config.training, job_config.validation
+    training, validation, problems = job_config.training, job_config.validation, []
     if validation.enable and job_config.parallelism.pipeline_parallel_degree > 1:
         for name in ("local_batch_size", "seq_len"):
             if getattr(validation, name) != getattr(training, name):
-                raise ValueError(
+                problems.append(
                     f"validation.{name} = {getattr(validation, name)} must be training.{name} = {getattr(training, name)} with "
                     "parallelism.pipeline_parallel_degree above 1: a pipeline keeps the shapes of its micro-batches."
                 )
+    refuse(problems)
 
 
 def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -> None:

@@ -9,7 +9,7 @@ import operator
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ from interdomain.model.config import FIXED_STATE
 from interdomain.removed import removal_of
 
 from ..host import TORCHTITAN_SETTINGS
-from .schema import PATH, Bound, Count, JobConfig
+from .schema import ALIASES, PATH, Bound, Count, JobConfig
 
 # setting -> its annotated type
 KINDS: dict[str, Any] = {
@@ -45,6 +45,8 @@ INSTEAD = {
 }
 # Old files name these for TorchTitan's own entry point. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")
+# Settings of TorchTitan's alone, at the one value that this plugin's trainer has. Others have TorchTitan's default.
+OF_OUR_TRAINER = {"checkpoint.last_save_model_only": False}
 MILESTONES = ("keep_every", "keep_every_tokens", "keep_steps")  # settings of [checkpoint]
 # Settings of a table [[data.stages]] beside at_tokens, and the settings that they change.
 OF_A_STAGE = {name: f"data.{name}" for name in ("corpus", "weights")}
@@ -71,7 +73,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--job.config_file", "--job.config-file", dest="path")
     path = file.parse_known_args(arguments)[0].path
-    job = job_config_of(read_toml(path) if path else {})
+    job, problems = _read_table(read_toml(path) if path else {})
     let_steps_win(job, arguments)
     job = tyro.cli(
         JobConfig,
@@ -83,6 +85,11 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         "alone.",
         config=(tyro.conf.HelptextFromCommentsOff,),  # there are none: without this it would parse our source for them
     )
+    if problems:
+        with noting(problems):
+            refuse_unsupported(job)
+        refuse(problems)
+    replace_aliases(job)
     expand_paths(job)
     drop_unread_n_basis(job, arguments)
     return job
@@ -116,16 +123,90 @@ def let_steps_win(job_config: Any, flags: list[str]) -> None:
 
 
 def job_config_of(table: dict[str, Any]) -> JobConfig:
-    """The job configuration of what a TOML file says, by section. Raises: ValueError."""
-    job = JobConfig()
-    for setting, value in pairs(table):
+    """The job configuration of what a TOML file says, by section. Raises: ValueError with all that is wrong."""
+    job, problems = _read_table(table)
+    refuse(problems)
+    return job
+
+
+def _read_table(table: dict[str, Any]) -> tuple[JobConfig, list[str]]:
+    """The job configuration of a TOML file, with defaults in the place of what is wrong, and what that is."""
+    job, problems, given = JobConfig(), [], dict(pairs(table))
+
+    def value_in_file(setting: str) -> Any:
+        return given.get(setting, TORCHTITAN_DEFAULTS.get(setting))
+
+    for setting, value in given.items():
         if setting in KINDS:
             set_value(job, setting, value)
-        else:
-            _refuse_unknown(setting, value)
-    expand_paths(job)
-    refuse_wrong_values(job)
-    return job
+        elif not is_off(setting, value_in_file):
+            with noting(problems):
+                _refuse_unknown(setting, value)
+    replace_aliases(job)
+    with noting(problems):
+        expand_paths(job)
+    for setting, problem in wrong_values(job).items():
+        problems.append(problem)
+        set_value(job, setting, value_of(JobConfig(), setting))
+    return job, problems
+
+
+class SettingsError(ValueError):
+    """Problems of a configuration, each in words of its own."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        words = problems[0]
+        if len(problems) > 1:
+            words = f"{len(problems)} problems of the settings:\n" + "\n".join(f"  - {x}" for x in problems)
+        super().__init__(words)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises: SettingsError with all problems, if there are any."""
+    if problems := list(dict.fromkeys(problems)):
+        raise SettingsError(*problems)
+
+
+@contextlib.contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Add what a check within refuses to `problems`, so that the checks after it are made, too."""
+    try:
+        yield
+    except SettingsError as e:
+        problems += e.problems
+    except ValueError as e:
+        problems.append(str(e))
+
+
+# Settings of a feature that is off change nothing, and TorchTitan's own files are full of them: the feature's switch, the value
+# of it that means off, and TorchTitan's settings that are read only while it is on.
+OFF = (
+    ("model.converters", [], r"quantize\."),
+    ("fault_tolerance.enable", False, r"fault_tolerance\.|checkpoint\.enable_ft_"),
+    ("memory_estimation.enable", False, r"memory_estimation\."),
+    ("validation.enable", False, r"validation\."),
+    ("checkpoint.enable", False, r"checkpoint\."),
+    ("compile.enable", False, r"compile\."),
+    ("profiling.enable_profiling", False, r"profiling\.(save_traces|profile)"),
+    ("activation_checkpoint.mode", "none", r"activation_checkpoint\."),
+    ("parallelism.pipeline_parallel_degree", 1, r"parallelism\.(pipeline_parallel_|module_fqns)"),
+    ("parallelism.context_parallel_degree", 1, r"parallelism\.context_parallel_"),
+    ("parallelism.tensor_parallel_degree", 1, r"parallelism\.(disable_loss_parallel|enable_async_tensor)"),
+    ("parallelism.expert_parallel_degree", 1, r"parallelism\.expert_"),
+)
+
+
+def is_off(setting: str, value: Callable[[str], Any]) -> bool:
+    """True for a setting of TorchTitan's that nothing reads, because its feature is off. value: that of a setting."""
+    if setting not in TORCHTITAN_DEFAULTS:
+        return False
+    return any(re.match(pattern, setting) and value(switch) == off for switch, off, pattern in OFF)
+
+
+def replace_aliases(job_config: Any) -> None:
+    """Replace TorchTitan's name of a size by the size."""
+    job_config.model.flavor = ALIASES.get(job_config.model.flavor, job_config.model.flavor)
 
 
 def expand_paths(job_config: Any, also: Sequence[str] = ()) -> None:
@@ -185,8 +266,9 @@ TORCHTITAN_DEFAULTS = dict(pairs(TORCHTITAN_SETTINGS))  # setting -> TorchTitan'
 
 
 def _refuse_unknown(setting: str, value: Any) -> None:
-    """Raises: ValueError unless it is a setting of TorchTitan's at TorchTitan's default, which changes nothing."""
-    if setting in IGNORED or (setting in TORCHTITAN_DEFAULTS and value == TORCHTITAN_DEFAULTS[setting]):
+    """Raises: ValueError unless it is a setting of TorchTitan's at a value that changes nothing."""
+    unchanged = OF_OUR_TRAINER | TORCHTITAN_DEFAULTS
+    if setting in IGNORED or (setting in unchanged and value in (unchanged[setting], OF_OUR_TRAINER.get(setting))):
         return
     if removal := removal_of(setting):
         raise ValueError(removal)
@@ -204,16 +286,31 @@ def value_of(job_config: Any, setting: str) -> Any:
     return operator.attrgetter(setting)(job_config)
 
 
-def set_value(job_config: JobConfig, setting: str, value: Any) -> None:
-    section, name = setting.split(".")
-    setattr(getattr(job_config, section), name, value)
+def set_value(job_config: Any, setting: str, value: Any) -> None:
+    section, _, name = setting.rpartition(".")
+    setattr(value_of(job_config, section), name, value)
 
 
 def refuse_wrong_values(job_config: JobConfig) -> None:
-    """Check every setting by its annotation: type and `Bound`. Raises: ValueError."""
+    """Check every setting by its annotation: type and `Bound`. Raises: ValueError with all that are wrong."""
+    refuse(wrong_values(job_config).values())
+
+
+def wrong_values(job_config: JobConfig) -> dict[str, str]:
+    """The settings whose values their annotations do not allow, and the problem with each."""
+    wrong = {}
     for setting, kind in KINDS.items():
-        refuse_wrong_value(setting, value_of(job_config, setting), kind)
-    for number, table in enumerate(job_config.data.stages):
+        try:
+            refuse_wrong_value(setting, value_of(job_config, setting), kind)
+            if setting == "data.stages":
+                _refuse_wrong_stages(job_config.data.stages)
+        except ValueError as e:
+            wrong[setting] = str(e)
+    return wrong
+
+
+def _refuse_wrong_stages(tables: list[dict[str, Any]]) -> None:
+    for number, table in enumerate(tables):
         with in_data_stage(number + 1):
             if unknown := sorted(table.keys() - {"at_tokens", *OF_A_STAGE}):
                 raise ValueError(f"there is no setting {unknown[0]} here, only at_tokens, {', '.join(OF_A_STAGE)}.")
@@ -296,69 +393,72 @@ def target_of(notify: str) -> str:
 
 
 def refuse_unsupported(job_config: JobConfig) -> None:
-    """Raises: ValueError with the setting, what was got, and what is allowed."""
+    """Raises: ValueError with every setting that is not possible, what was got, and what is allowed."""
     refuse_wrong_values(job_config)
+    problems: list[str] = []
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
+        problems.append(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
         )
-    target_of(job_config.metrics.notify)
+    with noting(problems):
+        target_of(job_config.metrics.notify)
     if job_config.metrics.samples and not (job_config.validation.enable and job_config.metrics.enable_tensorboard):
-        raise ValueError(
+        problems.append(
             f"metrics.samples = {job_config.metrics.samples} has no effect: samples are made at a validation, for TensorBoard. "
             "Turn on --validation.enable and --metrics.enable_tensorboard, or leave it out."
         )
     if job_config.training.max_spikes and not job_config.training.spike_deviations:
-        raise ValueError(
+        problems.append(
             f"training.max_spikes = {job_config.training.max_spikes} has no effect while training.spike_deviations is 0: there "
             "are no spikes. Set it, 6 for one, or leave training.max_spikes out."
         )
     optimizer = job_config.optimizer
     if optimizer.name != "Muon" and optimizer.momentum != JobConfig().optimizer.momentum:
-        raise ValueError(
+        problems.append(
             f"optimizer.momentum = {optimizer.momentum} has no effect with {optimizer.name}, which has beta1. Set "
             "optimizer.name = Muon, or leave it out."
         )
     if optimizer.name == "Muon" and job_config.training.enable_cpu_offload:
-        raise ValueError(
+        problems.append(
             "optimizer.name = Muon with training.enable_cpu_offload: the CPU would compute Newton-Schulz of every matrix. Turn "
             "the offload off, or set AdamW."
         )
     n_basis, checkpoint = value_of(job_config, "mixer.n_basis"), job_config.checkpoint
     if n_basis is not None and not reads_n_basis(vars(job_config.mixer)):
-        raise ValueError(
+        problems.append(
             f"mixer.n_basis = {n_basis} is not possible: no layer reads it. It is not for softmax, and with "
             "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
         )
     if job_config.compile.enable and not job_config.compile.components:
-        raise ValueError(
+        problems.append(
             "compile.enable has no effect while compile.components is empty. Set model, loss or both, or turn it off."
         )
     if checkpoint.enable and job_config.comm.mode == "fake_backend":
-        raise ValueError(
+        problems.append(
             "checkpoint.enable is not possible with comm.mode = fake_backend: one process has not what the others would save. "
             "Set --checkpoint.no-enable."
         )
     store, here = checkpoint.copy_to.removeprefix("file://"), Path(job_config.job.dump_folder, checkpoint.folder)
     if store != checkpoint.copy_to and Path(store).resolve() == here.resolve():
-        raise ValueError(
+        problems.append(
             f"checkpoint.copy_to = {checkpoint.copy_to} is the run's own folder of checkpoints. Choose another."
         )
     for name in ("initial_load_path", "load_step", "copy_to", *MILESTONES):
         # TorchTitan would pass over it.
         if getattr(checkpoint, name) not in (None, "", 0, -1, []) and not checkpoint.enable:
-            raise ValueError(
+            problems.append(
                 f"checkpoint.{name} has no effect while checkpoint.enable is off: nothing is loaded or saved. "
                 f"Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."
             )
     if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
-        raise ValueError(
+        problems.append(
             "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
         )
     parts = {"dataloader", "train_state"} & {*checkpoint.exclude_from_loading}
     if len(parts) == 1 and (job_config.data.leave_out or job_config.data.stages):
-        raise ValueError(
+        problems.append(
             f"checkpoint.exclude_from_loading names {parts.pop()}, so steps and batches would be counted apart, and "
             "data.stages and data.leave_out count them together. Name both dataloader and train_state, or neither."
         )
+    refuse(problems)

@@ -39,7 +39,8 @@ Positive = Annotated[float, Bound("positive and finite", lambda x: 0 < x < math.
 NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
-Size = Annotated[str, _one_of(SIZES)]
+ALIASES = {"debugmodel": "debug"}  # TorchTitan's name for its smallest models -> the size
+Size = Annotated[str, _one_of([*SIZES, *ALIASES])]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
 Address = Bound("an address, such as s3://bucket/runs/debug", lambda x: not x or "://" in x)
@@ -123,7 +124,8 @@ class Model:
     """[model]: the size. `flavor` chooses one; the other settings change it."""
 
     name: Literal["interdomain"] = "interdomain"  # The model that this plugin trains.
-    flavor: Size = "debug"  # The size: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
+    #: The size: debug (also debugmodel, as in TorchTitan's own files), 125M, 350M, 760M, 1.3B, 7B or 70B.
+    flavor: Size = "debug"
     #: Tokens of the vocabulary, at least as many as the tokenizer has; 0: as the size has it (32,000; debug 2,048).
     vocab_size: CountOr0 = 0
     dim: CountOr0 = 0  # Model width; 0: as the size has it. The head width is dim / n_heads.
