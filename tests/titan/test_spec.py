@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from interdomain.titan import spec, variant
 from interdomain.titan.data.torchtitan_text import loader_documents
 from interdomain.tools import convert
 
+from ..common import REPOSITORY
 from .conftest import refusal
 from .runs import (
     COMPILED,
@@ -84,6 +86,21 @@ def stock(runs):
 @pytest.mark.parametrize("name", AXES)
 def test_every_axis_trains_as_under_our_trainer(stock, name):
     assert_same_run(stock, name, AXES[name][1], TOLERANCE)
+
+
+def test_the_page_has_the_losses_of_every_trainer(stock):
+    """docs/torchtitan.md has the first steps of a run on made-up words, which are the same on every machine."""
+    page = (REPOSITORY / "docs" / "torchtitan.md").read_text()
+    rows = re.findall(r"^\| (\d) \| (\d\.\d{5}) \| (\d\.\d{4}) \|$", page, re.MULTILINE)
+    expected = {int(step): [float(loss), float(norm)] for step, loss, norm in rows}
+    for name in ("1 layers", "2 stock tensor"):
+        log = stock.seen(name)["log"]
+        here = {step: [log[step]["loss"], log[step]["grad_norm"]] for step in (1, 2, 3)}
+        for step, (loss, norm) in here.items():
+            print(f"| {step} | {loss:.5f} | {norm:.4f} |")  # the page's rows
+        assert [*here] == [*expected]
+        for step, figures in here.items():
+            assert figures == pytest.approx(expected[step], rel=2e-4)  # another processor draws other last bits
 
 
 def test_learning_rates_and_the_mixers_timescales_are_logged(stock):

@@ -164,7 +164,11 @@ def test_flags_lists_every_setting(capsys):
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):
-    for path in sorted((REPOSITORY / "train_configs").glob("*.toml")):
+    files = {*(REPOSITORY / "train_configs").glob("*.toml")}
+    files.remove(
+        REPOSITORY / "train_configs/c4_test.toml"
+    )  # tests/docs/test_stock.py trains it under TorchTitan's entry
+    for path in sorted(files):
         ranks = {"7B": "4", "70B": "32"}.get(path.stem, "1")
         assert path.stem in dry(capsys, str(path.relative_to(REPOSITORY)), "--ranks", ranks)
 
