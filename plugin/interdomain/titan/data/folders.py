@@ -166,8 +166,8 @@ def _require_corpus(corpus: str) -> None:
     prepare = "Prepare one (interdomain prepare-data --help) and pass --data.corpus FOLDER"
     if not corpus:
         raise ValueError(
-            f"data.corpus is not set. {prepare}, or set it in the TOML file. TorchTitan's data sets (training.dataset) are read "
-            "under its own trainer: -m torchtitan.train."
+            f"data.corpus is not set. {prepare}, or set it in the TOML file. TorchTitan's data sets (training.dataset) are "
+            "read under its own trainer: -m torchtitan.train."
         )
     if not os.path.exists(corpus) and not glob.glob(f"{corpus}*"):
         raise FileNotFoundError(

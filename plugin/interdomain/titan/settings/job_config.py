@@ -156,10 +156,8 @@ class SettingsError(ValueError):
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        words = problems[0]
-        if len(problems) > 1:
-            words = f"{len(problems)} problems of the settings:\n" + "\n".join(f"  - {x}" for x in problems)
-        super().__init__(words)
+        lines = [f"{len(problems)} problems of the settings:", *(f"  - {problem}" for problem in problems)]
+        super().__init__(problems[0] if len(problems) == 1 else "\n".join(lines))
 
 
 def refuse(problems: Iterable[str]) -> None:
