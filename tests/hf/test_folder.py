@@ -30,7 +30,7 @@ def test_what_a_reader_finds(exported):
     folder = exported("interdomain")[1]
     files, package = sorted(folder.glob("*.py")), REPOSITORY / "plugin" / "interdomain"
     assert len(files) <= 5
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 2150
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 2200
     for file in files:
         tree = ast.parse(file.read_text())
         if file.name == PLAIN:  # the package's files; nothing stands twice, so that none has another's function
