@@ -144,8 +144,7 @@ def test_imports_go_one_way():
         allowed = ALLOWED[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}  # late
         for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
             target = package_of(name)
-            # To the URL that a user set (metrics.notify), and to an address that a user gave.
-            speaks = module == "interdomain.titan.watch.notify" or (own == "interdomain.storage" and target == "fsspec")
+            speaks = own == "interdomain.storage" and target == "fsspec"  # to an address that a user gave
             assert target not in NETWORK or speaks, f"{module} imports {name}: nothing else speaks to a network"
             host = module.startswith("interdomain.titan.host")
             assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/interdomain/titan/host does"
@@ -440,7 +439,10 @@ def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
     for name, instead in REMOVED.items():
         assert f"`{name}`" in changelog, name
         assert instead in changelog, name
-        if "." not in name:
+        if "." in name:
+            assert main.main(["launch", f"--{name}=1"]) == 2
+            assert instead in capsys.readouterr().err
+        else:
             assert main.main(["launch", name] if name.startswith("--") else [name]) == 2
             assert instead in capsys.readouterr().err
         used = re.escape(name)

@@ -179,7 +179,6 @@ def main(argv=None) -> int:
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.plan.schedule import refuse_jump
     from interdomain.titan.resume.rewind import rewind
-    from interdomain.titan.watch.notify import notify
 
     if args.rewind:
         back, words = rewind(job, dry_run=args.dry_run)
@@ -213,7 +212,6 @@ def main(argv=None) -> int:
     if code not in (0, CONTINUE, REFUSED, INTERRUPTED):
         saved = finished_steps(checkpoints).keys()
         failed = f"the run failed (exit status {code})"
-        notify(job, "failure", max(saved, default=0), f"{failed}; the step is that of its last checkpoint")
         if new := saved - before:
             advice = f"The same command continues it, on another machine if this one is broken (exit status {CONTINUE})"
             print(f"\n{failed} after it saved step {max(new)}. {advice}.", file=sys.stderr)

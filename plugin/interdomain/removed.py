@@ -11,12 +11,16 @@ REMOVED = {
     "--gpus-per-node": NO_ESTIMATES,
     "--network": NO_ESTIMATES,
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
+    "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
+    "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
 }
 
 
 def removal_of(name: str) -> str | None:
-    """The error message for a removed name; None for any other name."""
+    """The error message for a removed name, or the flag of a removed setting; None for any other name."""
+    if "." in name:
+        name = name.removeprefix("--").replace("-", "_")
     if name not in REMOVED:
         return None
     return f"{name} was removed. {REMOVED[name]}"

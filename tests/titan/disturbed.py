@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
@@ -50,8 +49,4 @@ if __name__ == "__main__":
     spoil, train = {int(step): what for step, what in plan.get("spoil", {}).items()}, InterdomainTrainer.train
     guard.WINDOW = plan.get("window", guard.WINDOW)
     InterdomainTrainer.train = lambda trainer: (spoil_losses(trainer, spoil), train(trainer))[1]
-    try:
-        entry.main()
-    finally:  # a fork ends without the functions of atexit, which wait for notes
-        for note in (thread for thread in threading.enumerate() if thread.name == "notify"):
-            note.join()
+    entry.main()

@@ -122,7 +122,7 @@ def condition(name):
 
 
 SAVED, DRAWN = {"checkpoint__enable": True}, {"metrics__enable_tensorboard": True}
-VALIDATED, SAMPLED = {"validation__enable": True}, DRAWN | {"metrics__samples": 1}
+VALIDATED = {"validation__enable": True}
 SELECTIVE, FULL = {"activation_checkpoint__mode": "selective"}, {"activation_checkpoint__mode": "full"}
 COMPILED = SELECTIVE | {"compile__enable": True, "compile__backend": "aot_eager"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}
@@ -157,23 +157,22 @@ RUNS = {
     # One kind of layer; a text's documents are one stream.
     "1 text": SAVED | VALIDATED | BOTH,
     "2 text": SAVED | VALIDATED | DRAWN | GRADIENTS,
-    "2 text sampled": SAVED | VALIDATED | SAMPLED | steps(3),
     "2 replicas": parallel(replicas=2) | SAVED | VALIDATED | ASYNC | steps(4) | GRADIENTS,
     "1 after two": SAVED | {"of": ("2 text", 3)},
     "1 other rate": SAVED | steps(4) | {"of": ("2 text", 3), "optimizer__lr": 2e-4},
     # A hybrid with windows, whose states end with the documents.
-    "1 layers": LAYERS | SAMPLED | steps(5),
-    "2 context layers": parallel(context=2) | LAYERS | SAMPLED | steps(3),
+    "1 layers": LAYERS | steps(5),
+    "2 context layers": parallel(context=2) | LAYERS | steps(3),
     # A DTensor must not enter what is compiled: softmax layers cannot save its mesh.
     "2 tensor layers": parallel(tensor=2) | LAYERS | COMPILED | steps(3),
     "2 tensor softmax": parallel(tensor=2) | condition("softmax") | COMPILED | FULL | steps(2),
     "2 pipeline layers": parallel(pipeline=2) | INTERLEAVED | LAYERS | ALL | steps(3),
-    "2 zbv layers": parallel(pipeline=2) | ZBV | LAYERS | SAMPLED | steps(3),
+    "2 zbv layers": parallel(pipeline=2) | ZBV | LAYERS | steps(3),
     "4 zero bubble layers": parallel(pipeline=2, shards=2) | LOOPED_ZERO_BUBBLE | LAYERS | steps(2),
     "4 replicas shards layers": parallel(replicas=2, shards=2) | LAYERS | steps(3),
     "4 context shards layers": parallel(context=2, shards=2) | LAYERS | steps(2),
     "4 context tensor layers": parallel(context=2, tensor=2) | LAYERS | steps(2),
-    "4 tensor pipeline layers": parallel(tensor=2, pipeline=2) | LAYERS | SAMPLED | steps(2),
+    "4 tensor pipeline layers": parallel(tensor=2, pipeline=2) | LAYERS | steps(2),
     "4 after pipeline": parallel(context=2, tensor=2) | LAYERS | steps(5) | {"of": ("2 pipeline layers", 3)},
     "4 after context": parallel(tensor=2, pipeline=2) | ZBV | LAYERS | steps(5) | {"of": ("2 context layers", 3)},
     # Answers, whose loss is of some labels; compiled, with the scan's output saved for the backward pass.

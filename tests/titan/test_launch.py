@@ -77,9 +77,6 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     shutil.copytree(runs.checkpoint("2 text", 3), before)
     assert all(path.stat().st_size > limit for path in before.glob("*.distcp"))
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
-    settings["metrics__notify"] = (
-        f'echo "$INTERDOMAIN_EVENT $INTERDOMAIN_STEP $INTERDOMAIN_MESSAGE" >> {tmp_path}/notes'
-    )
     (plan := tmp_path / "plan.json").write_text('{"starts": [null]}')  # a refusal is not tried again
     status, text = run_disturbed(plan, 1, *flags(corpus, tmp_path, **settings), largest=limit)
     assert status == launch.torchrun.REFUSED
@@ -88,9 +85,6 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     paragraph = text.partition("\nerror: ")[2].partition("\n")[0]
     for words in ("The disk is full: saving", "step-4 failed (unexpected pos)", "checkpoint is step 3"):
         assert words in paragraph
-    begins, fails = (tmp_path / "notes").read_text().splitlines()
-    assert begins == "start 3 training begins at step 4"
-    assert fails == f"failure 4 {paragraph}"
     for line in text.partition("ChildFailedError")[0].splitlines():
         if line.lstrip().startswith("File "):
             assert "interdomain/titan" not in line, line

@@ -63,9 +63,6 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--compile.enable --compile.components": "compile.enable has no effect while compile.components is empty",
         "--comm.mode=fake_backend": "needs the environment variables NGPU ... LOCAL_RANK, NGPU is not set",
         "--training.max_spikes=3": "has no effect while training.spike_deviations is 0",
-        "--metrics.notify=https://host/secret": "metrics.notify has a URL, which would be written into checkpoints",
-        "--metrics.samples=2": "metrics.samples = 2 has no effect: samples are made at a validation",
-        "--metrics.notify=env:NONE_SUCH": "metrics.notify = env:NONE_SUCH: there is no such environment variable",
         "--checkpoint.keep_latest_k=1": "checkpoint.keep_latest_k must be 2 or more ... got 1",
         "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",
         "--checkpoint.keep_every_tokens=9": "checkpoint.keep_every_tokens has no effect while checkpoint.enable is off",
@@ -197,14 +194,13 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
         lines.append(f'{section}.{name} = "{given}"')
         flags += [f"--{setting}", given]
     toml = tmp_path / "paths.toml"
-    toml.write_text("\n".join([*lines, 'job.description = "~ $SCRATCH $NONE"', 'metrics.notify = "~/mail $STEP"']))
+    toml.write_text("\n".join([*lines, 'job.description = "~ $SCRATCH $NONE"']))
     from_file = read_job_config(["--job.config_file", "~/paths.toml"])
     from_flags = read_job_config(flags)
     for setting, path in expected.items():
         assert job_config.value_of(from_file, setting) == path
         assert job_config.value_of(from_flags, setting) == path
     assert from_file.job.description == "~ $SCRATCH $NONE"
-    assert from_file.metrics.notify == "~/mail $STEP"
     toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]\n[[data.stages]]\nat_tokens = 1\ncorpus = "~/c"')
     job = read_job_config([f"--job.config_file={toml}", "--job.dump_folder=~"])
     assert job.data.corpus == [f"{tmp_path}/a", "b", "shards/*[0-9]$"]

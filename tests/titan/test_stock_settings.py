@@ -25,8 +25,6 @@ REFUSED = [
     ({"training__max_skipped_steps": 3}, "start with ./launch.sh"),
     ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints: start with ./launch.sh"),
     ({"training__spike_deviations": 6.0}, "takes spikes"),
-    ({"metrics__notify": "true"}, "sends no notes"),
-    ({"metrics__samples": 1}, "makes no samples"),
     ({"checkpoint__copy_to": "s3://bucket/run"}, "saves in its folder alone"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same"),
     ({"model__converters": "float8"}, "converters replace layers"),

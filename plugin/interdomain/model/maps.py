@@ -8,7 +8,6 @@ formula is written a second time, so windows, grouped heads and every readout ar
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -161,18 +160,3 @@ def by_head(weights: Tensor) -> dict[str, list[float]]:
         "negative": (shares * (weights < 0)).sum(-1),
     }
     return {name: values.mean(-1).tolist() for name, values in summary.items()}
-
-
-def picture(layers: dict[int, Layer], gap: int = 2) -> Tensor:
-    """An image of all maps, [height, width, 3] uint8: a row per layer, in it a map per head. A weight is its share of its row,
-    blue where positive and red where negative, linear up to 0.01 and logarithmic above. Layers without a map are left out."""
-    rows = [share(layer.weights) * layer.weights.sign() for layer in layers.values() if layer.weights is not None]
-    T, heads, side = rows[0].shape[-1], max(map(len, rows)), max(1, 160 // rows[0].shape[-1])
-    image = torch.full((len(rows), heads, T * side + gap, T * side + gap, 3), 0.6)
-    ends = torch.tensor([[0.70, 0.09, 0.17], [0.13, 0.40, 0.67]])  # red, blue
-    for i, row in enumerate(rows):
-        strength = (1 + row.abs().float().cpu() / 0.01).log() / math.log(101)
-        colour = 1 - strength[..., None] * (1 - ends[(row.cpu() > 0).long()])
-        image[i, : len(row), :-gap, :-gap] = colour.repeat_interleave(side, 1).repeat_interleave(side, 2)
-    image = image.transpose(1, 2).flatten(0, 1).flatten(1, 2)
-    return (image * 255).round().to(torch.uint8)

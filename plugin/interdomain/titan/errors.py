@@ -19,8 +19,7 @@ R = TypeVar("R")
 
 
 def stop(message: str) -> NoReturn:
-    """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why. The
-    message is a note of the SystemExit, too."""
+    """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why."""
     rank = int(os.environ.get("RANK", 0))
     with contextlib.suppress(ValueError):  # not the main thread's: torchrun's SIGKILL follows
         # torchrun ends the ranks that wait here, and not the one that speaks, which releases its lock.
@@ -33,9 +32,7 @@ def stop(message: str) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)
         signal.alarm(GRACE_SECONDS)  # SIGALRM ends a process that hangs in NCCL at its exit
-    end = SystemExit(1)
-    end.add_note(message)
-    raise end
+    raise SystemExit(1)
 
 
 def user_errors(check: Callable[P, R]) -> Callable[P, R]:

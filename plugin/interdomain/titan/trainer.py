@@ -51,7 +51,6 @@ from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .step.passes import Passes, Pipeline, prune_to_stage
 from .watch.metrics import InterdomainMetrics
-from .watch.notify import notify
 from .watch.validate import FixedValidator
 
 
@@ -69,17 +68,13 @@ def run(job: JobConfig) -> None:
     try:
         trainer = InterdomainTrainer(job)
         trainer.train()
-    except BaseException as e:
-        message = "\n".join(getattr(e, "__notes__", [])) or f"{type(e).__name__}: {e}"
-        notify(job, "failure", trainer.step if trainer else 0, message)
-        if trainer and isinstance(e, Exception):
+    except Exception:
+        if trainer:
             trainer.close()
         raise
     trainer.close(ended=True)
-    finished = trainer.step >= trainer.plan.steps
-    if finished:
+    if trainer.step >= trainer.plan.steps:
         tell_launcher(ENDED)
-    notify(job, "end", trainer.step, "finished" if finished else "asked to leave: the same command continues the run")
     dist.destroy_process_group()
 
 

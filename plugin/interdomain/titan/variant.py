@@ -37,8 +37,6 @@ OURS_ALONE = {
     "training.spike_deviations": "takes spikes",
     "training.max_spikes": "takes spikes",
     "training.reduce_gradients": "sums gradients after every micro-batch",
-    "metrics.samples": "makes no samples",
-    "metrics.notify": "sends no notes",
     **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
     "checkpoint.copy_to": "saves in its folder alone",
     "checkpoint.copy_wait_seconds": "saves in its folder alone",

@@ -5,7 +5,7 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
-from interdomain.model import ModelConfig, Transformer, count_parameters, meta_model
+from interdomain.model import ModelConfig, Transformer, meta_model
 from interdomain.model.costs.flops import memory_estimate
 from interdomain.model.costs.traffic import Held, held, traffic
 from interdomain.model.shard import split_dimension
@@ -136,8 +136,7 @@ class Costs:
         for parts, matrices in zip(needed, self.matrices, strict=True):  # Muon has one moment
             held = sum(x.numbers // (mesh.tensor if x.divided else 1) for x in matrices)
             parts["optimizer"] -= 4 * held // (mesh.shards * mesh.context)
-        most = max(needed, key=lambda parts: sum(parts.values()))
-        return most | ({"samples": 4 * count_parameters(self.model)} if job.metrics.samples else {})
+        return max(needed, key=lambda parts: sum(parts.values()))
 
     def reductions(self) -> str:
         """When gradients are summed, in words, and what that and the other way cost in bytes."""

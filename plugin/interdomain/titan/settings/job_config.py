@@ -6,7 +6,6 @@ import copy
 import difflib
 import importlib.util
 import operator
-import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -374,22 +373,6 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def target_of(notify: str) -> str:
-    """The command or the URL that metrics.notify is, or names a variable of. Raises: ValueError without the URL itself."""
-    if "://" in notify:
-        raise ValueError(
-            "metrics.notify has a URL, which would be written into checkpoints and logs. Put it into an environment variable, "
-            "and set metrics.notify = env:NAME."
-        )
-    if not notify.startswith("env:"):
-        return notify
-    if not (target := os.environ.get(notify[4:])):
-        raise ValueError(
-            f"metrics.notify = {notify}: there is no such environment variable. Set it, or leave this out."
-        )
-    return target
-
-
 def refuse_unsupported(job_config: JobConfig) -> None:
     """Raises: ValueError with every setting that is not possible, what was got, and what is allowed."""
     refuse_wrong_values(job_config)
@@ -397,13 +380,6 @@ def refuse_unsupported(job_config: JobConfig) -> None:
     if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         problems.append(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
-        )
-    with noting(problems):
-        target_of(job_config.metrics.notify)
-    if job_config.metrics.samples and not (job_config.validation.enable and job_config.metrics.enable_tensorboard):
-        problems.append(
-            f"metrics.samples = {job_config.metrics.samples} has no effect: samples are made at a validation, for TensorBoard. "
-            "Turn on --validation.enable and --metrics.enable_tensorboard, or leave it out."
         )
     if job_config.training.max_spikes and not job_config.training.spike_deviations:
         problems.append(

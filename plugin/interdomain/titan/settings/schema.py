@@ -111,12 +111,6 @@ class Metrics:
     enable_wandb: bool = False  # Log to Weights & Biases as well (needs the package wandb).
     #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, at logged steps only; 0: never.
     mixer_freq: CountOr0 = 100
-    #: Texts that the model writes at each validation, with the mixers' maps, into TensorBoard; rank 0 holds the whole model
-    #: meanwhile, 4 bytes per parameter, and the others wait. 0: none.
-    samples: CountOr0 = 0
-    #: Shell command that is run when the run starts, skips steps, fails or ends; or env:NAME, a variable that holds such a
-    #: command, or a URL to post to. A URL stands in a variable only: settings are written into checkpoints and logs.
-    notify: str = ""
 
 
 @dataclass

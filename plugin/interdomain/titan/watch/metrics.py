@@ -2,7 +2,6 @@
 
 import copy
 import math
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,6 @@ from ..resume.rewind import stop_at_spikes
 from ..step.gradients import norms
 from ..step.meshes import Meshes
 from ..step.optimizer import GroupedOptimizers
-from .notify import notify
 from .run_log import RunLog, WandbLog
 
 
@@ -30,9 +28,7 @@ class InterdomainMetrics(MetricsProcessor):
     job_config: Any
     logger: Any
     fingerprints: dict[str, str]  # of the training and the validation text
-    skipped = ""  # steps between the last two logs
     model_parts: list[Any]
-    run_log: RunLog  # on rank 0, with metrics.enable_tensorboard
     num_flops_per_token: Any  # between two logged steps
     optimizers: GroupedOptimizers
 
@@ -51,12 +47,9 @@ class InterdomainMetrics(MetricsProcessor):
         config, folder = self.job_config, Path(self.job_config.job.dump_folder)
         if dist.get_rank() != 0:
             return
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        notify(config, "restart" if restarted else "start", first_step - 1, f"training begins at step {first_step}")
         if config.metrics.enable_tensorboard:
             place = folder / config.metrics.save_tb_folder
-            self.run_log = user_errors(RunLog)(place, self.plan, config, first_step, self.fingerprints)
-            self.logger.add_logger(self.run_log)
+            self.logger.add_logger(user_errors(RunLog)(place, self.plan, config, first_step, self.fingerprints))
         if config.metrics.enable_wandb:
             self.logger.add_logger(WandbLog(folder, self.plan, config, self.fingerprints))
 
@@ -87,9 +80,6 @@ class InterdomainMetrics(MetricsProcessor):
         skipped = guard.news()
         if skipped:
             logger.warning("up to step %d: %s", step, skipped)
-            if not self.skipped:  # one note for several logs in a row
-                notify(self.job_config, "skipped", step, skipped)
-        self.skipped = skipped
         stop_at_spikes(self.job_config, [stage.begins for stage in self.plan.data_stages], guard.spike_steps)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
 
@@ -103,10 +93,6 @@ class InterdomainMetrics(MetricsProcessor):
         if scalars:
             by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in scalars.items())
             logger.info("validation loss by position: %s", by_position)
-
-    def log_samples(self, text: str, maps: Tensor | None, step: int) -> None:
-        """Show samples of a validation (`samples`) in TensorBoard. On rank 0."""
-        self.run_log.log_samples(text, maps, step)
 
     def _mixer_is_due(self, step: int) -> bool:
         """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""

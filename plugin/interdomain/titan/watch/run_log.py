@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.environment import environment
@@ -92,16 +91,6 @@ class RunLog(BaseLogger):
             for tag, value in with_our_tags(metrics, self.plan).items():
                 self.writer.add_scalar(tag, value, step)
             self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
-
-    def log_samples(self, text: str, maps: Tensor | None, step: int) -> None:
-        """text: Markdown; maps: an image, [height, width, 3] uint8."""
-        if self.writer is None:
-            return
-        with self._until_it_fails():
-            self.writer.add_text("samples/text", text, step)
-            if maps is not None:
-                self.writer.add_image("samples/maps", maps, step, dataformats="HWC")
-            self.writer.flush()
 
     def close(self) -> None:
         if self.writer is not None:

@@ -23,7 +23,6 @@ from ..resume.checkpoint import SelfDescribingCheckpoints
 from ..step.meshes import Meshes
 from ..step.passes import Passes
 from .metrics import InterdomainMetrics, perplexity
-from .samples import samples
 
 ACCURACY, BY_POSITION = "validation_metrics/accuracy", "validation_position/{:04d}-{:04d}"
 
@@ -184,19 +183,5 @@ class FixedValidator:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        if self.job_config.metrics.samples:
-            self._show_samples(model_parts, step, mean)
         for part in model_parts:
             part.train()
-
-    def _show_samples(self, model_parts: list[Any], step: int, loss: float) -> None:
-        """Write samples into TensorBoard. Collective."""
-        if not math.isfinite(loss):
-            logger.warning("no samples at step %d: the validation loss is %s", step, loss)
-            return
-        of = self.passes.plan.config, self.passes.meshes, self.dataset, self.checkpoints.tokenizer
-        settings = dict(number=self.job_config.metrics.samples, seed=self.job_config.debug.seed % 2**32)
-        found = samples(model_parts, *of, **settings)
-        if found is not None:
-            self.metrics.log_samples(*found, step)
-        self.metrics.time_last_log = time.perf_counter()  # the time of the next steps counts from here
