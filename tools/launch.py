@@ -102,15 +102,9 @@ def refuse_idle_gpus() -> None:
         )
 
 
-def check_data(job, plan, dry_run: bool = False) -> str:
+def check_data(job, dry_run: bool = False) -> str:
     """Open the tokenizer and the data, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
-    from interdomain.titan.data.folders import (
-        corpora_named,
-        epochs_in_words,
-        open_dataset,
-        open_tokenizer,
-        open_training,
-    )
+    from interdomain.titan.data.folders import corpora_named, open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
@@ -122,7 +116,7 @@ def check_data(job, plan, dry_run: bool = False) -> str:
     if dry_run and any(map(is_address, corpora_named(job))):
         return f"{job.data.corpus}, which every machine fetches first"
     try:
-        tokenizer, (train, *later) = open_tokenizer(job), open_training(plan)
+        tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
     except FileNotFoundError as e:
         if dry_run:
             return f"NOT HERE: {e}"
@@ -130,11 +124,7 @@ def check_data(job, plan, dry_run: bool = False) -> str:
     line = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
         line += f", validation {open_dataset(job, 'validation').num_tokens:,}"
-    stages = [
-        f"\n{'':>18}  from step {stage.begins + 1:,}: {words}"
-        for stage, words in zip(plan.data_stages, epochs_in_words(plan, [train, *later]), strict=True)
-    ]
-    return line + ")" + "".join(stages if later else [])
+    return f"{line})"
 
 
 def next_steps(argv: list[str], job, plan) -> str:
@@ -200,10 +190,10 @@ def main(argv=None) -> int:
         print(f"{'ignored':>18}  {ignored}: {advice}")
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
-        print(f"{'data':>18}  {check_data(job, plan, dry_run=True)}")
+        print(f"{'data':>18}  {check_data(job, dry_run=True)}")
         return 0
     refuse_idle_gpus()
-    print(f"{'data':>18}  {check_data(job, plan)}")
+    print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder

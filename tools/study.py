@@ -84,7 +84,7 @@ def table(study: "Study") -> str:
     lines, tokens, flops = [["run", "parameters", "state", "tokens", "FLOPs", "is"]], [0, 0], [0.0, 0.0]
     for run in study.runs:
         plan, finished = run.plan, run.is_finished
-        cost, state = plan.flops_at(plan.steps), state_in_words(*plan.state)
+        cost, state = plan.flops, state_in_words(*plan.state)
         status = "finished" if finished else f"at step {run.step:,} of {plan.steps:,}" if run.step else "not begun"
         lines.append([run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{cost:.3g}", status])
         tokens[finished] += plan.tokens

@@ -11,6 +11,10 @@ REMOVED = {
     "--gpus-per-node": NO_ESTIMATES,
     "--network": NO_ESTIMATES,
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
+    "data.stages": (
+        "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
+        "`checkpoint.initial_load_path`."
+    ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",

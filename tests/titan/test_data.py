@@ -1,5 +1,6 @@
 """The loader's order and state, and what a damaged or unfit corpus gets."""
 
+import hashlib
 import json
 import shutil
 import threading
@@ -13,10 +14,9 @@ from interdomain.data import (
     MixtureDataset,
     PackedDataset,
     TokenCorpus,
-    batch_of_step,
     read_manifest,
 )
-from interdomain.titan.data.dataloader import PackedLoader, StageData, open_data
+from interdomain.titan.data.dataloader import PackedLoader, open_data
 from interdomain.titan.errors import user_errors
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
@@ -24,7 +24,7 @@ from interdomain.titan.watch.validate import FixedValidator
 
 from ..common import TIMEOUT
 from .conftest import refusal
-from .runs import TINY, flags
+from .runs import SAVED, TINY, flags
 
 VALIDATOR = {"rank": 0, "ranks": 1, "passes": SimpleNamespace(together=1), "metrics": None, "checkpoints": None}
 
@@ -47,15 +47,14 @@ def take(loader, n):
 def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
     parts = [PackedDataset(TokenCorpus(corpus, split), seq_len=64, seed=42) for split in ("train", "validation")]
     dataset = MixtureDataset(parts, [0.7, 0.3]) if mixed else parts[0]
-    single = PackedLoader([StageData(dataset, 4, 8)], rank=0, ranks=1)
+    single = PackedLoader(dataset, 4, rank=0, ranks=1)
     rows = [row for inputs, _ in take(single, 6) for row in inputs["input"]]  # 24 samples in order
-    saved = PackedLoader([StageData(dataset, 4, 8)], rank=0, ranks=1)
+    saved = PackedLoader(dataset, 4, rank=0, ranks=1)
     take(saved, 2)
     state = saved.state_dict()
     assert state["consumed_samples"] == 8
     for ranks, prefetch in ((1, 0), (1, 3), (2, 2), (4, 0), (4, 1)):
-        settings = {"stages": [StageData(dataset, 2, 8)], "ranks": ranks, "prefetch": prefetch}
-        loaders = [PackedLoader(rank=rank, **settings) for rank in range(ranks)]
+        loaders = [PackedLoader(dataset, 2, rank=rank, ranks=ranks, prefetch=prefetch) for rank in range(ranks)]
         for loader in loaders:
             loader.load_state_dict(state)
         steps = [take(loader, 8 // ranks) for loader in loaders]  # 16 samples on every topology
@@ -66,58 +65,90 @@ def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
         }
 
 
-def steps(loader, n, batch):
-    """The samples of the next n steps, as lists of tokens."""
-    rows, batches = [], iter(loader)
-    while len(rows) < n * batch:
-        rows += next(batches)[0]["input"].tolist()
-    return [rows[i : i + batch] for i in range(0, n * batch, batch)]
+def test_other_data_begins_where_a_run_left_the_old(corpus, caplog):
+    """A corpus that was read before goes on where it was left, also after several changes and resumes."""
+    train = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
+    other = PackedDataset(TokenCorpus(f"{corpus}/validation-00000"), seq_len=64, seed=42)
 
-
-def test_batches_left_out(corpus, alone, capsys):
-    """Later steps move up. A resume leaves out the same batches, or more that are not yet read."""
-    dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
-
-    def loader(*leave_out, state=None):
-        made = PackedLoader([StageData(dataset, 2, 4)], rank=0, ranks=1, leave_out=leave_out)
+    def resumed(dataset, state=None):
+        loader = PackedLoader(dataset, 4, rank=0, ranks=1)
         if state:
-            made.load_state_dict(state)
-        return made
+            loader.load_state_dict(state)
+        return loader
 
-    undisturbed = steps(loader(), 12, 4)
-    first = loader(6, 3, 4)
-    assert steps(first, 4, 4) == [undisturbed[step - 1] for step in (1, 2, 5, 7)]
-    assert [batch_of_step(step, [6, 3, 4]) for step in (1, 2, 3, 4, 5)] == [1, 2, 5, 7, 8]
-    state = first.state_dict()
-    assert state["consumed_samples"] == 16
-    assert steps(loader(3, 4, 6, state=state), 2, 4) == undisturbed[7:9]
-    assert steps(loader(3, 4, 6, 8, 10, state=state), 2, 4) == [undisturbed[8], undisturbed[10]]
-    forgotten = refusal(capsys, loader, 3, 6, state=state)
-    assert "does not have 4, whose batches were left out" in forgotten
-    assert "--data.leave_out 3 4 6 and steps after 7" in forgotten
-    assert "adds 7, whose batches were read" in refusal(capsys, loader, 3, 4, 6, 7, state=state)
-    early = loader()
-    steps(early, 2, 4)
-    assert steps(loader(3, state=early.state_dict()), 1, 4) == [undisturbed[3]]
+    def inputs(loader, n):
+        return torch.cat([inputs["input"] for inputs, _ in take(loader, n)]).tolist()
+
+    def samples(dataset, indices):
+        return dataset.read_batch(indices)[:, :-1].tolist()
+
+    plain = resumed(train)
+    inputs(plain, 3)
+    state = plain.state_dict()
+    assert json.loads(state["made_of"]) == train.made_of
+    mixed = resumed(MixtureDataset([train, other], [3, 1]), state)
+    read = inputs(mixed, 1)
+    train.first = other.first = 0
+    assert sorted(read) == sorted(samples(train, range(12, 15)) + samples(other, [0]))
+    assert "THE DATA CHANGES after 12 samples" in caplog.text
+
+    caplog.clear()
+    again = resumed(MixtureDataset([train, other], [3, 1]), mixed.state_dict())
+    read = inputs(again, 1)
+    state = again.state_dict()
+    train.first = other.first = 0
+    assert sorted(read) == sorted(samples(train, range(15, 18)) + samples(other, [1]))
+    assert "THE DATA CHANGES" not in caplog.text
+
+    back = resumed(train, resumed(other, state).state_dict())
+    read = inputs(back, 1)
+    assert back.state_dict()["consumed_samples"] == 24
+    train.first = 0
+    assert read == samples(train, range(18, 22))
 
 
-def test_other_data_is_no_continuation(corpus, tmp_path, alone, capsys):
-    """Named by the setting that differs; weights in the same proportion are the same."""
+def test_another_length_or_seed_is_no_continuation(corpus, tmp_path, alone, capsys, caplog):
+    """Named by the setting that differs. Weights in the same proportion are the same data."""
     again = shutil.copytree(corpus, tmp_path / "copy")
     manifest = again / "manifest.json"
     manifest.write_text(json.dumps(read_manifest(again) | {"source": "another"}))
     state = build(mixture([corpus, again], [1, 2])).state_dict()
-    others = {
-        "(changed: training.seq_len)": mixture([corpus, again], [1, 2], training__seq_len=32),
-        "(changed: debug.seed)": mixture([corpus, again], [1, 2], debug__seed=43),
-        "(changed: data.weights)": mixture([corpus, again], [2, 1]),
-        "(changed: data.corpus (other files, or prepared again))": mixture([corpus, corpus], [1, 2]),
-    }
-    for cause, job in others.items():
+    for setting, value in (("training.seq_len", 32), ("debug.seed", 43)):
+        job = mixture([corpus, again], [1, 2], **{setting.replace(".", "__"): value})
         error = refusal(capsys, build(job).load_state_dict, state)
-        assert cause in error
+        assert f"was made with another {setting}" in error
         assert "exclude_from_loading dataloader" in error
     build(mixture([corpus, again], [10, 20])).load_state_dict(state)
+    assert "THE DATA CHANGES" not in caplog.text
+    for job in (mixture([corpus, again], [2, 1]), mixture([corpus, corpus], [1, 2])):
+        caplog.clear()
+        build(job).load_state_dict(state)
+        assert "THE DATA CHANGES" in caplog.text
+
+
+@pytest.mark.e2e
+def test_a_run_that_continues_with_another_mixture(runs, corpus):
+    """It says so, reads the new samples, and records the old data."""
+    others = {"data__corpus": f"{corpus},{corpus}/validation-00000", "data__weights": [3, 1]}
+    runs.add("1 other mixture", **SAVED, **others, training__steps=4, of=("2 text", 3))
+    said = runs.said("1 other mixture")
+    assert "THE DATA CHANGES after 24 samples" in said
+    assert "fingerprint of the train text: " in said
+    (samples,) = runs.samples("1 other mixture")
+    train, other = (
+        PackedDataset(TokenCorpus(corpus), 64, 42),
+        PackedDataset(TokenCorpus(f"{corpus}/validation-00000"), 64, 42),
+    )
+    expected = [*train.read_batch(range(24, 30)), *other.read_batch(range(2))]
+    assert samples == sorted(hashlib.sha256(window.tobytes()).hexdigest() for window in expected)
+    before, after = (
+        json.loads((runs.checkpoint(name, step) / "interdomain.json").read_text())["run"]
+        for name, step in (("2 text", 3), ("1 other mixture", 4))
+    )
+    (earlier,) = after["earlier_data"]
+    assert earlier == {"ends": 3, "data_fingerprint": before["data_fingerprint"], "corpora": before["corpora"]}
+    assert after["data_fingerprint"] != before["data_fingerprint"]
+    assert [corpus["name"] for corpus in after["corpora"]] == ["tiny", "validation-00000"]
 
 
 def mixture(corpora, weights, **settings):
@@ -134,12 +165,12 @@ def test_a_mixture_on_the_command_line_and_in_toml(corpus, tmp_path, alone, capl
     with caplog.at_level("INFO"):
         loader = build(read_job_config(arguments))
     assert f"{again} for " in caplog.text
-    assert [loader.stages[0].dataset.locate(g)[0] for g in range(8)].count(1) == 2
+    assert [loader.dataset.locate(g)[0] for g in range(8)].count(1) == 2
     toml = tmp_path / "mixed.toml"
     text = TINY.read_text() + f'\n[data]\ncorpus = ["{corpus}", "{again}"]\nweights = [0.75, 0.25]\n'
     toml.write_text(text)
     job = read_job_config(["--job.config_file", str(toml)])
-    assert build(job).stages[0].dataset.fingerprint == loader.stages[0].dataset.fingerprint
+    assert build(job).dataset.fingerprint == loader.dataset.fingerprint
     validation = FixedValidator(job_config=job, **VALIDATOR)
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
 
@@ -158,7 +189,7 @@ def test_reading_ahead(corpus):
     dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
     read, one_more, real = [], threading.Semaphore(0), dataset.read_batch
     dataset.read_batch = lambda indices: (read.append(list(indices)), one_more.release()) and real(indices)
-    loader = PackedLoader([StageData(dataset, 2, 2)], rank=0, ranks=1, prefetch=3)
+    loader = PackedLoader(dataset, 2, rank=0, ranks=1, prefetch=3)
     batches = iter(loader)
     next(batches)
     assert all(one_more.acquire(timeout=TIMEOUT) for _ in range(4))

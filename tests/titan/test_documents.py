@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.model import Transformer
-from interdomain.titan.data.dataloader import PackedLoader, StageData
+from interdomain.titan.data.dataloader import PackedLoader
 from interdomain.titan.data.folders import open_dataset
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
@@ -41,6 +41,6 @@ def test_the_loss_is_what_every_document_gives_by_itself(runs):
 @torch.no_grad()
 def test_the_loss_is_the_mean_over_the_answers(runs):
     model, _, dataset = at_the_start(runs, "1 answers")
-    inputs, labels = next(iter(PackedLoader([StageData(dataset, 8, 8)], rank=0, ranks=1)))
+    inputs, labels = next(iter(PackedLoader(dataset, 8, rank=0, ranks=1)))
     expected = F.cross_entropy(model(inputs["input"]).flatten(0, 1), labels.flatten(), ignore_index=-100).item()
     assert runs.seen("1 answers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)

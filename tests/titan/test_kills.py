@@ -1,4 +1,4 @@
-"""The life of a run of two ranks: three data stages and a kill in each, a spike, milestones, and a watcher beside it.
+"""The life of a run of two ranks: kills, a spike, milestones, and a watcher beside it.
 
 Real processes, real signals (disturbed.py). It validates after every step, so that it is also killed right before a
 validation, and ends with the same bits and curves as the run that nobody disturbed, and with no validation missing.
@@ -20,15 +20,15 @@ from interdomain.tools._start.torchrun import CONTINUE
 from ..common import REPOSITORY
 from ..ranks import forks
 from .runs import SAVED, SPIKES, assert_same_tensors, flags, run_disturbed, steps
-from .test_stages import toml_of
 
 pytestmark = pytest.mark.e2e
 
-STARTS = [  # stages of the data begin after steps 2 and 4
+STARTS = [
     [["finish", 2, 0, "SIGKILL", "rank"], ["step", 4, 1, "SIGTERM", "rank"]],  # one torchrun, which restarts the ranks
     [["validate", 6, 0, "SIGKILL", "agent"]],  # after the save of the last step
     [None],
 ]
+MILESTONES = {"checkpoint__keep_steps": [2, 4]}
 SPIKE = {"spoil": {5: 1e5}, "window": SPIKES["window"]}
 DEVIATIONS = {name: value for name, value in SPIKES.items() if name not in SPIKE}
 
@@ -49,10 +49,10 @@ def story(tmp_path_factory, corpus):
     """Record of each start of torchrun: its exit status, its output, and the files in the checkpoint folder after it."""
     folder = tmp_path_factory.mktemp("kills")
     run, plan = folder / "run", folder / "plan.json"
-    settings = SAVED | DEVIATIONS | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
+    settings = SAVED | DEVIATIONS | MILESTONES | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
     settings |= {"training__local_batch_size": 4, "metrics__enable_tensorboard": True}
-    given = flags(corpus, run, toml_of(folder, corpus), **settings)
+    given = flags(corpus, run, **settings)
     run.mkdir()
     watcher = forks().Process(target=watch_beside, args=(watching(run),))
     watcher.start()
@@ -77,8 +77,7 @@ def undisturbed(runs, corpus):
     """The folder of the run that nobody disturbed, and whose milestones are evaluated after its end."""
     runs.add(
         "2 story",
-        toml=toml_of(runs.folder, corpus),
-        **SAVED | DEVIATIONS | SPIKE | steps(6),
+        **SAVED | DEVIATIONS | MILESTONES | SPIKE | steps(6),
         metrics__enable_tensorboard=True,
     )
     folder = runs.at("2 story")
@@ -96,7 +95,7 @@ def test_killed_ranks_come_back_from_the_last_complete_checkpoint_and_leave_on_a
     assert loaded(chapter) == ["step-1"]  # of 2 only shards were written
     assert chapter.status == CONTINUE  # where torchrun's own is 0: it has seen all ranks end well
     assert "leaving after step 5 (a signal to another rank): saved. The same command continues" in chapter.said
-    assert chapter.found == {2, 4, 5}  # milestones are the ends of stages, beside them the latest two
+    assert chapter.found == {2, 4, 5}  # the milestones, and beside them the latest two
 
 
 def test_a_damaged_checkpoint_is_skipped_and_ranks_do_not_outlive_torchrun(story):
@@ -127,7 +126,7 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
 def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     ours, theirs = (folder / "checkpoint" / "step-6" for folder in (story.folder, undisturbed))
     record = read_sidecar(ours)[1]
-    assert (record["tokens"], record["skipped_steps"], record["spike_steps"]) == (3584, 1, [5])
+    assert (record["tokens"], record["skipped_steps"], record["spike_steps"]) == (3072, 1, [5])
     assert {*milestones(ours.parent)} == {*milestones(theirs.parent)} == {2, 4, 6}
     assert_same_tensors(ours, theirs)
     for tag, curves in (("loss_metrics/global_avg_loss", "tb"), ("perplexity/{}/64", "tb/evaluation")):

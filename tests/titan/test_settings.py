@@ -201,10 +201,9 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
         assert job_config.value_of(from_file, setting) == path
         assert job_config.value_of(from_flags, setting) == path
     assert from_file.job.description == "~ $SCRATCH $NONE"
-    toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]\n[[data.stages]]\nat_tokens = 1\ncorpus = "~/c"')
+    toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]')
     job = read_job_config([f"--job.config_file={toml}", "--job.dump_folder=~"])
     assert job.data.corpus == [f"{tmp_path}/a", "b", "shards/*[0-9]$"]
-    assert job.data.stages[0]["corpus"] == f"{tmp_path}/c"
     assert job.job.dump_folder == str(tmp_path)
     assert read_job_config(["--data.corpus", "~/a,$SCRATCH/b"]).data.corpus == f"{tmp_path}/a,/disk/me/b"
 

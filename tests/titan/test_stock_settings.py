@@ -58,7 +58,11 @@ def test_all_problems_come_in_one_message(monkeypatch, capsys):
     """Of TorchTitan's settings and of ours, of single settings and of several together."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     wrong = {"model__converters": "float8", "training__dtype": "bfloat16", "training__seq_len": 0}
-    wrong |= {"metrics__samples": 1, "profiling__enable_profiling": True, "profiling__enable_memory_snapshot": True}
+    wrong |= {
+        "training__max_skipped_steps": 3,
+        "profiling__enable_profiling": True,
+        "profiling__enable_memory_snapshot": True,
+    }
     said = refusal(capsys, spec.plan_of, stock_config(**wrong)).splitlines()
     for setting in wrong:
         assert [line for line in said if line.startswith(f"  - {setting.replace('__', '.')} ")], setting
@@ -120,7 +124,6 @@ ALL_LAYERS = STAGES.format('[["tok_embeddings"], ["layers.0", "layers.1", "norm"
 @pytest.mark.parametrize(
     ("table", "settings", "said"),
     [
-        ("[[data.stages]]\nat_tokens = 512\n", {}, "has one batch and one length"),
         (WITHOUT_A_LAYER, PIPELINED, "must name tok_embeddings, layers.0, layers.1, norm, output, each once"),
         (ALL_LAYERS, PIPELINED | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}, "in 4 or 6 parts"),
     ],

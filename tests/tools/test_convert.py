@@ -158,8 +158,8 @@ def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refu
     (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
     web = {"name": "web", "share": "3/4", "tokens": 9_000, "sources": ["a/b (Hugging Face hub)"], "datasets": ["a/b"]}
     code = {"name": "code", "share": "1/4", "tokens": 800, "sources": ["a|b.txt (0.1 MB)"], "datasets": []}
-    stages = [{"begins": begins, "corpora": corpora} for begins, corpora in ((0, [web]), (60, [web, code]), (100, []))]
-    edit_record(checkpoint, lambda record: record["run"].update(data_stages=stages))
+    data = {"earlier_data": [{"ends": 60, "corpora": [web]}], "corpora": [web, code]}
+    edit_record(checkpoint, lambda record: record["run"].update(data))
     recipe = {"optimizer": {"lr": 3e-3}, "training": {"dataset_path": "mine", "steps": 400, "tokens": None}}
     edit_record(checkpoint, lambda record: record.update(configuration={**recipe, "job": {"dump_folder": "mine"}}))
     run(checkpoint, output, "--license", "cc-by-4.0")

@@ -66,13 +66,13 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         return torchrun_status
 
     monkeypatch.setattr(launch.torchrun, "run", run)
-    monkeypatch.setattr(launch, "check_data", lambda job, plan: "")
+    monkeypatch.setattr(launch, "check_data", lambda job: "")
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
 
 
 def test_rewind_chooses_once_and_a_dry_run_shows_it(capsys, refused, tmp_path, monkeypatch):
     """The last milestone before the first spike, else the last checkpoint; data that an earlier way back left out stays so."""
-    monkeypatch.setattr(launch, "check_data", lambda job, plan, dry_run=False: "")
+    monkeypatch.setattr(launch, "check_data", lambda job, dry_run=False: "")
     monkeypatch.setattr(launch.torchrun, "run", lambda command, environment: INTERRUPTED)
     monkeypatch.setattr(launch, "refuse_idle_gpus", lambda: None)
     command = ["--job.dump_folder", str(tmp_path), "--ranks", "1", "--rewind"]
@@ -150,8 +150,7 @@ def test_flags_lists_every_setting(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--flags"])
     shown = capsys.readouterr().out
-    assert [setting for setting in job_config.KINDS if f"--{setting.replace('_', '-')}" not in shown] == ["data.stages"]
-    assert "The tables [[data.stages]] stand in the" in shown
+    assert [setting for setting in job_config.KINDS if f"--{setting.replace('_', '-')}" not in shown] == []
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):

@@ -54,8 +54,6 @@ class StudyRun:
             if not (job.validation.enable and job.checkpoint.enable and job.metrics.enable_tensorboard):
                 needed = "validation.enable, checkpoint.enable and metrics.enable_tensorboard"
                 raise ValueError(f"a study compares validation losses and continues its runs: set {needed} to true.")
-            if job.data.stages:
-                raise ValueError("the runs of a study have one data stage: leave [[data.stages]] out.")
             return make_plan(job, self.ranks or 1, on_gpus=True)
         except ValueError as e:
             raise ValueError(f"{self.name}: {e}") from e

@@ -63,7 +63,7 @@ def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
     for run in missing:
         job = job_config_of(run.settings)
         try:
-            check_data(job, run.plan)
+            check_data(job)
         except (ValueError, FileNotFoundError) as e:
             errors.setdefault(str(e), []).append(run.name)
             for corpus in [*folders_of(job.data.corpus), job.data.validation_corpus]:

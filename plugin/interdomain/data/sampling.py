@@ -212,6 +212,14 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
     return pattern
 
 
+def counts_in(pattern: np.ndarray, consumed: int) -> list[int]:
+    """Samples of each corpus among the first `consumed` of a repeated `fair_pattern`."""
+    repetitions, rest = divmod(consumed, len(pattern))
+    in_pattern = np.bincount(pattern)
+    in_rest = np.bincount(pattern[:rest], minlength=len(in_pattern))
+    return (repetitions * in_pattern + in_rest).tolist()
+
+
 class MixtureDataset(PackedDataset):
     """Samples of several PackedDatasets, by weight. After any number n of samples each corpus has given n * weight of them, to
     within one sample.
@@ -268,9 +276,7 @@ class MixtureDataset(PackedDataset):
         return self.datasets
 
     def counts(self, consumed: int) -> list[int]:
-        block, r = divmod(consumed, len(self._pattern))
-        head = np.bincount(self._pattern[:r], minlength=len(self.datasets)).tolist()
-        return [block * n + h for n, h in zip(self._per_pattern, head, strict=True)]
+        return counts_in(self._pattern, consumed)
 
     def counted(self, g: int) -> None:
         return None

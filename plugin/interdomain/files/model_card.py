@@ -146,7 +146,7 @@ def write_card(
     """
     run, validation = facts["run"], facts["validation"] or {}
     start = tokenizer.documents.start
-    corpora, conditions = _corpora(run, facts["step"]), facts["condition"].partition(",")[0].split(" + ")
+    corpora, conditions = _corpora(run), facts["condition"].partition(",")[0].split(" + ")
     header = {
         "license": license,
         "library_name": "transformers",
@@ -234,11 +234,13 @@ def _start(tokenizer: Tokenizer) -> str:
     )
 
 
-def _corpora(run: dict[str, Any], step: int) -> list[dict[str, Any]]:
-    """The corpora of the data stages that had begun at a step, each with `begins`, the first step after which it was read."""
-    stages = run.get("data_stages") or [{"begins": 0, **run}]
-    begun = [stage for stage in stages if stage["begins"] < max(step, 1)]
-    return [corpus | {"begins": stage["begins"]} for stage in begun for corpus in stage.get("corpora", ())]
+def _corpora(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The corpora of a run in the order in which it read them, each with `begins`, the step after which it was read."""
+    corpora, begins = [], 0
+    for data in [*run.get("earlier_data", []), run]:
+        corpora += [corpus | {"begins": begins} for corpus in data.get("corpora", ())]
+        begins = data.get("ends")
+    return corpora
 
 
 def _table(corpora: list[dict[str, Any]]) -> str:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from interdomain.data import PackedDataset
 from interdomain.launcher import ENDED, tell_launcher
 from interdomain.model import Transformer, meta_model
 from interdomain.model.shard import one_gloo_thread
@@ -102,7 +101,7 @@ class InterdomainTrainer(Trainer):
         plan: what the configuration says about the run: model, steps, batch, ranks (`plan.RunPlan`).
         meshes: the process groups of this rank.
         model_parts: this rank's stages of the pipeline; without one, the model.
-        passes: forward and backward passes of a step, in each data stage.
+        passes: forward and backward passes of a step.
         step: the step that runs, from 1.
 
     Raises:
@@ -146,20 +145,20 @@ class InterdomainTrainer(Trainer):
 
         rank = self.meshes.data_rank  # the ranks that share a sequence read the same samples
         tokenizer, self.dataloader = open_data(config, plan, rank, plan.topology.data_ranks)
-        datasets = [stage.dataset for stage in self.dataloader.stages]
+        dataset = self.dataloader.dataset
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        # Each length has compiled code of its own: of a general one the sums would depend on which length came first.
-        torch._dynamo.config.automatic_dynamic_shapes = not plan.later
-        self.passes = [self._passes(stage, data) for stage, data in zip(plan.data_stages, datasets, strict=True)]
+        run = self.model_parts, plan, self.meshes, self.device, plan.global_batch * dataset.targets
+        if plan.topology.pipeline > 1:
+            self.passes = Pipeline(*run, plan.schedule)
+        else:
+            self.passes = Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
         self.optimizers.guard.deviations = config.training.spike_deviations
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
-        stages = zip(plan.data_stages, datasets, strict=True)
-        facts = [data_record(stage.costs.job, data, tokenizer) for stage, data in stages]
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, config, facts, tokenizer),
+            record=describe_run(plan, config, data_record(config, dataset, tokenizer), tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             milestones=plan.milestones,
@@ -174,10 +173,10 @@ class InterdomainTrainer(Trainer):
         )
         if config.validation.enable:
             beside = self.metrics_processor, self.checkpointer
-            self.validator = FixedValidator(config, rank, plan.topology.data_ranks, self.passes[0], *beside)
-        texts = {"train": datasets[0]} | {f"data stage {n}": dataset for n, dataset in enumerate(datasets[1:], 2)}
-        texts |= {"validation": self.validator.dataset} if config.validation.enable else {}
-        fingerprints = {split: text_fingerprint(dataset) for split, dataset in texts.items()}
+            self.validator = FixedValidator(config, rank, plan.topology.data_ranks, self.passes, *beside)
+        fingerprints = {"train": text_fingerprint(dataset)}
+        if config.validation.enable:
+            fingerprints["validation"] = text_fingerprint(self.validator.dataset)
         self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
@@ -196,17 +195,11 @@ class InterdomainTrainer(Trainer):
             parts.append(model.train())
         return parts
 
-    def _passes(self, stage: RunPlan, dataset: PackedDataset) -> Passes:
-        run = self.model_parts, stage, self.meshes, self.device, stage.global_batch * dataset.targets
-        schedule = self.job_config.parallelism.pipeline_parallel_schedule
-        return Pipeline(*run, schedule) if stage.topology.pipeline > 1 else Passes(*run)
-
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """Take one step of the optimizer. The host waits for the device in logged steps alone."""
         self.optimizers.zero_grad()
-        passes = self.passes[self.plan.data_stage_of(self.step)]
-        batches = itertools.islice(data_iterator, passes.plan.accumulation)
-        loss = passes.run(batches, backward=True) / passes.targets  # this rank's share
+        batches = itertools.islice(data_iterator, self.plan.accumulation)
+        loss = self.passes.run(batches, backward=True) / self.passes.targets  # this rank's share
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job_config.training.max_norm, self.meshes)

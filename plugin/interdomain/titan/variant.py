@@ -41,7 +41,6 @@ OURS_ALONE = {
     "checkpoint.copy_to": "saves in its folder alone",
     "checkpoint.copy_wait_seconds": "saves in its folder alone",
     "lr_scheduler.allow_jump": "does not compare rates at a resume",
-    "data.stages": "has one batch and one length",
     "data.leave_out": "leaves no batches out",
 }
 
@@ -146,7 +145,7 @@ class VariantCurves:
         extra = dict(extra_metrics or {})
         # TorchTitan adds up what each rank has counted, and a checkpoint has one rank's count: after a resume on other
         # degrees it would be another number.
-        extra["n_tokens_seen"] = self.plan.tokens_at(step)
+        extra["n_tokens_seen"] = step * self.plan.tokens_per_step
         extra["loss_metrics/perplexity"] = perplexity(loss)
         freq = self.job_config.metrics.mixer_freq
         if freq and (step == 1 or step % freq == 0):
@@ -196,7 +195,7 @@ def record_run(
     if job_config.checkpoint.enable and dist.get_rank() == 0:
         folder = Path(job_config.job.dump_folder)
         refuse_half_copies(folder / job_config.checkpoint.folder)
-        record = describe_run(plan, job_config, [data], tokenizer)
+        record = describe_run(plan, job_config, data, tokenizer)
         for section in unknown_sections:
             del record["configuration"][section]
         write_record(folder, record, tokenizer)

@@ -1,33 +1,25 @@
 """Batches of packed windows of prepared corpora, for TorchTitan."""
 
-import itertools
 import json
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
-from interdomain.data import MixtureDataset, PackedDataset, Tokenizer, batch_of_step
+from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
+from interdomain.data.sampling import counts_in, fair_pattern
 
 from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseDataLoader, logger
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
-from .folders import epochs_in_words, open_tokenizer, open_training
+from .folders import epochs_in_words, open_dataset, open_tokenizer
 
 # ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens, or IGNORE_INDEX where only answers count
 Batch = tuple[dict[str, Tensor], Tensor]
-# What a fingerprint is made of, and the settings that change it.
-CAUSES = {
-    "corpora": "data.corpus (other files, or prepared again)",
-    "weights": "data.weights",
-    "seq_len": "training.seq_len",
-    "order": "debug.seed",
-    "before": "data stages that are over",
-}
 
 
 def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], positions: bool) -> Batch:
@@ -43,66 +35,55 @@ def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], 
     return inputs, labels
 
 
-class StageData(NamedTuple):
-    """Data of a stage of the run: windows, and sequences of one pass of a rank and of a step."""
-
-    dataset: PackedDataset | MixtureDataset
-    local_batch: int
-    global_batch: int
-    begins: int = 0  # steps before the stage
-
-
 class PackedLoader(BaseDataLoader):
     """Endless batches, in pinned memory where there is a GPU.
 
     Micro-batch i of all ranks together is the next `local_batch * ranks` global samples; rank r takes the r-th run of
-    `local_batch` of them. A step's samples therefore depend on the global batch size alone. The state is the number of
-    samples that all ranks together were handed, and a fingerprint of the data and its order, so a run continues with the same
-    batches on any number of ranks. torchdata reads ahead in a thread (worker processes would cost more than they save: a
-    window is a copy out of mapped memory).
+    `local_batch` of them. A step's samples therefore depend on the global batch size alone. torchdata reads ahead in a thread
+    (worker processes would cost more than they save: a window is a copy out of mapped memory).
+
+    The state is the number of samples that all ranks together were handed, and a fingerprint of the data and its order, so a
+    run continues with the same batches on any number of ranks. A state of other corpora or weights is taken, too: then the
+    data changes at this sample, and each corpus goes on after the samples of it that were read before.
 
     Args:
-        stages: in order; each ends at the step at which the next one begins.
-        leave_out: steps whose batches are left out; later steps of the same stage read the next ones. The next stage begins
-            with the batch with which it begins if none is left out.
+        local_batch: sequences of one pass of a rank.
         prefetch: micro-batches to read ahead; 0 reads when asked.
         positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
+
+    Attributes:
+        consumed: samples that all ranks together were handed since the run's first step.
+        begins: `consumed` when the data last changed.
+        read_before: samples of each corpus that were read until then, by the corpus's fingerprint.
     """
 
     def __init__(
         self,
-        stages: Sequence[StageData],
+        dataset: PackedDataset | MixtureDataset,
+        local_batch: int,
         *,
         rank: int,
         ranks: int,
-        leave_out: Collection[int] = (),
         prefetch: int = 0,
         positions: bool = False,
     ) -> None:
-        self.stages, self.rank, self.ranks = stages, rank, ranks
-        self.leave_out, self.prefetch, self.positions, self.consumed = sorted(leave_out), prefetch, positions, 0
-        lengths = [(b.begins - a.begins) * a.global_batch for a, b in itertools.pairwise(stages)]
-        self.ends = list(itertools.accumulate(lengths))  # of the stages but the last, in samples
-
-    def _place(self, i: int, consumed: int, leave_out: Sequence[int]) -> tuple[int, int]:
-        """(number of the batch, as `leave_out` counts, place in it) of the sample that comes after so many, in stage i."""
-        begins, end = self.stages[i].begins, self.stages[i + 1].begins if i < len(self.ends) else 2**63
-        step, place = divmod(consumed - [0, *self.ends][i], self.stages[i].global_batch)
-        return batch_of_step(begins + step + 1, [n for n in leave_out if begins < n <= end]), place
+        self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
+        self.prefetch, self.positions = prefetch, positions
+        self.consumed = self.begins = 0
+        self.read_before: dict[str, int] = {}
 
     def _read(self, consumed: int) -> Iterator[Batch | ValueError]:
-        """This rank's micro-batches from a global sample on. One that cannot be read is its error: torchdata would print a
-        traceback."""
+        """This rank's micro-batches from a global sample on.
+
+        A batch that cannot be read is given as its error, because torchdata would print a traceback.
+        """
         while True:
-            i = bisect_right(self.ends, consumed)
-            dataset, local, each, begins = self.stages[i]
-            batch, place = self._place(i, consumed, self.leave_out)
-            first = (batch - begins - 1) * each + place + self.rank * local
+            first = consumed - self.begins + self.rank * self.local_batch
             try:
-                yield read_batch(dataset, range(first, first + local), self.positions)
+                yield read_batch(self.dataset, range(first, first + self.local_batch), self.positions)
             except ValueError as e:  # ids outside the vocabulary: a damaged shard
                 yield e
-            consumed += local * self.ranks
+            consumed += self.local_batch * self.ranks
 
     def __iter__(self) -> Iterator[Batch]:
         node = IterableWrapper(self._read(self.consumed))
@@ -124,71 +105,63 @@ class PackedLoader(BaseDataLoader):
             raise batch
         return batch
 
-    def _described(self, consumed: int) -> tuple[str, dict[str, Any]]:
-        """(fingerprint, what it is made of) of the stage of the last sample that was read, with the stages before it and the
-        batches left out."""
-        i = bisect_left(self.ends, consumed)
-        made_of = dict(self.stages[i].dataset.made_of)
-        if i:
-            made_of["before"] = [[self.stages[n].dataset.fingerprint, self.ends[n]] for n in range(i)]
-        if self.leave_out:
-            made_of["leave_out"] = self.leave_out
-        return self.stages[i].dataset.fingerprint, made_of
-
     def state_dict(self) -> dict[str, Any]:
-        fingerprint, made_of = self._described(self.consumed)
-        return {"consumed_samples": self.consumed, "fingerprint": fingerprint, "made_of": json.dumps(made_of)}
+        made_of = dict(self.dataset.made_of)
+        if self.begins:
+            made_of |= {"begins": self.begins, "read_before": self.read_before}
+        return {
+            "consumed_samples": self.consumed,
+            "fingerprint": self.dataset.fingerprint,
+            "made_of": json.dumps(made_of),
+        }
 
     @user_errors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        consumed, there = state_dict["consumed_samples"], json.loads(state_dict["made_of"])
-        fingerprint, here = self._described(consumed)
-        if state_dict["fingerprint"] != fingerprint or there.get("before") != here.get("before"):
-            causes = [setting for name, setting in CAUSES.items() if there.get(name) != here.get(name)]
+        saved, made_of = json.loads(state_dict["made_of"]), self.dataset.made_of
+        if "before" in saved:
             raise ValueError(
-                f"the checkpoint was made with other data (changed: {', '.join(causes) or 'the version'}), so its position "
-                "in the data cannot be continued. Restore data.corpus, data.weights, training.seq_len and debug.seed, and the "
-                "data.stages that have begun. To train on the new data, start another run from it: --job.dump_folder, "
+                "the checkpoint is of a run whose data changed at set steps, which this version cannot continue."
+            )
+        settings = {"seq_len": "training.seq_len", "order": "debug.seed"}
+        if changed := [setting for name, setting in settings.items() if saved[name] != made_of[name]]:
+            raise ValueError(
+                f"the checkpoint was made with another {' and '.join(changed)}, so its position in the data cannot be "
+                "continued. Restore the setting. To train on with the new one, start another run from it: --job.dump_folder, "
                 "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading "
                 "dataloader."
             )
-        self._refuse_left_out(consumed, there.get("leave_out", []))
-        self.consumed = consumed
+        self.consumed = state_dict["consumed_samples"]
+        self.begins, self.read_before = saved.get("begins", 0), saved.get("read_before", {})
+        if state_dict["fingerprint"] != self.dataset.fingerprint:
+            self._change_data(saved)
+        for part in self.dataset.parts:
+            part.first = self.read_before.get(part.corpus.fingerprint, 0)
 
-    def _refuse_left_out(self, consumed: int, before: list[int]) -> None:
-        """Raises: ValueError unless the batches left out are those of the checkpoint, perhaps with some not yet read."""
-        i, added = bisect_left(self.ends, consumed), set(self.leave_out) - set(before)
-        last = self._place(i, consumed - 1, before)[0] if consumed else 0
-        end = self.stages[i + 1].begins if i < len(self.ends) else last
-        read = sorted(step for step in added if step <= min(last, end))
-        missing = sorted(set(before) - set(self.leave_out))
-        if missing or read:
-            steps = " ".join(map(str, sorted(before)))
-            why = (
-                f"does not have {', '.join(map(str, missing))}, whose batches were left out before the checkpoint"
-                if missing
-                else f"adds {', '.join(map(str, read))}, whose batches were read before the checkpoint"
-            )
-            raise ValueError(
-                f"data.leave_out {why}. Set --data.leave_out {steps} and steps after {last}, or continue from a checkpoint "
-                "before these steps (checkpoint.load_step)."
-            )
+    def _change_data(self, saved: dict[str, Any]) -> None:
+        """Begin to read this loader's data where a run has left other data, described by a state's "made_of"."""
+        pattern = fair_pattern([Fraction(weight) for weight in saved["weights"]])
+        counts = counts_in(pattern, self.consumed - self.begins)
+        read = dict(self.read_before)
+        for corpus, count in zip(saved["corpora"], counts, strict=True):
+            read[corpus] = self.read_before.get(corpus, 0) + count
+        self.begins, self.read_before = self.consumed, read
+        logger.warning(
+            "THE DATA CHANGES after %d samples: data.corpus or data.weights are not the checkpoint's. A corpus that was read "
+            "before goes on where it was left.",
+            self.consumed,
+        )
 
 
 @user_errors
 def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
-    tokenizer, datasets = open_tokenizer(job_config), open_training(plan)
-    for stage, words in zip(plan.data_stages, epochs_in_words(plan, datasets), strict=True):
-        logger.info("data%s: %s", f" from step {stage.begins + 1}" if stage.begins else "", words)
-    # TorchTitan's trainer divides its local batches into a pipeline's.
-    local = [job_config.training.local_batch_size, *(stage.local_batch for stage in plan.later)]
-    facts = zip(plan.data_stages, datasets, local, strict=True)
+    tokenizer, dataset = open_tokenizer(job_config), open_dataset(job_config, "train")
+    logger.info("data: %s", epochs_in_words(job_config, dataset, plan.steps * plan.global_batch))
     return tokenizer, PackedLoader(
-        [StageData(dataset, each, stage.global_batch, stage.begins) for stage, dataset, each in facts],
+        dataset,
+        job_config.training.local_batch_size,  # TorchTitan's trainer divides its local batches into a pipeline's
         rank=rank,
         ranks=ranks,
-        leave_out=job_config.data.leave_out,
         prefetch=job_config.data.prefetch,
         positions=job_config.data.reset_state_at_documents,
     )

@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import itertools
 import json
 import os
 from pathlib import PurePath
@@ -23,9 +22,8 @@ from interdomain.data.corpus import sources
 from interdomain.storage import is_address
 
 from ..errors import user_errors
-from ..plan.run_plan import RunPlan, model_config
+from ..plan.run_plan import model_config
 from ..resume.resume_from import at_length
-from ..settings.job_config import data_stages, in_data_stage
 from ..settings.schema import JobConfig
 
 
@@ -49,9 +47,8 @@ def corpora_of(job_config: JobConfig) -> list[str]:
 
 
 def corpora_named(job_config: JobConfig) -> list[str]:
-    """All corpora of the configuration: of every data stage, and of the validation."""
-    stages = [folders_of(job.data.corpus) for job in data_stages(job_config)]
-    return [*dict.fromkeys(itertools.chain(*stages, [job_config.data.validation_corpus]))]
+    """All corpora of the configuration: those of the training, and that of the validation."""
+    return [*dict.fromkeys([*folders_of(job_config.data.corpus), job_config.data.validation_corpus])]
 
 
 @user_errors
@@ -62,12 +59,9 @@ def fetch_corpora(job_config: JobConfig) -> None:
 
 
 def open_tokenizer(job_config: JobConfig) -> Tokenizer:
-    """The run's tokenizer, checked against every corpus of every data stage and the model's vocabulary."""
-    data, corpora = job_config.data, {}
-    for number, job in enumerate(data_stages(job_config)):
-        with in_data_stage(number):
-            corpora |= {corpus: corpora.get(corpus, number) for corpus in corpora_of(job)}
-    prepared = [corpus for corpus in corpora if os.path.isdir(corpus)]
+    """The run's tokenizer, checked against every corpus and the model's vocabulary."""
+    data = job_config.data
+    prepared = [corpus for corpus in corpora_of(job_config) if os.path.isdir(corpus)]
     if not prepared and not data.tokenizer:
         raise ValueError(
             f"data.corpus = {data.corpus!r} is shards without a manifest, and no tokenizer is set. Set data.tokenizer "
@@ -79,12 +73,11 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
         made_with = read_manifest(corpus)["tokenizer"]["sha256"]
         if tokenizer.sha256 != made_with:
             named = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
-            with in_data_stage(corpora.get(corpus, 0)):
-                raise ValueError(
-                    f"{named} is not the tokenizer that made data.corpus = {corpus!r} "
-                    f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
-                    "corpus's own, or prepare the corpus with this tokenizer."
-                )
+            raise ValueError(
+                f"{named} is not the tokenizer that made data.corpus = {corpus!r} "
+                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
+                "corpus's own, or prepare the corpus with this tokenizer."
+            )
     try:
         check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
     except ValueError as e:
@@ -118,34 +111,16 @@ def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDa
     return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
 
 
-def open_training(plan: RunPlan) -> list[PackedDataset | MixtureDataset]:
-    """The training windows of each data stage. A corpus goes on where the stages before it, with windows of the same length,
-    have left it."""
-    datasets, read = [], {}
-    for number, (stage, steps) in enumerate(zip(plan.data_stages, plan.steps_by_data_stage(plan.steps), strict=True)):
-        with in_data_stage(number):
-            datasets.append(dataset := open_dataset(stage.costs.job, "train"))
-        for part in dataset.parts:
-            part.first = read.get(part.fingerprint, 0)
-        for part, count in zip(dataset.parts, dataset.counts(steps * stage.global_batch), strict=True):
-            read[part.fingerprint] = max(read.get(part.fingerprint, 0), part.first + count)
-    return datasets
-
-
-def epochs_in_words(plan: RunPlan, datasets: list[PackedDataset | MixtureDataset]) -> list[str]:
-    """How often each data stage reads its corpora: `data/web for 1.20 epochs`."""
-    said = []
-    for stage, steps, dataset in zip(plan.data_stages, plan.steps_by_data_stage(plan.steps), datasets, strict=True):
-        ends = zip(dataset.epochs(0), dataset.epochs(steps * stage.global_batch), strict=True)
-        epochs = [f"{end - begin:.2f} epochs" + f" (from {begin:.2f} on)" * (begin > 0) for begin, end in ends]
-        named = zip(folders_of(stage.costs.job.data.corpus), epochs, strict=True)
-        said.append(", ".join(f"{name} for {words}" for name, words in named))
-    return said
+def epochs_in_words(job_config: JobConfig, dataset: PackedDataset | MixtureDataset, samples: int) -> str:
+    """How often this many samples read each corpus: `data/web for 1.20 epochs`."""
+    names = folders_of(job_config.data.corpus)
+    epochs = dataset.epochs(samples)
+    return ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True))
 
 
 def data_record(job_config: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Facts of a data stage for the run's record: a fingerprint, how documents begin and end, and of each corpus name, share,
-    tokens and sources."""
+    """Facts of the training data for the run's record: a fingerprint, how documents begin and end, and name, share, tokens and
+    sources of each corpus."""
     named = zip(folders_of(job_config.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True)
     corpora = [
         {"name": PurePath(name).name, "share": share, "tokens": part.num_tokens, **sources(part.corpus.source)}

@@ -4,9 +4,8 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,29 +19,18 @@ from interdomain.model.mixers import fla_kernels
 from interdomain.model.transformer import mixer_class
 
 from ..host import refuse_for_host
-from ..settings.job_config import (
-    data_stages,
-    in_data_stage,
-    noting,
-    refuse,
-    refuse_unsupported,
-    refuse_wrong_values,
-    value_of,
-)
+from ..settings.job_config import noting, refuse, refuse_unsupported, refuse_wrong_values, value_of
 from ..settings.schema import JobConfig
 from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
 from .pipeline_order import stages_of
-from .schedule import first_steps, milestone_steps, run_length
+from .schedule import milestone_steps, run_length
 from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_reduction, refuse_for_topology, topology
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The run to come: the model, the schedule in steps and tokens, the topology, and what it costs.
-
-    Batch, sequence length and costs are those of the first data stage. `later` has a plan for each of the others.
-    """
+    """The run to come: the model, the schedule in steps and tokens, the topology, and what it costs."""
 
     config: ModelConfig
     size: str
@@ -65,31 +53,6 @@ class RunPlan:
     traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
     reduces_each: bool  # whether gradients are summed over the ranks after each micro-batch, and not once a step
     computed: dict[str, str]  # how the scan and the features are computed, in words
-    begins: int = 0  # steps before this data stage
-    later: tuple["RunPlan", ...] = ()
-
-    @property
-    def data_stages(self) -> tuple["RunPlan", ...]:
-        return self, *self.later
-
-    def data_stage_of(self, step: int) -> int:
-        """The number, from 0, of the data stage that a step (from 1) is in."""
-        return max(0, bisect_left([stage.begins for stage in self.data_stages], step) - 1)
-
-    def steps_by_data_stage(self, steps: int) -> list[int]:
-        """Steps in each data stage, of the first so many."""
-        begins = [stage.begins for stage in self.data_stages]
-        return [max(0, min(steps, end) - begin) for begin, end in zip(begins, [*begins[1:], steps], strict=True)]
-
-    def tokens_at(self, step: int) -> int:
-        """Tokens of the steps up to this one."""
-        steps = self.steps_by_data_stage(step)
-        return sum(n * stage.tokens_per_step for n, stage in zip(steps, self.data_stages, strict=True))
-
-    def flops_at(self, step: int) -> int:
-        """FLOPs of the steps up to this one, forward and backward."""
-        each = zip(self.steps_by_data_stage(step), self.data_stages, strict=True)
-        return sum(n * stage.tokens_per_step * stage.flops_per_token for n, stage in each)
 
     @property
     def accumulation(self) -> int:
@@ -106,7 +69,12 @@ class RunPlan:
 
     @property
     def tokens(self) -> int:
-        return self.tokens_at(self.steps)
+        return self.steps * self.tokens_per_step
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the run, forward and backward."""
+        return self.tokens * self.flops_per_token
 
     @property
     def state(self) -> tuple[int, int]:
@@ -123,12 +91,8 @@ class RunPlan:
     def describe(self) -> str:
         """The dry run's table."""
         gib = 2**30
-        most, traffic = (
-            max((getattr(stage, costs) for stage in self.data_stages), key=lambda parts: sum(parts.values()))
-            for costs in ("memory", "traffic")
-        )
-        memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in most.items())
-        received = ", ".join(f"{name} {size / gib:.3g}" for name, size in traffic.items() if size)
+        memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         tokens = self.costs.longest_sequence()
         longest = f"{tokens:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
         context = self.topology.context
@@ -145,17 +109,15 @@ class RunPlan:
             "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": "; ".join(states),
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
-            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens{' at first' * bool(self.later)} (warmup "
-            f"{self.warmup_steps:,})",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
-            "FLOPs in all": f"{self.flops_at(self.steps):.4g}",
+            "FLOPs in all": f"{self.flops:.4g}",
             "batch": self._batch(),
-            **{f"data stage {n}": self._data_stage(stage) for n, stage in enumerate(self.later, 2)},
             "mesh": str(self.topology),
             **({"pipeline": self._stages()} if self.topology.pipeline > 1 else {}),
             "precision": self.precision,
-            "memory per device": f"about {sum(most.values()) / gib:.2f} GiB ({memory})",
-            "received per step": f"{sum(traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
+            "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
+            "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
             **({"gradients": self.costs.reductions()} if self.accumulation > 1 else {}),
             "longest sequence": longest,
             **({"milestones": self._milestones()} if self.milestones else {}),
@@ -179,17 +141,6 @@ class RunPlan:
             f"{self.accumulation} accumulation step(s)"
         )
 
-    def _data_stage(self, stage: "RunPlan") -> str:
-        """A later data stage in words."""
-        data = stage.costs.job.data
-        corpora = data.corpus if isinstance(data.corpus, str) else ", ".join(data.corpus)
-        corpora += f" ({', '.join(map(str, data.weights))})" if data.weights else ""
-        begins, memory, received = stage.begins, sum(stage.memory.values()) / 2**30, sum(stage.traffic.values()) / 2**30
-        return (
-            f"from step {begins + 1:,} ({self.tokens_at(begins):,} tokens): {corpora}; {stage._batch()}; about {memory:.2f} "
-            f"GiB of memory, {received:.3g} GiB received per step"
-        )
-
     def _stages(self) -> str:
         """A pipeline in words, and the share of a step that its ranks wait."""
         numbers = [[name.partition(".")[2] for name in stage if name.startswith("layers.")] for stage in self.stages]
@@ -209,55 +160,44 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         with noting(problems):
             check(job_config)
     training, device = job_config.training, torch.device("cuda") if on_gpus else device_here()
-    config, every = None, []
+    costs = None
     with noting(problems):
-        config = model_config(job_config)
-        for number, job in enumerate(data_stages(job_config)):
-            with in_data_stage(number):
-                every.append(costs := costs_of(job, config, world_size, device))
-                refuse_for_reduction(job, costs.micro_batches)
+        costs = costs_of(job_config, model_config(job_config), world_size, device)
+        refuse_for_reduction(job_config, costs.micro_batches)
     refuse(problems)
-    assert config is not None
-    tokens_per_step = [costs.global_batch * costs.job.training.seq_len for costs in every]
-    begins = first_steps(job_config, tokens_per_step)
-    steps, warmup_steps = run_length(job_config, begins, tokens_per_step)
+    assert costs is not None
+    config = costs.config
+    tokens_per_step = costs.global_batch * training.seq_len
+    steps, warmup_steps = run_length(job_config, tokens_per_step)
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
     for mixer in config.mixers:
         execution.refuse_map(mixer)
-
-    def plan(costs: Costs, begins: int) -> RunPlan:
-        local, seq_len = costs.job.training.local_batch_size, costs.job.training.seq_len
-        return RunPlan(
-            config=config,
-            size=job_config.model.flavor,
-            execution=execution,
-            seed=job_config.debug.seed,
-            n_params=count_parameters(costs.model),
-            flops_per_token=train_flops_per_token(config, seq_len),
-            topology=costs.mesh,
-            stages=costs.stages,
-            costs=costs,
-            schedule=job_config.parallelism.pipeline_parallel_schedule,
-            local_batch=local,
-            global_batch=costs.global_batch,
-            seq_len=seq_len,
-            steps=steps,
-            warmup_steps=warmup_steps,
-            milestones=milestones,
-            precision=training.precision,
-            memory=costs.memory(local, seq_len),
-            traffic=costs.traffic(),
-            reduces_each=costs.reduces_each(local, seq_len),
-            computed=computed,
-            begins=begins,
-        )
-
-    milestones = milestone_steps(job_config, steps, begins, tokens_per_step)
-    computed = _computed(execution, config, training.precision, None if on_gpus else device_here())
-    first, *later = map(plan, every, begins)
-    return replace(first, later=tuple(later))
+    local, seq_len = training.local_batch_size, training.seq_len
+    return RunPlan(
+        config=config,
+        size=job_config.model.flavor,
+        execution=execution,
+        seed=job_config.debug.seed,
+        n_params=count_parameters(costs.model),
+        flops_per_token=train_flops_per_token(config, seq_len),
+        topology=costs.mesh,
+        stages=costs.stages,
+        costs=costs,
+        schedule=job_config.parallelism.pipeline_parallel_schedule,
+        local_batch=local,
+        global_batch=costs.global_batch,
+        seq_len=seq_len,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        milestones=milestone_steps(job_config, steps, tokens_per_step),
+        precision=training.precision,
+        memory=costs.memory(local, seq_len),
+        traffic=costs.traffic(),
+        reduces_each=costs.reduces_each(local, seq_len),
+        computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
+    )
 
 
 def costs_of(job_config: JobConfig, config: ModelConfig, world_size: int, device: torch.device) -> Costs:
@@ -283,9 +223,7 @@ def model_config(job_config: JobConfig) -> ModelConfig:
     if changed.keys() & {"dim", "n_heads"}:  # heads are dim / n_heads wide
         size = SIZES[model.flavor] | changed
         changed["head_dim"] = size["dim"] // size["n_heads"]
-    lengths = [table["seq_len"] for table in job_config.data.stages if "seq_len" in table]
-    longest = max(job_config.training.seq_len, *lengths, 0)
-    return build_config(model.flavor, mixer.condition, max_seq_len=longest, **changed)
+    return build_config(model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **changed)
 
 
 def _computed(execution: Execution, config: ModelConfig, precision: str, device: torch.device | None) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +15,17 @@ from ..settings.schema import JobConfig
 JUMP = 2  # factor between two learning rates of one step that is taken for a mistake
 
 
-def first_steps(job_config: JobConfig, tokens_per_step: Sequence[int]) -> list[int]:
-    """The steps before each data stage, from their tokens per step.
-
-    Raises: ValueError for a stage that does not begin after the one before it.
-    """
-    begins, trained = [0], 0
-    for number, (table, each) in enumerate(zip(job_config.data.stages, tokens_per_step, strict=False), 1):
-        steps = round((table["at_tokens"] - trained) / each)
-        if steps < 1:
-            raise ValueError(
-                f"table {number} of [[data.stages]]: at_tokens = {table['at_tokens']:,} leaves the stage before it no step: "
-                f"that begins at {trained:,} tokens and has {each:,} in a step. Give the tables in order, a step or more apart."
-            )
-        begins.append(begins[-1] + steps)
-        trained += steps * each
-    return begins
-
-
-def steps_of(tokens: int, begins: Sequence[int], tokens_per_step: Sequence[int]) -> float:
-    """Steps that train so many tokens. begins: steps before each data stage."""
-    for begin, end, each in zip(begins, [*begins[1:], math.inf], tokens_per_step, strict=True):
-        if begin + tokens / each <= end:
-            return begin + tokens / each
-        tokens -= int(end - begin) * each
-    raise AssertionError("the last stage has no end")
-
-
-def run_length(job_config: JobConfig, begins: Sequence[int], tokens_per_step: Sequence[int]) -> tuple[int, int]:
+def run_length(job_config: JobConfig, tokens_per_step: int) -> tuple[int, int]:
     """(steps, warmup steps) of a run. A warmup that is longer than the schedule becomes a tenth of it.
 
-    begins: steps before each data stage.
     Raises: ValueError for a schedule that cannot be.
     """
     training, schedule = job_config.training, job_config.lr_scheduler
-    length, warmup = (steps_of(n, begins, tokens_per_step) for n in (training.tokens, schedule.warmup_tokens))
-    steps = math.ceil(length) if training.tokens else training.steps
-    warmup = round(warmup) if schedule.warmup_tokens else schedule.warmup_steps
-    if begins[-1] >= steps:
-        raise ValueError(
-            f"table {len(begins) - 1} of [[data.stages]] begins after step {begins[-1]:,}, and the run ends with step "
-            f"{steps:,}. Set a smaller at_tokens, or a longer run (training.tokens, training.steps)."
-        )
+    steps, warmup = training.steps, schedule.warmup_steps
+    if training.tokens:
+        steps = math.ceil(training.tokens / tokens_per_step)
+    if schedule.warmup_tokens:
+        warmup = round(schedule.warmup_tokens / tokens_per_step)
     lowest_peak = min(job_config.optimizer.lr, job_config.optimizer.ssm_lr)
     if schedule.min_lr > lowest_peak:
         raise ValueError(
@@ -76,23 +45,21 @@ def run_length(job_config: JobConfig, begins: Sequence[int], tokens_per_step: Se
     return steps, warmup
 
 
-def milestone_steps(
-    job_config: JobConfig, steps: int, begins: Sequence[int], tokens_per_step: Sequence[int]
-) -> frozenset[int]:
-    """The steps of a run whose checkpoints are never removed: those that [checkpoint] names, and the last one of each data
-    stage, from which the run can be trained on in another way. None for a run that saves nothing.
+def milestone_steps(job_config: JobConfig, steps: int, tokens_per_step: int) -> frozenset[int]:
+    """The steps of a run whose checkpoints are never removed: those that [checkpoint] names, and the last one.
 
-    begins: steps before each data stage.
+    None for a run that saves nothing.
     """
     checkpoint = job_config.checkpoint
     if not checkpoint.enable:
         return frozenset()
-    every, tokens, named = checkpoint.keep_every, checkpoint.keep_every_tokens, {*checkpoint.keep_steps}
-    if every and not tokens:
-        named |= {*range(every, steps, every)}
-    for begin, end, each in zip(begins, [*begins[1:], steps], tokens_per_step, strict=True):
-        named |= {end, *(range(begin, end, max(1, round(tokens / each))) if tokens else ())}
-    return frozenset(step for step in named if 0 < step <= steps)
+    every = checkpoint.keep_every
+    if checkpoint.keep_every_tokens:
+        every = max(1, round(checkpoint.keep_every_tokens / tokens_per_step))
+    named = {steps, *checkpoint.keep_steps}
+    if every:
+        named.update(range(every, steps, every))
+    return frozenset(step for step in named if step <= steps)
 
 
 def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:

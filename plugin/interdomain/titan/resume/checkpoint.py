@@ -60,7 +60,6 @@ from .copies import Copies
 from .lock import RunLock
 from .resume_from import (
     ResumePoint,
-    data_stage,
     find_resume_point,
     on_rank_0,
     on_rank_0_at_length,
@@ -76,18 +75,15 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CUT_SHORT = "unexpected pos"  # all that is left, in PyTorch's words, of a write of which the system took a part
 
 
-def describe_run(plan, job_config, data: list[dict], tokenizer) -> dict:
+def describe_run(plan, job_config, data: dict, tokenizer) -> dict:
     """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts.
 
-    data: `data_record` of each data stage. Batch, length and data are those of the stage that a checkpoint's step is in.
+    Args:
+        data: `data_record` of the training data.
     """
-    stages = [
-        {name: getattr(stage, name) for name in ("begins", "seq_len", "global_batch", "tokens_per_step")} | facts
-        for stage, facts in zip(plan.data_stages, data, strict=True)
-    ]
     run = {"seed": plan.seed, "precision": plan.precision, "planned_steps": plan.steps}
-    run |= {name: fact for name, fact in stages[0].items() if name != "begins"}
-    run |= {"data_stages": stages} if plan.later else {}
+    run |= {name: getattr(plan, name) for name in ("seq_len", "global_batch", "tokens_per_step")}
+    run |= data
     return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
@@ -216,8 +212,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         # First of all, so that a save which is interrupted at any later moment is known as one.
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INCOMPLETE).touch()
-        stage, tokens = data_stage(self.record["run"], step)
-        record = {**self.record, "step": step, "tokens": tokens, "run": self.record["run"] | stage}
+        record = self.record | {"step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
         record |= optimizers.guard.state_dict() | {"branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares (schedule.refuse_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
@@ -361,12 +356,22 @@ class SelfDescribingCheckpoints(CheckpointManager):
         origin = {name: point.record[name] for name in SIDECAR_FACTS}
         if continues:
             origin = point.record["run"].get("started_from")
+            self._note_earlier_data(point.record)
             if dist.get_rank() == 0:
                 warn_of_changes(point, self.record)
             self.states[OPTIMIZER].guard.load_state_dict(point.record)
         self.record["run"] |= {"started_from": origin} if origin else {}
         gc.collect()  # the trainer has turned off Python's own collections
         return None
+
+    def _note_earlier_data(self, record: dict) -> None:
+        """Keep what the continued run was trained on in this run's record, if its data was other data."""
+        run, earlier = record["run"], list(record["run"].get("earlier_data", []))
+        if run.get("data_fingerprint") != self.record["run"]["data_fingerprint"]:
+            facts = {name: run[name] for name in ("data_fingerprint", "corpora") if name in run}
+            earlier.append(facts | {"ends": record["step"]})
+        if earlier:
+            self.record["run"]["earlier_data"] = earlier
 
 
 def _mark_incomplete(folder: Path) -> None:

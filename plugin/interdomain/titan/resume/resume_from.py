@@ -292,9 +292,7 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     else:
         compared += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
     if batch:
-        stages = [data_stage(r["run"], record["step"]) for r in (record, run)]
-        compared += [("tokens_per_step", *(stage.get("tokens_per_step") for stage, _ in stages))]
-        compared += [(f"the number of tokens at step {record['step']}", *(tokens for _, tokens in stages))]
+        compared.append(("tokens_per_step", record["run"].get("tokens_per_step", 0), run["run"]["tokens_per_step"]))
     entries = point.index.entries.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
@@ -311,15 +309,6 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
             "checkpoint), which no run continues. Choose an earlier checkpoint (checkpoint.load_step), or start another run "
             f"from them: --job.dump_folder FOLDER --checkpoint.initial_load_path {point.folder}."
         )
-
-
-def data_stage(run: dict, step: int) -> tuple[dict[str, Any], int]:
-    """Facts of the data stage of a step by a record's "run", and the tokens up to that step."""
-    stages = run.get("data_stages") or [{"begins": 0, "tokens_per_step": run.get("tokens_per_step", 0)}]
-    begun = [stage for stage in stages if stage["begins"] < step] or stages[:1]
-    ends = [*(stage["begins"] for stage in begun[1:]), step]
-    tokens = sum((end - s["begins"]) * s["tokens_per_step"] for s, end in zip(begun, ends, strict=True))
-    return {name: fact for name, fact in begun[-1].items() if name != "begins"}, tokens
 
 
 def settings_of(record: dict) -> dict[str, Any]:

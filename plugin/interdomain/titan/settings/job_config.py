@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import copy
 import difflib
 import importlib.util
 import operator
@@ -21,7 +20,7 @@ from interdomain.model.config import FIXED_STATE
 from interdomain.removed import removal_of
 
 from ..host import TORCHTITAN_SETTINGS
-from .schema import ALIASES, PATH, Bound, Count, JobConfig
+from .schema import ALIASES, PATH, Bound, JobConfig
 
 # setting -> its annotated type
 KINDS: dict[str, Any] = {
@@ -47,9 +46,6 @@ IGNORED = ("job.custom_config_module", "experimental.custom_import")
 # Settings of TorchTitan's alone, at the one value that this plugin's trainer has. Others have TorchTitan's default.
 OF_OUR_TRAINER = {"checkpoint.last_save_model_only": False}
 MILESTONES = ("keep_every", "keep_every_tokens", "keep_steps")  # settings of [checkpoint]
-# Settings of a table [[data.stages]] beside at_tokens, and the settings that they change.
-OF_A_STAGE = {name: f"data.{name}" for name in ("corpus", "weights")}
-OF_A_STAGE |= {name: f"training.{name}" for name in ("seq_len", "global_batch_size", "local_batch_size")}
 # These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
 IN_TOKENS = {
     "training.steps": "training.tokens",
@@ -80,8 +76,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         default=job,
         prog="./launch.sh FILE.toml",
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
-        "A flag wins over the file. The defaults shown are those of the file. The tables [[data.stages]] stand in the file "
-        "alone.",
+        "A flag wins over the file. The defaults shown are those of the file.",
         config=(tyro.conf.HelptextFromCommentsOff,),  # there are none: without this it would parse our source for them
     )
     if problems:
@@ -214,11 +209,6 @@ def expand_paths(job_config: Any, also: Sequence[str] = ()) -> None:
     """
     for setting in (*PATHS, *also):
         set_value(job_config, setting, _expanded(setting, value_of(job_config, setting)))
-    for number, table in enumerate(job_config.data.stages):
-        with in_data_stage(number + 1):
-            for name in table.keys() & OF_A_STAGE.keys():
-                if OF_A_STAGE[name] in PATHS:
-                    table[name] = _expanded(name, table[name])
 
 
 def _expanded(setting: str, value: Any) -> Any:
@@ -299,21 +289,9 @@ def wrong_values(job_config: JobConfig) -> dict[str, str]:
     for setting, kind in KINDS.items():
         try:
             refuse_wrong_value(setting, value_of(job_config, setting), kind)
-            if setting == "data.stages":
-                _refuse_wrong_stages(job_config.data.stages)
         except ValueError as e:
             wrong[setting] = str(e)
     return wrong
-
-
-def _refuse_wrong_stages(tables: list[dict[str, Any]]) -> None:
-    for number, table in enumerate(tables):
-        with in_data_stage(number + 1):
-            if unknown := sorted(table.keys() - {"at_tokens", *OF_A_STAGE}):
-                raise ValueError(f"there is no setting {unknown[0]} here, only at_tokens, {', '.join(OF_A_STAGE)}.")
-            refuse_wrong_value("at_tokens", table.get("at_tokens"), Count)
-            for name in table.keys() & OF_A_STAGE.keys():
-                refuse_wrong_value(name, table[name], KINDS[OF_A_STAGE[name]])
 
 
 def refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
@@ -333,30 +311,6 @@ def refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{setting} must be {bound.words}: got {value}.")
 
 
-@contextlib.contextmanager
-def in_data_stage(number: int) -> Iterator[None]:
-    """Name the data stage, from 0, in a ValueError or FileNotFoundError from within. Stage 0 is [data] and [training]."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as e:
-        if not number:
-            raise
-        raise type(e)(f"table {number} of [[data.stages]]: {e}") from e
-
-
-def data_stages(job_config: Any) -> list[Any]:
-    """The job configuration of each data stage: a table of data.stages changes the settings that it names, and the others stay
-    as in the stage before. Validation stays that of the first."""
-    stages = [job_config]
-    for table in job_config.data.stages:
-        later = copy.deepcopy(stages[-1])
-        later.data.stages, later.validation.enable = [], False
-        for name in table.keys() & OF_A_STAGE.keys():
-            set_value(later, OF_A_STAGE[name], table[name])
-        stages.append(later)
-    return stages
-
-
 def _fits(value: Any, kind: Any) -> bool:
     """True if a value is of a type. A bool is an int to Python, but `steps = true` is no number."""
     origin, arguments = get_origin(kind), get_args(kind)
@@ -364,8 +318,6 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in arguments
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in arguments)
-    if origin is dict:
-        return isinstance(value, dict)
     if origin is list:
         return isinstance(value, list) and all(_fits(one, *arguments) for one in value)
     if kind in (int, float):
@@ -430,9 +382,9 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
         )
     parts = {"dataloader", "train_state"} & {*checkpoint.exclude_from_loading}
-    if len(parts) == 1 and (job_config.data.leave_out or job_config.data.stages):
+    if len(parts) == 1 and job_config.data.leave_out:
         problems.append(
             f"checkpoint.exclude_from_loading names {parts.pop()}, so steps and batches would be counted apart, and "
-            "data.stages and data.leave_out count them together. Name both dataloader and train_state, or neither."
+            "data.leave_out counts them together. Name both dataloader and train_state, or neither."
         )
     refuse(problems)

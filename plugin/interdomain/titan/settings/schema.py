@@ -156,8 +156,6 @@ class Data:
     validation_corpus: PathSetting = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: PathSetting = ""
-    #: Later stages of the data: tables [[data.stages]] in the file (docs/data.md).
-    stages: Annotated[list[dict[str, Any]], tyro.conf.Suppress] = field(default_factory=list)
     #: Steps whose batches are left out: the steps after them read the next ones. The numbers are those of a run that leaves
     #: none out.
     leave_out: Steps = field(default_factory=list)
@@ -288,9 +286,9 @@ class Checkpoint:
     #: Checkpoints to keep beside the milestones, at least 2; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
     #: Steps between two milestones: checkpoints that are never removed, saved even where they are no multiple of interval.
-    #: 0: none but keep_steps and the last step of the run and of each data stage.
+    #: 0: none but keep_steps and the last step of the run.
     keep_every: CountOr0 = 0
-    keep_every_tokens: CountOr0 = 0  # The same in tokens, rounded to steps in each data stage; 0: use keep_every.
+    keep_every_tokens: CountOr0 = 0  # The same in tokens, rounded to steps; 0: use keep_every.
     keep_steps: Steps = field(default_factory=list)  # Further milestones, such as the last step before the decay.
     load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
     #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.

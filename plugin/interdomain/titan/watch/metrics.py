@@ -29,7 +29,6 @@ class InterdomainMetrics(MetricsProcessor):
     logger: Any
     fingerprints: dict[str, str]  # of the training and the validation text
     model_parts: list[Any]
-    num_flops_per_token: Any  # between two logged steps
     optimizers: GroupedOptimizers
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
@@ -40,6 +39,7 @@ class InterdomainMetrics(MetricsProcessor):
         super().__init__(without_curves, parallel_dims)
         self.job_config, self.logger = job_config, LoggerContainer()
         self.plan, self.meshes = plan, meshes
+        self.num_flops_per_token = plan.flops_per_token
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
 
     def begin(self, first_step: int) -> None:
@@ -56,16 +56,11 @@ class InterdomainMetrics(MetricsProcessor):
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
         training, guard = self.job_config.training, self.optimizers.guard
-        plan, before, batches = self.plan, step, len(self.data_loading_times)
-        while batches > 0:  # back to the last log or validation
-            batches -= plan.data_stages[plan.data_stage_of(before)].accumulation
-            before -= 1
-        seconds, steps, stage = time.perf_counter() - self.time_last_log, step - before, plan.data_stage_of(step)
-        tokens = plan.tokens_at(step)
-        self.num_flops_per_token = (plan.flops_at(step) - plan.flops_at(before)) / (tokens - plan.tokens_at(before))
+        # Since the last log or validation.
+        seconds = time.perf_counter() - self.time_last_log
+        steps = math.ceil(len(self.data_loading_times) / self.plan.accumulation)
         extra = {
-            "n_tokens_seen": tokens,
-            **({"data_stage": stage + 1} if plan.later else {}),
+            "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
@@ -80,7 +75,7 @@ class InterdomainMetrics(MetricsProcessor):
         skipped = guard.news()
         if skipped:
             logger.warning("up to step %d: %s", step, skipped)
-        stop_at_spikes(self.job_config, [stage.begins for stage in self.plan.data_stages], guard.spike_steps)
+        stop_at_spikes(self.job_config, [0], guard.spike_steps)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
@@ -105,11 +100,8 @@ class InterdomainMetrics(MetricsProcessor):
             self.started = (step, now)
             return
         first, began = self.started
-        done = plan.flops_at(step)
-        left = timedelta(seconds=round((now - began) / (done - plan.flops_at(first)) * (plan.flops_at(steps) - done)))
-        tokens = f"{plan.tokens_at(step):,} of {plan.tokens:,} tokens"
-        if plan.later:
-            tokens += f", data stage {plan.data_stage_of(step) + 1} of {len(plan.data_stages)}"
+        left = timedelta(seconds=round((now - began) / (step - first) * (steps - step)))
+        tokens = f"{step * plan.tokens_per_step:,} of {plan.tokens:,} tokens"
         logger.info("%5.1f %% of %d steps, %s, %s left", 100 * step / steps, steps, tokens, left)
 
 
