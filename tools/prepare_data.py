@@ -37,7 +37,6 @@ from interdomain.data.readers import (
     find_inputs,
     in_validation,
     list_spans,
-    repeated,
     skip_bad,
 )
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
@@ -54,7 +53,6 @@ from interdomain.tools._cli import (
     visible,
 )
 
-REQUEST = "request.json"  # in an unfinished folder: what was asked for
 # Not for --synthetic.
 OF_TEXT = ("--input", "--text-field", "--max-bytes", "--skip-bad", "--tokenizer", "--vocab-size", "--workers")
 SHOWN = 20  # skipped documents that the output names; the manifest names all
@@ -168,27 +166,6 @@ def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer:
     return encoded
 
 
-def note_other_request(work: Path, request: dict) -> None:
-    """Say so if an earlier run was asked for something else: parts that do not fit stay in `work`, but are not used."""
-    path = work / REQUEST
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else request
-    differing = []
-    for name in before | request:
-        if before.get(name) == request.get(name):
-            continue
-        there_and_now = f"{before.get(name)} there, {request.get(name)} asked for"
-        differing.append("other input files" if name == "inputs" else f"{name}: {there_and_now}")
-    if differing:
-        print(
-            f"note: {work} holds an unfinished corpus of another request ({'; '.join(differing)}). Of its parts those are used "
-            "that are the same. The others are removed when this corpus is complete; until then the earlier command continues "
-            "with them.",
-            file=sys.stderr,
-            flush=True,
-        )
-    write_whole(path, json.dumps(request).encode())
-
-
 def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: Any) -> None:
     """Raises: ValueError if a split that was asked for is empty."""
     fraction = request["validation_fraction"]
@@ -212,7 +189,6 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: di
 
 def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part], tokenizer: Tokenizer | None) -> None:
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
-    note_other_request(work, request)
     tokenizer = make_tokenizer(work, args, parts, tokenizer)
     encoded = encode(work, args, parts, tokenizer)
     skipped = [bad for part in encoded for bad in part.skipped]
@@ -259,12 +235,6 @@ def prepare(args: argparse.Namespace) -> str:
         size = sum(file.size for file in inputs.files)
         others = f" (other files in the folders, left out: {inputs.left_out:,})" if inputs.left_out else ""
         print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB){others}", flush=True)
-        groups = repeated(inputs.files)
-        for group in groups[:SHOWN]:
-            names = ", ".join(str(file.path) for file in group)
-            print(f"note: all of these are read, and may hold the same text: {visible(names)}", flush=True)
-        if len(groups) > SHOWN:
-            print(f"note: {len(groups) - SHOWN:,} more names occur twice", flush=True)
         try:
             # Finds missing columns and datasets.
             parts = cut(list(list_spans(inputs.files, args.text_field, args.max_bytes)))

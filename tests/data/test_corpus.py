@@ -83,11 +83,10 @@ def test_what_is_no_corpus(folder, tmp_path):
     with pytest.raises(ValueError, match="train, validation"):
         TokenCorpus(folder, "test")
     for name in ("train-00001.idx", "tokenizer.model", "manifest.json"):
-        data = (folder / name).read_bytes()
-        (folder / name).unlink()
+        (folder / name).rename(tmp_path / "away")
         with pytest.raises(FileNotFoundError, match=name):
             TokenCorpus(folder)
-        (folder / name).write_bytes(data)
+        (tmp_path / "away").rename(folder / name)
     for text in (b"{", b"[]", b'{"format": "interdomain-corpus", "format_version": 2}', b"\xff"):
         (folder / "manifest.json").write_bytes(text)
         with pytest.raises(ValueError, match=r"manifest\.json is damaged"):

@@ -5,7 +5,6 @@ packages), local files, globs or folders of text, JSON lines or Parquet, or a Hu
 come in one fixed order. Which split a document belongs to is a function of its text alone (`in_validation`).
 """
 
-import bz2
 import contextlib
 import functools
 import glob
@@ -180,7 +179,7 @@ def find_inputs(inputs: Iterable) -> Inputs:
     """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read, and as
     `debian_packages`."""
     # What this process remembers of files is of an earlier call, and they may have changed.
-    for cache in (_parquet, _counted, _file_digest, _dataset_digest, _dataset_builder, open_stream):
+    for cache in (_parquet, _file_digest, _dataset_digest, _dataset_builder, open_stream):
         cache.cache_clear()
     files, described, left_out = [], [], 0
     for item in map(str, inputs):
@@ -209,26 +208,6 @@ def find_inputs(inputs: Iterable) -> Inputs:
         described += [{STDLIB: platform.python_version()}] if item == STDLIB else new
         left_out += others
     return Inputs(files, described, left_out)
-
-
-def repeated(files: list[SourceFile]) -> list[list[SourceFile]]:
-    """Groups of files that may hold the same text: one file by several names (links), or one name but for its ending."""
-    groups: dict[tuple, list[SourceFile]] = {}
-    for file in files:
-        if file.kind in (DEBIAN, HUGGING_FACE):
-            continue
-        status = file.path.stat()
-        stem = str(file.path.absolute())
-        if file.path.suffix.lower() in OPENERS:
-            stem = stem.removesuffix(file.path.suffix)
-        stem = stem[: -len(file.kind)]
-        for key in ((status.st_dev, status.st_ino), (stem,)):
-            groups.setdefault(key, []).append(file)
-    several: list[list[SourceFile]] = []
-    for group in groups.values():
-        if len(group) > 1 and group not in several:
-            several.append(group)
-    return several
 
 
 def _kind(path: Path) -> str | None:
@@ -356,41 +335,6 @@ def _bad(file: SourceFile, place: str, error: ValueError) -> BadDocument:
     return BadDocument(_shown(file), file.name, place, str(error).rstrip("."))
 
 
-class _Bz2Reader(io.RawIOBase):
-    """The bytes of a .bz2 file, which is one bzip2 stream or several in a row.
-
-    `bz2.open` takes anything behind the first stream that it cannot decompress for the end of the file. Here it is an error.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
-        self._decompressor = bz2.BZ2Decompressor()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = b""
-        while not data:
-            compressed = b""
-            if self._decompressor.eof:
-                compressed = self._decompressor.unused_data or self._file.read(READ_BYTES)
-                if not compressed:
-                    return 0
-                self._decompressor = bz2.BZ2Decompressor()
-            elif self._decompressor.needs_input:
-                compressed = self._file.read(READ_BYTES)
-                if not compressed:
-                    raise EOFError("the file ends within a bzip2 stream.")
-            data = self._decompressor.decompress(compressed, max_length=len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def _opened(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed."""
     opener = OPENERS.get(path.suffix.lower())
@@ -402,14 +346,10 @@ def _opened(path: Path) -> IO[bytes]:
     return opener(path)
 
 
-def _open_bz2(path: Path) -> IO[bytes]:
-    return io.BufferedReader(_Bz2Reader(path))
-
-
-def _open_zstd(path: Path) -> IO[bytes]:
+def _open_with_arrow(path: Path, compression: str) -> IO[bytes]:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
 
 
 def _read_text(span: Span, _: str, convert: Callable[[str], Any]) -> Iterator[Any]:
@@ -446,20 +386,11 @@ def _json(line: bytes) -> object:
 
 def _lines_before(path: Path, at: int) -> int:
     """The number of lines that end before a byte of the file."""
-    counted = _counted(path)
-    if at < counted[0]:
-        counted[:] = 0, 0
+    lines = 0
     with open(path, "rb") as f:
-        f.seek(counted[0])
-        while block := f.read(min(SPAN_BYTES, at - counted[0])):
-            counted[:] = counted[0] + len(block), counted[1] + block.count(b"\n")
-    return counted[1]
-
-
-@functools.lru_cache(1)  # a worker reads one file's spans in order: it counts each line once
-def _counted(path: Path) -> list[int]:
-    """[bytes, lines in them] that `_lines_before` has counted of a file."""
-    return [0, 0]
+        while block := f.read(min(READ_BYTES, at - f.tell())):
+            lines += block.count(b"\n")
+    return lines
 
 
 def _read_parquet(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
@@ -549,7 +480,12 @@ def _opening(name: str) -> Iterator[None]:
         ) from e
 
 
-OPENERS = {".gz": gzip.open, ".bz2": _open_bz2, ".zst": _open_zstd}
+OPENERS = {
+    ".gz": gzip.open,
+    # Not bz2.open, which takes anything behind the first stream that it cannot decompress for the end of the file.
+    ".bz2": functools.partial(_open_with_arrow, compression="bz2"),
+    ".zst": functools.partial(_open_with_arrow, compression="zstd"),
+}
 READERS = {
     **dict.fromkeys((".txt", ".py", ".md", ".rst"), _read_text),
     **dict.fromkeys(LINES, _read_lines),

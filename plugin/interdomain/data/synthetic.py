@@ -121,9 +121,7 @@ class MQAR(Task):
 
     def _wrong(self) -> str:
         if self.length % 2 or self.answers < 1:
-            fits = self.length // 2 - 2
-            least = 2 * self.items + 4
-            return f"the length must be even, with more than two tokens per pair; give {fits} items or fewer, or {least} tokens"
+            return f"the length must be even, and at least {2 * self.items + 4} tokens"
         if len(self.words()) < 2 * self.items:
             return f"all keys and values are different; give {2 * self.items + len(SPECIALS)} words or more"
         return ""
@@ -159,8 +157,10 @@ class SelectiveCopying(Task):
 
     def _wrong(self) -> str:
         if self.length < 2 * self.items + 2:
-            return f"an item takes two tokens; give {(self.length - 2) // 2} items or fewer, or {2 * self.items + 2} tokens"
-        return "" if self.vocab > len(SPECIALS) + 3 else f"give {len(SPECIALS) + 4} words or more"
+            return f"an item takes two tokens; give {2 * self.items + 2} tokens or more"
+        if self.vocab < len(SPECIALS) + 4:
+            return f"give {len(SPECIALS) + 4} words or more"
+        return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
         n, (N, T), P = len(self.words()) - 2, ids.shape, self.items
@@ -194,8 +194,7 @@ class Phonebook(Task):
     def _wrong(self) -> str:
         if self._lookups < 1:
             each = 1 + self.digits
-            fits, least = (self.length - 1) // each - 1, (self.items + 1) * each + 1
-            return f"an entry and a lookup take {each} tokens each; give {fits} items or fewer, or {least} tokens"
+            return f"an entry and a lookup take {each} tokens each; give {(self.items + 1) * each + 1} tokens or more"
         if len(self.words()) - 11 < self.items:
             return f"all names are different; give {self.items + 11 + len(SPECIALS)} words or more"
         return ""
