@@ -132,7 +132,7 @@ class PackedLoader(BaseDataLoader):
             )
         self.consumed = state_dict["consumed_samples"]
         self.begins, self.read_before = saved.get("begins", 0), saved.get("read_before", {})
-        if state_dict["fingerprint"] != self.dataset.fingerprint:
+        if any(saved[name] != made_of[name] for name in ("corpora", "weights")):
             self._change_data(saved)
         for part in self.dataset.parts:
             part.first = self.read_before.get(part.corpus.fingerprint, 0)

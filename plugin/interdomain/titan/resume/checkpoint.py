@@ -366,8 +366,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _note_earlier_data(self, record: dict) -> None:
         """Keep what the continued run was trained on in this run's record, if its data was other data."""
-        run, earlier = record["run"], list(record["run"].get("earlier_data", []))
-        if run.get("data_fingerprint") != self.record["run"]["data_fingerprint"]:
+        run = record["run"]
+        earlier = list(run.get("earlier_data", []))
+        text = record.get("fingerprints", {}).get("train")
+        if text is not None and text != self.record["fingerprints"]["train"]:
             facts = {name: run[name] for name in ("data_fingerprint", "corpora") if name in run}
             earlier.append(facts | {"ends": record["step"]})
         if earlier:
