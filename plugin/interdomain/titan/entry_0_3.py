@@ -83,7 +83,7 @@ def configuration(file: str) -> Any:
     def loader(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> PackedLoader:
         settings = loader_settings(job, local_batch_size)
         tokenizer, packed = open_data(settings, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, data_record(job, packed.stages[0].dataset, tokenizer), tokenizer)
+        record_run(job, spec.model.plan, data_record(job, packed.dataset, tokenizer), tokenizer)
         return packed
 
     def windows(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> FixedWindows:

@@ -276,7 +276,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
     if job_config.data.corpus:
         tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
-        data = data_record(job_config, loader.stages[0].dataset, tokenizer)
+        data = data_record(job_config, loader.dataset, tokenizer)
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         data = text_record(job_config.training.dataset, tokenizer)
