@@ -13,7 +13,6 @@ from interdomain.data import (
     MixtureDataset,
     PackedDataset,
     TokenCorpus,
-    batch_of_step,
     read_manifest,
 )
 from interdomain.titan.data.dataloader import PackedLoader, StageData, open_data
@@ -64,41 +63,6 @@ def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
         assert {tuple(loader.state_dict().items()) for loader in loaders} == {
             (("consumed_samples", 24), *list(state.items())[1:])
         }
-
-
-def steps(loader, n, batch):
-    """The samples of the next n steps, as lists of tokens."""
-    rows, batches = [], iter(loader)
-    while len(rows) < n * batch:
-        rows += next(batches)[0]["input"].tolist()
-    return [rows[i : i + batch] for i in range(0, n * batch, batch)]
-
-
-def test_batches_left_out(corpus, alone, capsys):
-    """Later steps move up. A resume leaves out the same batches, or more that are not yet read."""
-    dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
-
-    def loader(*leave_out, state=None):
-        made = PackedLoader([StageData(dataset, 2, 4)], rank=0, ranks=1, leave_out=leave_out)
-        if state:
-            made.load_state_dict(state)
-        return made
-
-    undisturbed = steps(loader(), 12, 4)
-    first = loader(6, 3, 4)
-    assert steps(first, 4, 4) == [undisturbed[step - 1] for step in (1, 2, 5, 7)]
-    assert [batch_of_step(step, [6, 3, 4]) for step in (1, 2, 3, 4, 5)] == [1, 2, 5, 7, 8]
-    state = first.state_dict()
-    assert state["consumed_samples"] == 16
-    assert steps(loader(3, 4, 6, state=state), 2, 4) == undisturbed[7:9]
-    assert steps(loader(3, 4, 6, 8, 10, state=state), 2, 4) == [undisturbed[8], undisturbed[10]]
-    forgotten = refusal(capsys, loader, 3, 6, state=state)
-    assert "does not have 4, whose batches were left out" in forgotten
-    assert "--data.leave_out 3 4 6 and steps after 7" in forgotten
-    assert "adds 7, whose batches were read" in refusal(capsys, loader, 3, 4, 6, 7, state=state)
-    early = loader()
-    steps(early, 2, 4)
-    assert steps(loader(3, state=early.state_dict()), 1, 4) == [undisturbed[3]]
 
 
 def test_other_data_is_no_continuation(corpus, tmp_path, alone, capsys):

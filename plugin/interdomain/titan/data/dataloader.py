@@ -3,14 +3,14 @@
 import itertools
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
-from interdomain.data import MixtureDataset, PackedDataset, Tokenizer, batch_of_step
+from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
 
 from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseDataLoader, logger
@@ -63,10 +63,9 @@ class PackedLoader(BaseDataLoader):
 
     Args:
         stages: in order; each ends at the step at which the next one begins.
-        leave_out: steps whose batches are left out; later steps of the same stage read the next ones. The next stage begins
-            with the batch with which it begins if none is left out.
         prefetch: micro-batches to read ahead; 0 reads when asked.
         positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
+        may_reorder: whether a state of another seed may be loaded: the run goes on at the same position of another order.
     """
 
     def __init__(
@@ -75,29 +74,22 @@ class PackedLoader(BaseDataLoader):
         *,
         rank: int,
         ranks: int,
-        leave_out: Collection[int] = (),
         prefetch: int = 0,
         positions: bool = False,
+        may_reorder: bool = False,
     ) -> None:
         self.stages, self.rank, self.ranks = stages, rank, ranks
-        self.leave_out, self.prefetch, self.positions, self.consumed = sorted(leave_out), prefetch, positions, 0
+        self.prefetch, self.positions, self.may_reorder, self.consumed = prefetch, positions, may_reorder, 0
         lengths = [(b.begins - a.begins) * a.global_batch for a, b in itertools.pairwise(stages)]
         self.ends = list(itertools.accumulate(lengths))  # of the stages but the last, in samples
-
-    def _place(self, i: int, consumed: int, leave_out: Sequence[int]) -> tuple[int, int]:
-        """(number of the batch, as `leave_out` counts, place in it) of the sample that comes after so many, in stage i."""
-        begins, end = self.stages[i].begins, self.stages[i + 1].begins if i < len(self.ends) else 2**63
-        step, place = divmod(consumed - [0, *self.ends][i], self.stages[i].global_batch)
-        return batch_of_step(begins + step + 1, [n for n in leave_out if begins < n <= end]), place
 
     def _read(self, consumed: int) -> Iterator[Batch | ValueError]:
         """This rank's micro-batches from a global sample on. One that cannot be read is its error: torchdata would print a
         traceback."""
         while True:
             i = bisect_right(self.ends, consumed)
-            dataset, local, each, begins = self.stages[i]
-            batch, place = self._place(i, consumed, self.leave_out)
-            first = (batch - begins - 1) * each + place + self.rank * local
+            dataset, local, _, _ = self.stages[i]
+            first = consumed - [0, *self.ends][i] + self.rank * local
             try:
                 yield read_batch(dataset, range(first, first + local), self.positions)
             except ValueError as e:  # ids outside the vocabulary: a damaged shard
@@ -125,14 +117,11 @@ class PackedLoader(BaseDataLoader):
         return batch
 
     def _described(self, consumed: int) -> tuple[str, dict[str, Any]]:
-        """(fingerprint, what it is made of) of the stage of the last sample that was read, with the stages before it and the
-        batches left out."""
+        """(fingerprint, what it is made of) of the stage of the last sample that was read, with the stages before it."""
         i = bisect_left(self.ends, consumed)
         made_of = dict(self.stages[i].dataset.made_of)
         if i:
             made_of["before"] = [[self.stages[n].dataset.fingerprint, self.ends[n]] for n in range(i)]
-        if self.leave_out:
-            made_of["leave_out"] = self.leave_out
         return self.stages[i].dataset.fingerprint, made_of
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,34 +134,23 @@ class PackedLoader(BaseDataLoader):
         fingerprint, here = self._described(consumed)
         if state_dict["fingerprint"] != fingerprint or there.get("before") != here.get("before"):
             causes = [setting for name, setting in CAUSES.items() if there.get(name) != here.get(name)]
+            if causes == [CAUSES["order"]] and self.may_reorder:
+                logger.warning(
+                    "another debug.seed: the data goes on after %d samples of another order. Some samples of this epoch may be "
+                    "read twice, and others not at all.",
+                    consumed,
+                )
+                self.consumed = consumed
+                return
             raise ValueError(
                 f"the checkpoint was made with other data (changed: {', '.join(causes) or 'the version'}), so its position "
                 "in the data cannot be continued. Restore data.corpus, data.weights, training.seq_len and debug.seed, and the "
-                "data.stages that have begun. To train on the new data, start another run from it: --job.dump_folder, "
+                "data.stages that have begun. To leave data out, go back with checkpoint.load_step and another debug.seed. To "
+                "train on the new data, start another run from it: --job.dump_folder, "
                 "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading "
                 "dataloader."
             )
-        self._refuse_left_out(consumed, there.get("leave_out", []))
         self.consumed = consumed
-
-    def _refuse_left_out(self, consumed: int, before: list[int]) -> None:
-        """Raises: ValueError unless the batches left out are those of the checkpoint, perhaps with some not yet read."""
-        i, added = bisect_left(self.ends, consumed), set(self.leave_out) - set(before)
-        last = self._place(i, consumed - 1, before)[0] if consumed else 0
-        end = self.stages[i + 1].begins if i < len(self.ends) else last
-        read = sorted(step for step in added if step <= min(last, end))
-        missing = sorted(set(before) - set(self.leave_out))
-        if missing or read:
-            steps = " ".join(map(str, sorted(before)))
-            why = (
-                f"does not have {', '.join(map(str, missing))}, whose batches were left out before the checkpoint"
-                if missing
-                else f"adds {', '.join(map(str, read))}, whose batches were read before the checkpoint"
-            )
-            raise ValueError(
-                f"data.leave_out {why}. Set --data.leave_out {steps} and steps after {last}, or continue from a checkpoint "
-                "before these steps (checkpoint.load_step)."
-            )
 
 
 @user_errors
@@ -188,7 +166,7 @@ def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tu
         [StageData(dataset, each, stage.global_batch, stage.begins) for stage, dataset, each in facts],
         rank=rank,
         ranks=ranks,
-        leave_out=job_config.data.leave_out,
         prefetch=job_config.data.prefetch,
         positions=job_config.data.reset_state_at_documents,
+        may_reorder=job_config.checkpoint.load_step != -1,
     )
