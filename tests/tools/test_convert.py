@@ -278,7 +278,7 @@ SHARD = "__0_0.distcp"
 DAMAGE = {
     "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
-    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=3)), "reads versions 1"),
+    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=3)), "reads version 2"),
     "cut shard": (lambda c: os.truncate(c / SHARD, 5000), "has 5,000 bytes where"),
     "altered shard": (lambda c: flip_a_bit(c / SHARD, small_model().norm.weight), "do not match their checksum"),
     "shard elsewhere": (shard_elsewhere, "no shard beside it"),
