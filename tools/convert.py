@@ -27,6 +27,7 @@ from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import pretrained
 from interdomain.files.checkpoint import open_checkpoint
+from interdomain.files.checkpoint_index import read_tensors, write_tensors
 from interdomain.files.megatron_checkpoint import (
     FLAGS,
     MegatronCheckpoint,
@@ -229,10 +230,9 @@ def to_checkpoint(source: Path, output: Path, args) -> str:
     }
     with new_folder(output) as folder:
         checkpoints.write_record(folder, sidecar, tokenizer)
-        checkpoints.write_tensors(folder, tensors)
-        index = checkpoints.tensor_index(folder)
+        write_tensors(folder, tensors)
         for name, tensor in tensors.items():
-            require_same(name, checkpoints.read_tensors(folder, [name], index)[name], tensor)
+            require_same(name, read_tensors(folder, [name])[name], tensor)
     return f"{copied}; start with --checkpoint.initial_load_path {args.output}"
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.run as torch_run
 
-from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.files.checkpoint_index import read_tensors, tensor_index
 from interdomain.tools._start import torchrun
 
 from ..common import REPOSITORY
@@ -376,7 +376,7 @@ def tensors_of(*checkpoints):
     indices = [tensor_index(folder) for folder in checkpoints]
     assert "optimizer.state.output.weight.exp_avg" in indices[0]
     assert all(index.keys() == indices[0].keys() for index in indices)
-    return [read_tensors(folder, list(index), index) for folder, index in zip(checkpoints, indices, strict=True)]
+    return [read_tensors(folder, list(index)) for folder, index in zip(checkpoints, indices, strict=True)]
 
 
 def assert_same_tensors(ours, reference):
