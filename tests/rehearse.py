@@ -1,9 +1,9 @@
 """TRITON_INTERPRET=1 python -m tests.rehearse --seeds 20 --table page.md
 
 Run the cases of tools/check_kernels.py on a CPU: the kernels in Triton's interpreter, planned as for Hopper, on the numbers
-that a GPU will see (seed 0) and on those of other seeds. The table has the worst error of each case beside its bound;
-docs/errors.md explains its columns. `--only chunkwise T=130` runs the cases whose names hold every word. Exit status 1 if an
-error is more than its bound / 1.5.
+that a GPU will see (seed 0) and on those of other seeds. The table has the tensor of each case that came nearest to its bound:
+the draws of the inputs, the bound, the worst relative RMS error against float64, the tensor, and bound / worst.
+`--only chunkwise T=130` runs the cases whose names hold every word. Exit status 1 if an error is more than its bound / 1.5.
 
 What differs from a GPU: fp32 products are exact to fp32, not 3xTF32; sums have another order; CUDA graphs run as plain calls;
 the longest sequences are cut.

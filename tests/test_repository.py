@@ -80,18 +80,17 @@ ALLOWED = {
     "launcher": set(),
     "markdown": set(),
     "removed": set(),
-    "storage": {"interdomain.folders", "fsspec"},
     "environment": {"torch"},
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {
-        *("numpy", "sentencepiece", "torch", "interdomain.folders", "interdomain.storage"),
+        *("numpy", "sentencepiece", "torch", "interdomain.folders"),
         *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
     },
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
     "files": {
         *("torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"),
-        *("interdomain.storage", "interdomain.markdown"),
+        "interdomain.markdown",
         "tensorboard",  # late: what names event files
     },
     "hf": {
@@ -102,8 +101,8 @@ ALLOWED = {
         "wandb",  # late: where metrics.enable_wandb asks for it
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.environment", "interdomain.files", "interdomain.launcher", "interdomain.storage"),
-        *("interdomain.markdown", "interdomain.removed"),
+        *("interdomain.environment", "interdomain.files", "interdomain.launcher", "interdomain.markdown"),
+        "interdomain.removed",
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
@@ -124,7 +123,7 @@ ALLOWED = {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.environment"),
-        *("interdomain.files", "interdomain.launcher", "interdomain.storage", "interdomain.markdown"),
+        *("interdomain.files", "interdomain.launcher", "interdomain.markdown"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
@@ -144,8 +143,7 @@ def test_imports_go_one_way():
         allowed = ALLOWED[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}  # late
         for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
             target = package_of(name)
-            speaks = own == "interdomain.storage" and target == "fsspec"  # to an address that a user gave
-            assert target not in NETWORK or speaks, f"{module} imports {name}: nothing else speaks to a network"
+            assert target not in NETWORK, f"{module} imports {name}: nothing speaks to a network"
             host = module.startswith("interdomain.titan.host")
             assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/interdomain/titan/host does"
             assert target in allowed | {own} or target in sys.stdlib_module_names, (

@@ -14,7 +14,7 @@ from interdomain.folders import expand_path
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
-STANDALONE = "standalone folder (made by interdomain convert), here or in an object store (s3://bucket/exports/debug)"
+STANDALONE = "standalone folder (made by interdomain convert)"
 KINDS_OF_SOURCES = ("hf:", "debian:")  # a folder may follow
 # Extras, with the modules that commands import late from each.
 EXTRAS = {

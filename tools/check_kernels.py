@@ -11,7 +11,7 @@ benchmark. Without a GPU it runs at tiny sizes on the CPU, and the results say s
 Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the allowed error); 2 a
 wrong option; 3 no case failed, but one has more than the allowed error
 
-Documentation: docs/benchmarks.md; the allowed errors: docs/errors.md
+Documentation: docs/benchmarks.md; the allowed errors: docs/kernels.md
 """
 
 import argparse

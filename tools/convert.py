@@ -16,7 +16,6 @@ Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 import json
 import re
 import sys
-import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import pretrained
 from interdomain.files.checkpoint import open_checkpoint
+from interdomain.files.checkpoint_index import read_tensors, write_tensors
 from interdomain.files.megatron_checkpoint import (
     FLAGS,
     MegatronCheckpoint,
@@ -37,17 +37,14 @@ from interdomain.files.megatron_checkpoint import (
 )
 from interdomain.files.model_card import write_card
 from interdomain.files.model_code import write_code
-from interdomain.files.remote_checkpoint import fetch_checkpoint
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
 from interdomain.model.initialize import initial_value
-from interdomain.storage import is_address, output_folder
 from interdomain.tools._cli import (
     OUTPUT,
     argument_parser,
     note_documents,
     path_argument,
-    path_or_name,
     user_errors,
 )
 
@@ -60,11 +57,9 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 def parse(argv):
     p = argument_parser(__doc__, "SOURCE --output DIR")
-    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder. Either may be "
-    text += "in an object store (s3://bucket/runs/debug)"
-    p.add_argument("source", type=path_or_name, metavar="SOURCE", help=text)
-    text = f"{OUTPUT}; a standalone folder may be in an object store"
-    p.add_argument("--output", type=path_or_name, required=True, metavar="DIR", help=text)
+    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder"
+    p.add_argument("source", type=path_argument, metavar="SOURCE", help=text)
+    p.add_argument("--output", type=path_argument, required=True, metavar="DIR", help=OUTPUT)
     text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
     p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
     text = "licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none"
@@ -94,10 +89,6 @@ def parse(argv):
         )
     if args.uptrain and not args.to_checkpoint:
         raise ValueError("--uptrain makes a checkpoint to train from: add --to-checkpoint.")
-    if is_address(args.output) and (args.to_checkpoint or args.to_megatron):
-        raise ValueError(
-            f"--output {args.output}: only a standalone folder can be sent to an object store. Choose a folder."
-        )
     args.dtype = args.dtype or "float32"
     return args
 
@@ -239,10 +230,9 @@ def to_checkpoint(source: Path, output: Path, args) -> str:
     }
     with new_folder(output) as folder:
         checkpoints.write_record(folder, sidecar, tokenizer)
-        checkpoints.write_tensors(folder, tensors)
-        index = checkpoints.tensor_index(folder)
+        write_tensors(folder, tensors)
         for name, tensor in tensors.items():
-            require_same(name, checkpoints.read_tensors(folder, [name], index)[name], tensor)
+            require_same(name, read_tensors(folder, [name])[name], tensor)
     return f"{copied}; start with --checkpoint.initial_load_path {args.output}"
 
 
@@ -277,13 +267,8 @@ def uptrained(
 def main(argv=None) -> int:
     args = parse(argv)
     convert = to_checkpoint if args.to_checkpoint else to_megatron if args.to_megatron else to_folder
-    with tempfile.TemporaryDirectory() as temporary, output_folder(args.output, pretrained.CONFIG) as output:
-        if is_address(args.source) and convert is to_folder:
-            source = fetch_checkpoint(args.source, Path(temporary))
-        else:
-            source = pretrained.local_folder(args.source)
-        summary = convert(source, output, args)
-        size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+    summary = convert(args.source, args.output, args)
+    size = sum(file.stat().st_size for file in args.output.rglob("*") if file.is_file())
     print(f"wrote {args.output} ({size / 1e6:.1f} MB, {summary})")
     return 0
 

@@ -33,7 +33,6 @@ from interdomain.files.pretrained import (
     check_weights,
     load_checked_tokenizer,
     load_model,
-    local_folder,
     read_config,
 )
 from interdomain.folders import write_whole
@@ -160,7 +159,7 @@ class Folder:
 
 def open_folder(folder: str) -> Folder:
     """Raises: FileNotFoundError, ValueError for a folder that is none, not whole, or not as it was written."""
-    path = local_folder(folder)
+    path = Path(folder)
     config, record = read_config(path)
     opened = Folder(path, config, record, load_checked_tokenizer(path, config, record))
     check_weights(path, record)

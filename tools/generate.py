@@ -23,7 +23,7 @@ from interdomain.tools import _cli
 
 def parse(argv):
     p = _cli.argument_parser(__doc__, "FOLDER")
-    p.add_argument("folder", type=_cli.path_or_name, metavar="FOLDER", help=_cli.STANDALONE)
+    p.add_argument("folder", type=_cli.path_argument, metavar="FOLDER", help=_cli.STANDALONE)
     p.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: read standard input)")
     p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to write per prompt, at least 1")
     p.add_argument("--no-stop", action="store_true", help="do not stop at the end-of-text token")

@@ -42,7 +42,7 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
-    p.add_argument("folder", type=_cli.path_or_name, metavar="FOLDER", help=STANDALONE)
+    p.add_argument("folder", type=_cli.path_argument, metavar="FOLDER", help=STANDALONE)
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="TEXT", help="the text to look at")
     source.add_argument("--text-file", type=_cli.path_argument, metavar="FILE", help="the same, from a file in UTF-8")

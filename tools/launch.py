@@ -28,7 +28,6 @@ import torch
 
 from interdomain.files.distributed_checkpoint import finished_steps
 from interdomain.removed import removal_of
-from interdomain.storage import is_address
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
 from interdomain.tools._start import slurm, torchrun
@@ -61,8 +60,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
     text = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
     p.add_argument("--ranks", type=int, metavar="N", help=text)
-    text = "go back to the last milestone before the run's spikes, without their data (again: continues from there)"
-    p.add_argument("--rewind", action="store_true", help=text)
     p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
     text = (
         f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an"
@@ -104,7 +101,7 @@ def refuse_idle_gpus() -> None:
 
 def check_data(job, dry_run: bool = False) -> str:
     """Open the tokenizer and the data, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
-    from interdomain.titan.data.folders import corpora_named, open_dataset, open_tokenizer
+    from interdomain.titan.data.folders import open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
@@ -113,8 +110,6 @@ def check_data(job, dry_run: bool = False) -> str:
         print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
-    if dry_run and any(map(is_address, corpora_named(job))):
-        return f"{job.data.corpus}, which every machine fetches first"
     try:
         tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
     except FileNotFoundError as e:
@@ -168,13 +163,7 @@ def main(argv=None) -> int:
 
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.plan.schedule import refuse_jump
-    from interdomain.titan.resume.rewind import rewind
 
-    if args.rewind:
-        back, words = rewind(job, dry_run=args.dry_run)
-        flags += back
-        job = job_config(args.config, flags)
-        print(f"{'rewind':>18}  {words}")
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
     plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)

@@ -110,7 +110,7 @@ def require_empty(output: Path | str) -> None:
     """Raises FileExistsError unless `output` does not exist or is an empty folder; ValueError for an address."""
     output = Path(output)
     if output.parts[:1] and output.parts[0].endswith(":"):  # s3://bucket, of which a Path leaves one slash
-        raise ValueError(f"{output} is an address: write to a folder here, and copy it there (docs/storage.md).")
+        raise ValueError(f"{output} is an address. Write to a folder, and copy it there (docs/clusters.md).")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists and is not empty; nothing is overwritten. Choose another folder.")
 

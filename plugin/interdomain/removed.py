@@ -4,13 +4,22 @@ This is the only place that knows a removed name: of a command, of an option of 
 (with a dot). CHANGELOG.md has the same sentences.
 """
 
+NO_SPIKES = (
+    "A step that is not finite is skipped as before. To leave a stretch of data, go back with `--checkpoint.load_step` and "
+    "another `--debug.seed`."
+)
+NO_STORES = "Copy checkpoints with `aws s3 sync` or `rclone` after each save, as docs/clusters.md shows."
 NO_ESTIMATES = "Nothing takes its place: speed was computed from datasheets, and never measured."
 REMOVED = {
     "--best": NO_ESTIMATES,
     "--device": NO_ESTIMATES,
     "--gpus-per-node": NO_ESTIMATES,
     "--network": NO_ESTIMATES,
+    "--rewind": NO_SPIKES,
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
+    "checkpoint.copy_to": NO_STORES,
+    "checkpoint.copy_wait_seconds": NO_STORES,
+    "data.leave_out": NO_SPIKES,
     "data.stages": (
         "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
         "`checkpoint.initial_load_path`."
@@ -18,6 +27,8 @@ REMOVED = {
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
+    "training.max_spikes": NO_SPIKES,
+    "training.spike_deviations": NO_SPIKES,
 }
 
 

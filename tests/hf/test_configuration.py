@@ -21,20 +21,6 @@ def test_layer_types_say_which_layers_have_a_cache_of_keys_and_values():
     assert hf.InterdomainConfig(**to_transformers(hybrid)).layer_types == ["linear_attention", "sliding_attention"] * 2
 
 
-def test_a_folder_of_version_1_has_no_convolution_in_gla(tmp_path):
-    """There every layer's conv_width was 4, and gla had none."""
-    record = to_transformers(build_config("debug", layers=["gla", "softmax"]))
-    for layer in record["layer_settings"]:
-        layer["conv_width"] = 4
-    old = hf.InterdomainConfig(**record | {"format_version": 1})
-    old.save_pretrained(tmp_path)
-    again = hf.InterdomainConfig.from_pretrained(tmp_path)
-    for config in (old, again):
-        assert [config.of_layer(i).conv_width for i in range(2)] == [0, None]
-    new = hf.InterdomainConfig(**record | {"layer_settings": record["layer_settings"][:1]})
-    assert new.of_layer(0).conv_width == 4
-
-
 def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
     config = hf.InterdomainConfig(weights={"model.safetensors": "0"}, facts={"step": 400, "validation": {"loss": 2.4}})
     config.save_pretrained(tmp_path)

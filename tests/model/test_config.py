@@ -85,21 +85,10 @@ def test_what_no_model_has_is_refused(condition, overrides, words):
 def test_a_record_of_another_version_or_with_unknown_settings_is_refused():
     record = build_config("debug").to_dict()
     for changes, words in (
-        (dict(format_version=3), "version 3.*reads versions 1 and 2"),
+        (dict(format_version=3), "version 3.*reads version 2"),
         (dict(window=128), "window.*allowed: dim"),
         (dict(mixer={"gate": True}), "gate.*allowed.*output_gate"),
         (dict(dim="128"), "dim must be int: got '128'"),
     ):
         with pytest.raises(ValueError, match=words):
             ModelConfig.from_dict(record | changes)
-
-
-def test_a_record_of_version_1_has_no_convolution_in_gla():
-    """There every mixer's conv_width was 4, and gla had none."""
-    config = build_config("debug", layers=["gla", "interdomain", "softmax", "mamba2"])
-    record = config.to_dict()
-    for mixer in record["mixer"]:
-        mixer["conv_width"] = 4
-    assert ModelConfig.from_dict(record | {"format_version": 1, "mixer": record["mixer"]}) == config
-    with_convolution = ModelConfig.from_dict(record | {"mixer": record["mixer"][:2]})
-    assert [mixer.conv_width for mixer in with_convolution.mixers] == [4, 4]

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from interdomain.files import checkpoint_index
 from interdomain.files import distributed_checkpoint as checkpoints
+from interdomain.files.checkpoint_index import overlapping, read_index, read_tensors, tensor_index, write_tensors
 from interdomain.files.run_folder import note_folders
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)}
@@ -27,7 +27,7 @@ TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    checkpoints.write_tensors(tmp_path / "step-1", TENSORS)
+    write_tensors(tmp_path / "step-1", TENSORS)
     return tmp_path / "step-1"
 
 
@@ -39,12 +39,12 @@ def edit_index(checkpoint, change):
 
 
 def test_round_trip(checkpoint):
-    index = checkpoints.tensor_index(checkpoint)
+    index = tensor_index(checkpoint)
     assert {name: entry.size for name, entry in index.items()} == {name: t.shape for name, t in TENSORS.items()}
-    for name, tensor in checkpoints.read_tensors(checkpoint, list(index), index).items():
+    for name, tensor in read_tensors(checkpoint, list(index)).items():
         assert torch.equal(tensor, TENSORS[name])
         assert tensor.dtype == TENSORS[name].dtype
-    assert list(checkpoints.read_tensors(checkpoint, ["b"], index)) == ["b"]
+    assert list(read_tensors(checkpoint, ["b"])) == ["b"]
 
 
 class Runs:
@@ -91,7 +91,7 @@ def test_no_gadget_is_reached(checkpoint):
     for gadget in GADGETS.values():
         (checkpoint / checkpoints.METADATA).write_bytes(gadget)
         with pytest.raises(ValueError, match=r"is damaged.*(has no place|__class__)"):
-            checkpoints.tensor_index(checkpoint)
+            tensor_index(checkpoint)
     assert (str(Path("here")), PosixPath.__bases__[0], _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value) == (
         "here",
         Path,
@@ -101,11 +101,11 @@ def test_no_gadget_is_reached(checkpoint):
 
 def test_code_in_an_index_never_runs(checkpoint, tmp_path):
     """Neither at the top nor in an entry."""
-    trap, index = tmp_path / "sprung", checkpoints.tensor_index(checkpoint)
+    trap = tmp_path / "sprung"
     whole = (checkpoint / checkpoints.METADATA).read_bytes()
     for change in (lambda metadata: Runs(trap), lambda metadata: metadata.state_dict_metadata.update(d=Runs(trap))):
         edit_index(checkpoint, change)
-        for read in (checkpoints.tensor_index, lambda folder: checkpoints.read_tensors(folder, ["a"], index)):
+        for read in (tensor_index, lambda folder: read_tensors(folder, ["a"])):
             with pytest.raises(ValueError, match="has no place in the index"):
                 read(checkpoint)
         assert not trap.exists()
@@ -121,21 +121,21 @@ def test_code_in_a_shard_never_runs(tmp_path):
     folder = tmp_path / "step-1"
     with pytest.warns(UserWarning, match="torch.distributed"):
         dcp.save({**TENSORS, "optimizer.state": Runs(trap)}, checkpoint_id=folder, no_dist=True)
-    index = checkpoints.tensor_index(folder)
+    index = tensor_index(folder)
     assert set(index) == set(TENSORS)
-    found = checkpoints.read_tensors(folder, list(index), index)
+    found = read_tensors(folder, list(index))
     assert torch.equal(found["a"], TENSORS["a"])
     assert not trap.exists()
     # The bytes of a tensor replaced by code: refused as damaged.
-    stored = checkpoints.SafeReader(folder).read_metadata()
-    info = next(info for at, info in stored.storage_data.items() if at.fqn == "a")
-    file = folder / info.relative_path
-    data = pickle.dumps(Runs(trap)).ljust(info.length, b"\0")
-    file.write_bytes(
-        file.read_bytes()[: info.offset] + data[: info.length] + file.read_bytes()[info.offset + info.length :]
-    )
+    stored = read_index(folder)
+    number = list(stored.entries).index("a")
+    _, file_number, first, length = stored.pieces[stored.pieces[:, 0] == number][0, :4]
+    code = pickle.dumps(Runs(trap)).ljust(length, b"\0")
+    with open(folder / stored.files[file_number], "r+b") as file:
+        file.seek(first)
+        file.write(code[:length])
     with pytest.raises(ValueError, match="could not be read"):
-        checkpoints.read_tensors(folder, ["a"], index)
+        read_tensors(folder, ["a"])
     assert not trap.exists()
 
 
@@ -151,7 +151,7 @@ def test_code_in_a_shard_never_runs(tmp_path):
 def test_an_index_that_describes_too_little_is_refused(checkpoint, change):
     edit_index(checkpoint, change)
     with pytest.raises(ValueError, match=r"\.metadata is damaged"):
-        checkpoints.tensor_index(checkpoint)
+        tensor_index(checkpoint)
 
 
 def test_damaged_bytes_never_end_in_anything_but_a_valueerror(checkpoint):
@@ -169,9 +169,9 @@ def test_damaged_bytes_never_end_in_anything_but_a_valueerror(checkpoint):
             data = data[: chance.randrange(len(data))]
         path.write_bytes(data)
         try:
-            index = checkpoints.tensor_index(checkpoint)
+            index = tensor_index(checkpoint)
             names = [n for n in TENSORS if n in index and index[n].size == TENSORS[n].shape]
-            checkpoints.read_tensors(checkpoint, names, index)
+            read_tensors(checkpoint, names)
         except ValueError:
             refused += 1
     assert refused > 30
@@ -192,7 +192,7 @@ def test_newest_whole_step(tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         checkpoints.latest_checkpoint(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
-        checkpoints.tensor_index(checkpoints.latest_checkpoint(run / "checkpoint" / "step-110"))
+        tensor_index(checkpoints.latest_checkpoint(run / "checkpoint" / "step-110"))
 
 
 class Piece:
@@ -239,9 +239,9 @@ def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
         metadata.storage_data[MetadataIndex("object")] = replace(place, relative_path="object.distcp")
 
     edit_index(checkpoint, cut)
-    index = checkpoint_index.read_index(checkpoint)
+    index = read_index(checkpoint)
     wanted = {"a": Piece((0, 2), (3, 2)), "c": TENSORS["c"], "object": None}
-    part = checkpoint_index.overlapping(index, wanted)
+    part = overlapping(index, wanted)
     assert part.state_dict_metadata.keys() == {"a", "b", "c", "object"}
     places = {(key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()}
     assert places.pop(("c", ())).endswith(".distcp")
@@ -250,4 +250,4 @@ def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
 
     edit_index(checkpoint, lambda metadata: metadata.storage_data.pop(MetadataIndex("a", torch.Size((1, 0)))) and None)
     with pytest.raises(ValueError, match=r"damaged.*7 pieces and 6 places"):
-        checkpoint_index.read_index(checkpoint)
+        read_index(checkpoint)

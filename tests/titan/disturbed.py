@@ -1,9 +1,8 @@
 """The entry point with one kill or signal per start of the ranks: torchrun ... disturbed.py PLAN.json THE ENTRY'S FLAGS
 
-PLAN: {"starts": [...], "spoil": {step: a number}, "window": steps that a spike is judged by}. `starts` has an entry for each
-start, torchrun's restarts included: [PLACE, STEP, RANK, SIGNAL, whose process: rank or agent], or null. Places: `step`, before
-training step N; `finish`, on rank 0, when all shards of checkpoint N are written and its index is not; `validate`, before the
-validation of step N.
+PLAN: {"starts": [...], "spoil": {step: what}}. `starts` has an entry for each start, torchrun's restarts included:
+[PLACE, STEP, RANK, SIGNAL, whose process: rank or agent], or null. Places: `step`, before training step N; `finish`, on rank 0,
+when all shards of checkpoint N are written and its index is not; `validate`, before the validation of step N.
 """
 
 import json
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from interdomain.files.distributed_checkpoint import step_of
 from interdomain.titan import entry
-from interdomain.titan.step import guard
 from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.watch.validate import FixedValidator
 from tests.titan.driver import spoil_losses
@@ -47,6 +45,5 @@ if __name__ == "__main__":
     if signal_of := plan["starts"][int(os.environ["TORCHELASTIC_RESTART_COUNT"])]:
         disturb(*signal_of)
     spoil, train = {int(step): what for step, what in plan.get("spoil", {}).items()}, InterdomainTrainer.train
-    guard.WINDOW = plan.get("window", guard.WINDOW)
     InterdomainTrainer.train = lambda trainer: (spoil_losses(trainer, spoil), train(trainer))[1]
     entry.main()

@@ -15,8 +15,7 @@ OUTPUT.rankN.pt:
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings
-"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite; a number is added to its loss.
-"window": steps that a spike is judged by. "stops": the run ends itself.
+"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite. "stops": the run ends itself.
 """
 
 # ruff: noqa: E402 (a stand-in comes before what needs it)
@@ -65,7 +64,6 @@ from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
 from interdomain.titan.settings.job_config import read_job_config
-from interdomain.titan.step import guard
 from interdomain.titan.trainer import InterdomainTrainer
 from tests.common import TIMEOUT
 from tests.ranks import become
@@ -123,7 +121,7 @@ def watch(trainer, probes, spoil, seen):
 
 
 def spoil_losses(trainer, spoil):
-    """Change losses of rank 1. spoil: {step: "loss" | "gradient" | "both" | a number that is added}."""
+    """Change losses of rank 1. spoil: {step: "loss" | "gradient" | "both"}."""
 
     def spoiled(model, inputs, loss):
         what = spoil.get(trainer.step)
@@ -131,8 +129,6 @@ def spoil_losses(trainer, spoil):
             return loss
         if what == "gradient":
             loss.register_hook(lambda gradient: gradient * math.inf)
-        if not isinstance(what, str):
-            return loss + what
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
     if spoil:
@@ -186,7 +182,6 @@ def run(job):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, job.get("environment", {})))
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
-        stack.enter_context(mock.patch.object(guard, "WINDOW", job.get("window") or guard.WINDOW))
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
         seen["drawn"] = [call.args[0] for call in draw.call_args_list]
@@ -201,7 +196,7 @@ def run(job):
         for group in distributed_c10d._world.pg_map
         if torch.distributed.get_backend(group) == "gloo" and group.size() > 1
     }
-    trainer.close(**{} if job.get("stock") else {"ended": not job.get("stops")})
+    trainer.close()
     calls = compiled.call_args_list
     seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.run as torch_run
 
-from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.files.checkpoint_index import read_tensors, tensor_index
 from interdomain.tools._start import torchrun
 
 from ..common import REPOSITORY
@@ -147,7 +147,6 @@ ASYNC = {"checkpoint__async_mode": "async", "checkpoint__interval": 1}
 ONCE, LONG = steps(1) | TRAFFIC, {"training__seq_len": 128}
 RESHARD = "parallelism__fsdp_reshard_after_forward"
 SPOIL, TWICE = {2: "loss", 3: "gradient", 5: "both", 6: "loss"}, {3: "loss", 4: "loss"}
-SPIKES = {"spoil": {5: 1e5, 7: 1e5}, "window": 3, "training__spike_deviations": 50.0}  # with a window of natural losses
 LIMIT = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
 HUGE = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0}
 MUON_AXES = ("pipeline", "replicas", "shards", "tensor")  # "4 tensor context muon" has the other
@@ -159,6 +158,7 @@ RUNS = {
     "2 text": SAVED | VALIDATED | DRAWN | GRADIENTS,
     "2 replicas": parallel(replicas=2) | SAVED | VALIDATED | ASYNC | steps(4) | GRADIENTS,
     "1 after two": SAVED | {"of": ("2 text", 3)},
+    "1 other seed": SAVED | steps(5) | {"of": ("2 text", 3), "checkpoint__load_step": 3, "debug__seed": 43},
     "1 other rate": SAVED | steps(4) | {"of": ("2 text", 3), "optimizer__lr": 2e-4},
     # A hybrid with windows, whose states end with the documents.
     "1 layers": LAYERS | steps(5),
@@ -225,9 +225,6 @@ RUNS = {
     # Steps that are not finite on rank 1.
     "2 spoiled": SAVED | {"spoil": SPOIL, "probes": ["states"]},
     "2 given up": LIMIT | {"spoil": TWICE, "stops": True, "probes": ["states"]},
-    # Finite spikes of the loss of rank 1.
-    "2 spiked": SAVED | SPIKES | steps(8) | {"training__max_spikes": 2, "stops": True, "probes": ["states"]},
-    "2 after a spike": SAVED | SPIKES | steps(6) | {"of": ("2 spiked", 3), "probes": ["states"]},
     "2 not finite": SAVED | HUGE | {"stops": True},
 }
 
@@ -253,7 +250,6 @@ class Runs:
         probes=(),
         of=None,
         spoil=None,
-        window=None,
         stops=False,
         stock=False,
         **settings,
@@ -265,7 +261,7 @@ class Runs:
         if stock:
             arguments += ["--job.custom_config_module", "interdomain.titan"]
         job = {"output": str(self.folder / name), "args": arguments, "probes": list(probes), "spoil": spoil}
-        self.jobs[name] = job | {"window": window, "stops": stops, "stock": stock}
+        self.jobs[name] = job | {"stops": stops, "stock": stock}
 
     def said(self, name):
         """The output of a run, which is over. Raises: AssertionError, at each call, if it failed."""
@@ -379,7 +375,7 @@ def tensors_of(*checkpoints):
     indices = [tensor_index(folder) for folder in checkpoints]
     assert "optimizer.state.output.weight.exp_avg" in indices[0]
     assert all(index.keys() == indices[0].keys() for index in indices)
-    return [read_tensors(folder, list(index), index) for folder, index in zip(checkpoints, indices, strict=True)]
+    return [read_tensors(folder, list(index)) for folder, index in zip(checkpoints, indices, strict=True)]
 
 
 def assert_same_tensors(ours, reference):

@@ -11,7 +11,7 @@ from interdomain.model import build_config
 from interdomain.titan.host import translate
 from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.settings.job_config import read_job_config
-from interdomain.titan.step.guard import Guard
+from interdomain.titan.step.guard import StepGuard
 
 from .runs import TINY
 
@@ -20,7 +20,7 @@ class State:
     """An optimizer, a loader, a schedule, a trainer: one number each, equal to the step."""
 
     def __init__(self):
-        self.step, self.guard, self.rates = 0, Guard(), {}
+        self.step, self.step_guard, self.rates = 0, StepGuard(), {}
 
     def state_dict(self):
         return {"step": self.step}
@@ -53,7 +53,10 @@ class Run:
             states={"train_state": self.trainer},
             checkpoint_config=config,
             base_folder=str(folder),
-            record={**record, "run": {"tokens_per_step": tokens_per_step, "planned_steps": 100}},
+            record={
+                **record,
+                "run": {"seed": job.debug.seed, "tokens_per_step": tokens_per_step, "planned_steps": 100},
+            },
             tokenizer=SimpleNamespace(write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer")),
             milestones=milestones,
             lock=None,

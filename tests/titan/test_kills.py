@@ -1,4 +1,4 @@
-"""The life of a run of two ranks: kills, a spike, milestones, and a watcher beside it.
+"""The life of a run of two ranks: kills, a step that is not finite, milestones, and a watcher beside it.
 
 Real processes, real signals (disturbed.py). It validates after every step, so that it is also killed right before a
 validation, and ends with the same bits and curves as the run that nobody disturbed, and with no validation missing.
@@ -19,7 +19,7 @@ from interdomain.tools._start.torchrun import CONTINUE
 
 from ..common import REPOSITORY
 from ..ranks import forks
-from .runs import SAVED, SPIKES, assert_same_tensors, flags, run_disturbed, steps
+from .runs import SAVED, assert_same_tensors, flags, run_disturbed, steps
 
 pytestmark = pytest.mark.e2e
 
@@ -29,8 +29,7 @@ STARTS = [
     [None],
 ]
 MILESTONES = {"checkpoint__keep_steps": [2, 4]}
-SPIKE = {"spoil": {5: 1e5}, "window": SPIKES["window"]}
-DEVIATIONS = {name: value for name, value in SPIKES.items() if name not in SPIKE}
+SPOIL = {"spoil": {5: "loss"}}
 
 
 def watching(run):
@@ -49,7 +48,7 @@ def story(tmp_path_factory, corpus):
     """Record of each start of torchrun: its exit status, its output, and the files in the checkpoint folder after it."""
     folder = tmp_path_factory.mktemp("kills")
     run, plan = folder / "run", folder / "plan.json"
-    settings = SAVED | DEVIATIONS | MILESTONES | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
+    settings = SAVED | MILESTONES | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
     settings |= {"training__local_batch_size": 4, "metrics__enable_tensorboard": True}
     given = flags(corpus, run, **settings)
@@ -61,7 +60,7 @@ def story(tmp_path_factory, corpus):
         if i == 1:  # the newest was complete when the run left
             shard = run / "checkpoint" / "step-5" / "__1_0.distcp"
             os.truncate(shard, shard.stat().st_size - 1)
-        plan.write_text(json.dumps({"starts": starts, **SPIKE}))
+        plan.write_text(json.dumps({"starts": starts, **SPOIL}))
         status, said = run_disturbed(plan, len(starts) - 1, *given)
         seen = {"status": status, "said": said, "held": (run / NAME).exists()}
         found = finished_steps(run / "checkpoint")
@@ -77,7 +76,7 @@ def undisturbed(runs, corpus):
     """The folder of the run that nobody disturbed, and whose milestones are evaluated after its end."""
     runs.add(
         "2 story",
-        **SAVED | DEVIATIONS | MILESTONES | SPIKE | steps(6),
+        **SAVED | MILESTONES | SPOIL | steps(6),
         metrics__enable_tensorboard=True,
     )
     folder = runs.at("2 story")
@@ -126,7 +125,7 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
 def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     ours, theirs = (folder / "checkpoint" / "step-6" for folder in (story.folder, undisturbed))
     record = read_sidecar(ours)[1]
-    assert (record["tokens"], record["skipped_steps"], record["spike_steps"]) == (3072, 1, [5])
+    assert (record["tokens"], record["skipped_steps"]) == (3072, 1)
     assert {*milestones(ours.parent)} == {*milestones(theirs.parent)} == {2, 4, 6}
     assert_same_tensors(ours, theirs)
     for tag, curves in (("loss_metrics/global_avg_loss", "tb"), ("perplexity/{}/64", "tb/evaluation")):

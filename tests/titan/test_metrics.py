@@ -10,7 +10,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from interdomain.model import Transformer, build_config
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
-from interdomain.titan.step.guard import Guard
+from interdomain.titan.step.guard import StepGuard
 from interdomain.titan.watch import metrics
 from interdomain.titan.watch.metrics import InterdomainMetrics, mixer_statistics, perplexity
 
@@ -69,7 +69,7 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     settings = ["--training.local_batch_size=4", "--training.steps=50", "--lr_scheduler.total_steps=50"]
     this.job_config = read_job_config(["--job.config_file", str(TINY), *settings, *frequencies])
     this.plan = make_plan(this.job_config, 1)
-    this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
+    this.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
     this.model_parts = this.meshes = this.started = None
     this.log = lambda step, *logged: seen.setdefault(step, logged[-1])
     this.data_loading_times, this.time_last_log = [], clock.now

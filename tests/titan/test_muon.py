@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.files.checkpoint_index import read_tensors, tensor_index
 from interdomain.titan.plan.parameter_groups import group_of
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
@@ -17,8 +17,7 @@ NAMES = ["1 muon again", *(f"2 {axis} muon" for axis in MUON_AXES), "4 tensor co
 
 
 def saved(folder):
-    index = tensor_index(folder)
-    return read_tensors(folder, list(index), index)
+    return read_tensors(folder, list(tensor_index(folder)))
 
 
 @e2e

@@ -1,6 +1,10 @@
 """Runs that continue on other ranks, with the same batches; test_kills.py has those of the same ranks, to the bit."""
 
+import hashlib
+
 import pytest
+
+from interdomain.data import PackedDataset, TokenCorpus
 
 from .runs import assert_close_tensors, assert_same_run
 
@@ -20,6 +24,18 @@ def test_a_run_continues_on_other_ranks(runs, name, reference, last):
     assert list(runs.seen(name)["log"]) == list(range(4, last + 1))
     assert_same_run(runs, name, reference)
     assert_close_tensors(runs.checkpoint(name, last), runs.checkpoint(reference, last))
+
+
+def test_a_run_goes_back_with_its_data_in_another_order(runs):
+    """At the same place of the other order; the message says so, and a start without `checkpoint.load_step` is refused."""
+    corpus = TokenCorpus(runs.corpora["text"])
+    other = PackedDataset(corpus, seq_len=64, seed=43)
+    rows = [other.read_batch(range(8 * n, 8 * n + 8)) for n in (3, 4)]
+    expected = [sorted(hashlib.sha256(row.tobytes()).hexdigest() for row in batch.astype("int64")) for batch in rows]
+    assert runs.samples("1 other seed") == expected
+    said = runs.said("1 other seed")
+    assert "debug.seed: 42 -> 43" in said
+    assert "another debug.seed: the data goes on after 24 samples of another order" in said
 
 
 def test_a_changed_learning_rate_takes_effect_on_resume(runs):

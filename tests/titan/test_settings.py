@@ -38,8 +38,6 @@ def test_a_setting_that_torchtitan_has_has_torchtitans_default():
 
 
 ROUNDS = "are 7 ... a multiple of 3, its rounds ... --training.global_batch_size 8 --training.local_batch_size 1."
-APART = "--checkpoint.enable --checkpoint.initial_load_path=step-3 --checkpoint.no-initial_load_model_only"
-APART += " --checkpoint.exclude_from_loading dataloader --data.leave_out 3"
 REFUSED = {  # by the axis on two ranks: flags, and what is said of them
     "": {
         "--mixer.condition=s4": "mixer.condition must be one of softmax, interdomain, ... got s4",
@@ -62,19 +60,13 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--debug.seed=18446744073709551616": "debug.seed must be a number of 64 bits",
         "--compile.enable --compile.components": "compile.enable has no effect while compile.components is empty",
         "--comm.mode=fake_backend": "needs the environment variables NGPU ... LOCAL_RANK, NGPU is not set",
-        "--training.max_spikes=3": "has no effect while training.spike_deviations is 0",
         "--checkpoint.keep_latest_k=1": "checkpoint.keep_latest_k must be 2 or more ... got 1",
         "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",
         "--checkpoint.keep_every_tokens=9": "checkpoint.keep_every_tokens has no effect while checkpoint.enable is off",
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
         "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
-        "--checkpoint.copy_to=file:///copies": "checkpoint.copy_to has no effect while checkpoint.enable is off",
-        "--checkpoint.enable --checkpoint.copy_to=file://folder/checkpoint": "is the run's own folder of checkpoints",
-        "--checkpoint.initial_load_path=sftp://me:secret@host/run": "checkpoint.initial_load_path has a password",
         "--checkpoint.load_step=4": "checkpoint.load_step has no effect while checkpoint.enable is off",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
-        "--data.leave_out 4 0": "data.leave_out must be of steps from 1: got [4, 0]",
-        APART: "names dataloader, so steps and batches would be counted apart",
     },
     "context": {
         "--parallelism.data_parallel_shard_degree=2": "must be the number of ranks left by context_parallel_degree = 2: 1",
@@ -154,11 +146,11 @@ def test_all_problems_of_a_file_come_in_one_message(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("RANK", "0")
     toml = tmp_path / "wrong.toml"
     toml.write_text(
-        '[model]\nflavor = "8B"\ndims = 64\n[training]\nsteps = "6"\nmax_spikes = 3\n[quantize.linear.float8]\nemulate = true'
+        '[model]\nflavor = "8B"\ndims = 64\n[training]\nsteps = "6"\ngc_freq = 0\n[quantize.linear.float8]\nemulate = true'
     )
     first, *said = refusal(capsys, entry.read, [str(toml)]).strip().splitlines()
     assert first.startswith("error: 4 ")
-    for setting in ("setting model.dims", "model.flavor", "training.steps", "training.max_spikes"):
+    for setting in ("setting model.dims", "model.flavor", "training.steps", "training.gc_freq"):
         assert [line for line in said if setting in line], setting
 
 
@@ -174,7 +166,7 @@ PATHS = {
     "profiling": ["save_traces_folder"],
     "metrics": ["save_tb_folder"],
     "data": ["corpus", "validation_corpus", "tokenizer"],
-    "checkpoint": ["folder", "copy_to", "initial_load_path"],
+    "checkpoint": ["folder", "initial_load_path"],
 }
 
 
@@ -187,12 +179,10 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     settings.remove("job.config_file")
     named, lines, flags, expected = "$SCRATCH/${SCRATCH}x", [], [], {}
     for setting in settings:
-        is_address = setting == "checkpoint.copy_to"
-        expected[setting] = "s3:///disk/me//disk/mex" if is_address else "/disk/me//disk/mex"
-        given = f"s3://{named}" if is_address else named
+        expected[setting] = "/disk/me//disk/mex"
         section, name = setting.split(".")
-        lines.append(f'{section}.{name} = "{given}"')
-        flags += [f"--{setting}", given]
+        lines.append(f'{section}.{name} = "{named}"')
+        flags += [f"--{setting}", named]
     toml = tmp_path / "paths.toml"
     toml.write_text("\n".join([*lines, 'job.description = "~ $SCRATCH $NONE"']))
     from_file = read_job_config(["--job.config_file", "~/paths.toml"])

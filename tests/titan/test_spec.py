@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 import interdomain.titan
 from interdomain.data import load_tokenizer
 from interdomain.files import pretrained
-from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.files.checkpoint_index import read_tensors, tensor_index
 from interdomain.model import SIZES, Transformer, build_config, count_parameters, meta_model
 from interdomain.model.costs.flops import train_flops_per_token
 from interdomain.titan import spec
@@ -145,8 +145,7 @@ def test_the_steps_of_torchtitans_conversion_scripts(stock, tmp_path):
     read = adapter.to_hf(state())
     dcp.load(read, storage_reader=HuggingFaceStorageReader(path=tmp_path / "exported"))
     dcp.save(adapter.from_hf(read), checkpoint_id=tmp_path / "dcp")
-    index = tensor_index(tmp_path / "dcp")
-    again = read_tensors(tmp_path / "dcp", list(index), index)
+    again = read_tensors(tmp_path / "dcp", list(tensor_index(tmp_path / "dcp")))
     assert again.keys() == trained.keys()
     assert all(torch.equal(again[name], trained[name]) for name in trained)
 

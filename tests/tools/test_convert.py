@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import megatron_checkpoint as megatron
+from interdomain.files.checkpoint_index import read_tensors, tensor_index, write_tensors
 from interdomain.files.model_card import BIBTEX
 from interdomain.files.pretrained import BASE, read_config
 from interdomain.files.run_folder import note_folders
@@ -50,8 +51,7 @@ def stored(folder):
 
 
 def of_checkpoint(folder):
-    index = checkpoints.tensor_index(folder)
-    return checkpoints.read_tensors(folder, list(index), index)
+    return read_tensors(folder, list(tensor_index(folder)))
 
 
 def assert_same(found, wanted):
@@ -278,7 +278,7 @@ SHARD = "__0_0.distcp"
 DAMAGE = {
     "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
-    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=3)), "reads versions 1"),
+    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=3)), "reads version 2"),
     "cut shard": (lambda c: os.truncate(c / SHARD, 5000), "has 5,000 bytes where"),
     "altered shard": (lambda c: flip_a_bit(c / SHARD, small_model().norm.weight), "do not match their checksum"),
     "shard elsewhere": (shard_elsewhere, "no shard beside it"),
@@ -331,7 +331,7 @@ def megatron_run(folder, tensors=(), backbone=megatron.BACKBONE, sha256=None):
     with mock.patch.dict(megatron.BACKBONE, backbone.copy(), clear=True):
         record = megatron.record_of(model.config, sha256).repeat(model.config.n_layers, 1)
     saved["decoder.layers.self_attention.interdomain"] = record
-    checkpoints.write_tensors(step, saved | dict.fromkeys(tensors, torch.zeros(3)))
+    write_tensors(step, saved | dict.fromkeys(tensors, torch.zeros(3)))
     shutil.copyfile(folder / "start" / "release" / megatron.FORMAT, step / megatron.FORMAT)
     (folder / megatron.TRACKER).write_text("7")
     return folder

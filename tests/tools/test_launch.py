@@ -1,6 +1,5 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from interdomain.tools import bench_training, convert, generate, launch
-from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, REFUSED
+from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from ..common import REPOSITORY, TIMEOUT
 
@@ -68,49 +67,6 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
     monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.setattr(launch, "check_data", lambda job: "")
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
-
-
-def test_rewind_chooses_once_and_a_dry_run_shows_it(capsys, refused, tmp_path, monkeypatch):
-    """The last milestone before the first spike, else the last checkpoint; data that an earlier way back left out stays so."""
-    monkeypatch.setattr(launch, "check_data", lambda job, dry_run=False: "")
-    monkeypatch.setattr(launch.torchrun, "run", lambda command, environment: INTERRUPTED)
-    monkeypatch.setattr(launch, "refuse_idle_gpus", lambda: None)
-    command = ["--job.dump_folder", str(tmp_path), "--ranks", "1", "--rewind"]
-
-    def saved(step, milestone=False):
-        folder = tmp_path / "checkpoint" / f"step-{step}"
-        folder.mkdir(parents=True)
-        for name in (".metadata", *(["KEEP"] if milestone else [])):
-            (folder / name).touch()
-
-    def spiked(*steps, leave_out=(), begins=(0,)):
-        (tmp_path / "spikes.json").write_text(json.dumps({"spikes": steps, "leave_out": leave_out, "begins": begins}))
-
-    def flags(step, *left_out):
-        return f"--checkpoint.load_step {step} --data.leave_out {' '.join(map(str, left_out))}\n"
-
-    refused(launch.main, command, "has no record of spikes")
-    spiked(250, 260, leave_out=[120])
-    saved(300)
-    refused(launch.main, command, "no complete checkpoint from before the first spike, step 250")
-    for step in (100, 200):
-        saved(step)
-    assert flags(200, 120, 251, 261) in dry(capsys, *command)
-    saved(150, milestone=True)
-    out = dry(capsys, *command)
-    assert "rewind  to step 150 (later checkpoints become .superseded), without the batches of the spikes" in out
-    assert flags(150, 120, 251, 261) in out
-    assert launch.main(command) == INTERRUPTED
-    saved(240, milestone=True)
-    out = dry(capsys, *command)
-    assert "to step 150 (chosen by an earlier start" in out
-    assert flags(150, 120, 251, 261) in out
-    spiked(255, leave_out=[120, 251, 261])  # the run, when it has spikes again
-    assert flags(240, 120, 251, 257, 261) in dry(capsys, *command)
-    spiked(255, leave_out=[120, 251, 252], begins=[0, 200, 300])  # of its own data stage
-    assert flags(240, 120, 251, 252, 257) in dry(capsys, *command)
-    spiked(299, leave_out=[251, 252], begins=[0, 200, 300])
-    refused(launch.main, command, "step 299 read a batch from beyond the end of its data stage, step 300")
 
 
 @pytest.mark.parametrize(

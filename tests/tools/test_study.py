@@ -257,12 +257,6 @@ def test_the_runs_of_a_study(described, capsys):
     assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
 
 
-def test_runs_that_copy_their_checkpoints_have_an_address_each(described):
-    copying = STUDY.replace("[sizes.debug]", 'checkpoint.copy_to = "s3://bucket/study"\n[sizes.debug]')
-    for run in definition.read_study(Path(described(copying))).runs:
-        assert run.settings["checkpoint"]["copy_to"] == f"s3://bucket/study/{run.name}"
-
-
 def test_a_begun_run_with_other_settings_is_refused(described, refused, capsys):
     """tests/titan/test_study_run.py has a finished one. Before the first checkpoint nothing is lost."""
     study_file, changed = described(), described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]"))

@@ -16,7 +16,7 @@ from interdomain import scan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs (a layer: 8) in the interpreter
-# (tests/rehearse.py; the table is docs/errors.md).
+# (tests/rehearse.py).
 BOUNDS = {
     "fp32": 1e-5,  # fp32 or 3xTF32 products, fp32 sums; `reference` in fp32 multiplies Lambda's rounding T times
     "rounded": 4e-3,  # computed in fp32, the result rounded to bf16 (1.7e-3)

@@ -157,8 +157,6 @@ def read_study(path: Path) -> Study:
                 raise ValueError(f"{name}: {e}") from e
             settings.setdefault("debug", {})["seed"] = seed
             settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
-            if copy_to := settings.get("checkpoint", {}).get("copy_to"):
-                settings["checkpoint"]["copy_to"] = f"{copy_to}/{name}"
             labels = {axis.removesuffix("s"): label for axis, label in named.items()}
             runs[name] = StudyRun(labels, seed, name, settings, results / f"{name}.json", table.get("ranks"))
     _check_folders(list(runs.values()))

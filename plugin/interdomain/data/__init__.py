@@ -1,14 +1,14 @@
 """Text as training samples: readers, tokenizers, tokenisation in processes, corpora, samples and mixtures.
 
 Text is tokenized once and packed to the context length. The order of the samples is a function of the seed and the
-sample's number. Imports numpy, sentencepiece, interdomain.folders and interdomain.storage; other libraries only where a file
+sample's number. Imports numpy, sentencepiece, interdomain.folders; other libraries only where a file
 needs them; never TorchTitan. The training loader is in `interdomain.titan`.
 """
 
-from interdomain.data.corpus import TokenCorpus, local_corpus, read_manifest
+from interdomain.data.corpus import TokenCorpus, read_manifest
 from interdomain.data.documents import Documents, documents_in, recorded_documents
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter
-from interdomain.data.sampling import MixtureDataset, PackedDataset, batch_of_step
+from interdomain.data.sampling import MixtureDataset, PackedDataset
 from interdomain.data.tokenizer import StreamDecoder, Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
@@ -20,11 +20,9 @@ __all__ = [
     "StreamDecoder",
     "TokenCorpus",
     "Tokenizer",
-    "batch_of_step",
     "check_vocab",
     "documents_in",
     "load_tokenizer",
-    "local_corpus",
     "read_manifest",
     "recorded_documents",
 ]

@@ -19,7 +19,6 @@ Bare shards of Megatron, NeMo or datatrove are read as well, by prefix, list of 
 the tokenizer, so the caller gives the vocabulary size.
 """
 
-import functools
 import glob
 import hashlib
 import itertools
@@ -34,7 +33,6 @@ from typing import NamedTuple
 import numpy as np
 
 from interdomain.data.indexed import IndexedDataset, file_sha256
-from interdomain.storage import fetch_folder, is_address
 
 MANIFEST = "manifest.json"
 ANSWERS = "-answers"  # after a split's name: the split of its marks
@@ -83,20 +81,6 @@ def sources(source: dict) -> dict[str, list[str]]:
     if words and source.get("max_bytes"):
         words.append(f"of these the first {source['max_bytes']:,} bytes")
     return {"sources": words, "datasets": [*dict.fromkeys(re.split("[@:]", name)[0] for name in hub)]}
-
-
-@functools.cache  # one answer of the store for a process
-def local_corpus(corpus: str) -> str:
-    """The corpus itself; of an address in an object store the folder in the cache that it is fetched to, checked and once.
-
-    Raises: FileNotFoundError, OSError; ValueError for bytes that are not the manifest's.
-    """
-
-    def check(folder: Path) -> None:
-        for split in read_manifest(folder)["splits"]:
-            TokenCorpus(folder, split, verify=True)
-
-    return str(fetch_folder(corpus, MANIFEST, check)) if is_address(corpus) else corpus
 
 
 def _prefixes(source: str | os.PathLike | Iterable) -> list[str]:

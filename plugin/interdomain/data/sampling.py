@@ -19,14 +19,6 @@ MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 LONGEST_PATTERN = 1_000_000  # samples after which a mixture's weights repeat
 
 
-def batch_of_step(step: int, left_out: Iterable[int]) -> int:
-    """The number of the batch that a step reads, both from 1, if the batches of these numbers are left out and later ones move
-    up."""
-    for number in sorted(left_out):
-        step += number <= step
-    return step
-
-
 class FeistelPermutation:
     """A keyed bijection of [0, n): an alternating Feistel network on the next power of two, walked until below n.
 

@@ -8,7 +8,7 @@ from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_do
 from interdomain.model import meta_model
 
 from . import distributed_checkpoint as checkpoints
-from .checkpoint_index import check_bytes
+from .checkpoint_index import check_bytes, read_tensors, tensor_index
 from .megatron_checkpoint import TOKENIZER_DIGITS, MegatronCheckpoint, find_checkpoint
 from .pretrained import load_checked_tokenizer
 
@@ -19,7 +19,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config, self.record = checkpoints.read_sidecar(folder)
-        self.index = checkpoints.tensor_index(folder)
+        self.index = tensor_index(folder)
         for name, tensor in meta_model(self.config).state_dict().items():
             shape = list(self.index[name].size) if name in self.index else "missing"
             if shape != list(tensor.shape):
@@ -28,7 +28,7 @@ class Checkpoint:
                 )
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return checkpoints.read_tensors(self.folder, names, self.index)
+        return read_tensors(self.folder, names)
 
     def check_bytes(self, names: list[str]) -> None:
         check_bytes(self.folder, names)

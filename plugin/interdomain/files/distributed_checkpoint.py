@@ -1,29 +1,14 @@
-"""Reading torch.distributed.checkpoint folders without a process group, without TorchTitan, and without trusting them.
+"""Folders of checkpoints: their names, which of them are complete, and the records that say what model they hold.
 
 A checkpoint of this project is `step-N/` with shards, an index `.metadata` (written last: without it the folder is no
-checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model it is, and the tokenizer.
+checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model it is, and the tokenizer. checkpoint_index.py
+reads the index and the tensors.
 """
 
-import io
 import json
-import math
-import pickle
 import re
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import EnumType
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from interdomain.folders import write_whole
 from interdomain.model.config import ModelConfig
@@ -41,112 +26,6 @@ METADATA = ".metadata"
 INCOMPLETE = ".incomplete"
 SIDECAR_VERSION = 1
 SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
-
-# torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
-_ALLOWED = {
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # The plans of the ranks, which Megatron-Core keeps beside them.
-    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
-}
-
-
-def _member(enum: object, name: str) -> object:
-    """Refuse `getattr` in an index, but for members of an enum: Python 3.11.2 (Debian 12's) pickles a member of an enum
-    as getattr(enum, name)."""
-    if not isinstance(enum, EnumType):
-        raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
-    return enum[name]
-
-
-@contextmanager
-def _classes_as_they_are() -> Iterator[None]:
-    """Context in which an index may set nothing on the classes and members that it names: BUILD takes whatever is there.
-
-    Raises: pickle.UnpicklingError, and all is as before.
-    """
-    known = (getattr(sys.modules.get(module), name, None) for module, names in _ALLOWED.items() for name in names)
-    classes = [x for x in known if isinstance(x, type)]
-    before = [(x, dict(vars(x))) for x in [*classes, *(m for x in classes if isinstance(x, EnumType) for m in x)]]
-    bases, altered = [x.__bases__ for x in classes], []
-    try:
-        yield
-    finally:
-        for x, was in zip(classes, bases, strict=True):
-            if x.__bases__ != was:
-                x.__bases__ = was
-                altered.append(x)
-        for x, was in before:
-            for name in vars(x).keys() | was.keys():
-                if name not in was:
-                    delattr(x, name)
-                elif vars(x).get(name) is not was[name]:
-                    setattr(x, name, was[name])
-                else:
-                    continue
-                altered.append(x)
-        if altered:
-            raise pickle.UnpicklingError(f"it alters {altered[0]}, which has no place in the index of a checkpoint")
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if module == "torch":
-            value = getattr(torch, name, None)
-            if isinstance(value, torch.dtype) or value is torch.Size:
-                return value
-        elif name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
-
-
-def parse_index(data: bytes, checkpoint: Path) -> Metadata:
-    """The index of a checkpoint from the bytes of its file, which are not trusted. Raises: ValueError."""
-    try:
-        with _classes_as_they_are():
-            metadata = _IndexUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
-        places = metadata.storage_data.values()
-        beside = all(Path(name).name == name for name in {place.relative_path for place in places})
-        if not beside or any(place.offset < 0 or place.length < 0 for place in places):
-            raise ValueError("it names a place that is in no shard beside it")
-    except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
-        raise damaged(checkpoint, e) from e
-    return metadata
-
-
-def damaged(checkpoint: Path, e: Exception) -> ValueError:
-    why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
-    return ValueError(f"{why} Take another step.")
-
-
-class SafeReader(FileSystemReader):
-    """FileSystemReader whose index may hold descriptions of tensors only. Tensors themselves load with weights_only=True.
-
-    index: parsed already; the file is not read then.
-    """
-
-    def __init__(self, checkpoint: Path, index: Metadata | None = None) -> None:
-        super().__init__(checkpoint)
-        self.index = index
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        if self.index is None:
-            path = Path(self.path) / METADATA
-            if not path.is_file():
-                raise FileNotFoundError(f"{self.path} is not a complete checkpoint (no {METADATA}). Take another step.")
-            self.index = parse_index(path.read_bytes(), Path(self.path))
-        return self.index
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -253,55 +132,3 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
         return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{path} is damaged or of another version ({type(e).__name__}: {e}).") from e
-
-
-def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> description of every tensor in a checkpoint, without reading any."""
-    entries = SafeReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    for name, entry in tensors.items():
-        try:
-            # `load` leaves what no shard holds as it finds it: uninitialised memory.
-            complete = sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
-            complete = complete and isinstance(entry.properties.dtype, torch.dtype)
-        except Exception:  # what came out of the index may be anything
-            complete = False
-        if not complete:
-            raise ValueError(f"{checkpoint / METADATA} is damaged: no shards hold all of {name}. Take another step.")
-    return tensors
-
-
-def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched. Raises: ValueError."""
-    reader = SafeReader(checkpoint)
-    reader.read_metadata()  # for its own error: `load` would put its own around it
-    tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
-    try:
-        with _without_process_group():
-            load(tensors, storage_reader=reader, no_dist=True)
-    except (OSError, RuntimeError) as e:
-        raise ValueError(f"{checkpoint} could not be read ({e}). Take another step.") from e
-    return tensors
-
-
-@contextmanager
-def _without_process_group() -> Iterator[None]:
-    """Context for `load` and `save` in one process. Raises: OSError."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-        try:
-            yield
-        except CheckpointException as e:  # a BaseException: it would pass every handler of errors
-            error: BaseException | None = e.failures[0][0]
-            while error is not None and not isinstance(error, OSError):  # PyTorch's own stand around the system's
-                error = error.__cause__ or error.__context__
-            raise OSError(str(error or repr(e.failures[0][0]))) from e
-
-
-def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """A checkpoint of these tensors alone, as one process writes it; the index comes last. Raises OSError."""
-    try:
-        with _without_process_group():
-            save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
-    except OSError as e:
-        raise OSError(f"writing {checkpoint} failed ({e}). Check the free space and the permissions.") from e

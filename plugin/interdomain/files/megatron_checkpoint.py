@@ -21,8 +21,7 @@ from torch import Tensor
 from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
-from . import distributed_checkpoint as checkpoints
-from .checkpoint_index import check_bytes
+from .checkpoint_index import check_bytes, read_tensors, tensor_index, write_tensors
 
 FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -157,13 +156,13 @@ class MegatronCheckpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.index = folder, checkpoints.tensor_index(folder)
+        self.folder, self.index = folder, tensor_index(folder)
         records = [key for key in self.index if key.endswith(f"self_attention.{RECORD}")]
         if not records:
             raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
         stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
         self.form: Form = "stacked" if stacked else "hybrid" if HYBRID_NORM in self.index else "by layer"
-        tensors = checkpoints.read_tensors(folder, records, self.index)
+        tensors = read_tensors(folder, records)
         each_layer = [read_record(tensors[key][0] if stacked else tensors[key]) for key in sorted(records, key=_layer)]
         layers, backbones, tokenizers, documents = zip(*each_layer, strict=True)
         self.tokenizer: str | None = tokenizers[0]
@@ -208,7 +207,7 @@ class MegatronCheckpoint:
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Raises: ValueError."""
         keys = sorted({place_of(name, self.form)[0] for name in names})
-        whole = checkpoints.read_tensors(self.folder, keys, self.index)
+        whole = read_tensors(self.folder, keys)
         return {name: part_of(whole, name, self.form).clone() for name in names}
 
     def check_bytes(self, names: Iterable[str]) -> None:
@@ -268,7 +267,7 @@ def write_checkpoint(
             prefix = _prefix(i, form, mlp=module.startswith("mlp."))
             state[f"{prefix}{module}._extra_state/{place}"] = [None]
     step = folder / "release"
-    checkpoints.write_tensors(step, state)
+    write_tensors(step, state)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (step / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
     common: dict[str, Any] = {"checkpoint_version": 3.0}

@@ -24,7 +24,6 @@ from interdomain.data.indexed import file_sha256
 from interdomain.data.tokenizer_export import padding_id
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
 from interdomain.model.transformer import Transformer, meta_model
-from interdomain.storage import fetch_folder, is_address
 
 from .distributed_checkpoint import TOKENIZER, check_types
 
@@ -253,26 +252,12 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def local_folder(folder: Path | str) -> Path:
-    """The folder itself; of an address in an object store the folder in the cache that it is fetched to, checked and once.
-
-    Raises: FileNotFoundError, OSError; ValueError for weights that are not those of config.json.
-    """
-
-    def check(fetched: Path) -> None:
-        check_weights(fetched, read_config(fetched)[1])
-
-    return fetch_folder(str(folder), CONFIG, check) if is_address(folder) else Path(folder)
-
-
 def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
     """The model, in eval mode, and the tokenizer (`interdomain.data.Tokenizer`) of a folder that `interdomain convert` wrote.
 
     Args:
-        folder: here, or an address in an object store (see `local_folder`).
         options: device, dtype, backend and verify, as in `load_model`. Its errors may arise.
     """
-    folder = local_folder(folder)
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record)
     return load_model(folder, **options), tokenizer

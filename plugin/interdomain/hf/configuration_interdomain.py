@@ -6,7 +6,7 @@ from dataclasses import fields
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from .plain_interdomain import CONV_WIDTH, KINDS, LARGEST, MixerConfig, from_version_1
+from .plain_interdomain import CONV_WIDTH, KINDS, LARGEST, MixerConfig
 
 MIXER = {f.name: f.default for f in fields(MixerConfig) if f.name not in ("kind", "n_kv_heads")}
 DEFAULTS = dict(
@@ -55,10 +55,6 @@ class InterdomainConfig(PretrainedConfig):
         layer_types: list | None = None,
         **settings,
     ):
-        if settings.get("format_version") == 1:
-            layers = settings.get("layer_settings")
-            settings = from_version_1(settings, "mixer") | {"format_version": 2}
-            settings["layer_settings"] = layers and [from_version_1(layer, "mixer") for layer in layers]
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
         self.intermediate_size = intermediate_size or -(-8 * self.hidden_size // (3 * 128)) * 128

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-from interdomain.data.corpus import local_corpus, read_manifest
+from interdomain.data.corpus import read_manifest
 from interdomain.folders import expand_path
 from interdomain.model.config import EXECUTION_SETTINGS, SIZES, Execution, ModelConfig, build_config
 
@@ -77,7 +77,7 @@ class Corpus(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
-            values = local_corpus(expand_path(values))
+            values = expand_path(values)
             manifest = read_manifest(Path(values))
             paths = [corpus_files(values, split) for split in ("train", "validation")]
         except (OSError, ValueError) as e:

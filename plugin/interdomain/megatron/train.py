@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from interdomain.data import PackedDataset, TokenCorpus, local_corpus, read_manifest
+from interdomain.data import PackedDataset, TokenCorpus, read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
 from interdomain.folders import expand_path
 from interdomain.megatron import DynamicsOnce, contiguous, cpu
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     layout = {name: getattr(args, name) for name in LAYOUT}
     try:
         args.save = Path(expand_path(args.save)) if args.save else None
-        corpus = local_corpus(expand_path(args.corpus))
+        corpus = expand_path(args.corpus)
         corpus_files(corpus, "train")  # refuses a corpus whose loss is that of its answers
         manifest = read_manifest(corpus)
         layers: Any = dict(layers=args.layers, softmax_every=args.softmax_every, **mixer_settings(args))

@@ -18,13 +18,12 @@ from .settings import (
     MIXER_SETTINGS,
     MixerConfig,
     check_fields,
-    from_version_1,
     one_of,
     setting,
     state_shape,
 )
 
-FORMAT_VERSION = 2  # 1: without output_norm, and conv_width said nothing for gla
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -148,17 +147,13 @@ class ModelConfig:
         """Inverse of `to_dict`.
 
         Raises:
-            ValueError: unknown keys, or a newer version: a silently dropped setting would be another model.
+            ValueError: unknown keys, or another version: a silently dropped setting would be another model.
         """
         settings, mixers = dict(data), data.get("mixer", {})
         mixers = mixers if isinstance(mixers, list) else [mixers]
         version = settings.pop("format_version", None)
-        if version not in (1, FORMAT_VERSION):
-            raise ValueError(
-                f"format version {version!r} of a model; this program reads versions 1 and {FORMAT_VERSION}."
-            )
-        if version == 1:
-            mixers = [from_version_1(mixer, "kind") for mixer in mixers]
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}.")
         check_names("model", settings, (*MODEL_SETTINGS, "mixer"))
         settings.pop("mixer", None)
         for mixer in mixers:

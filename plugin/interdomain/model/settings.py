@@ -216,14 +216,6 @@ def readout_std(mixer: Any) -> dict[str, float]:
     return {"C": C, "c": M**-0.5 if mixer.linear_scale is None else mixer.linear_scale}
 
 
-def from_version_1(settings: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Settings of a mixer as a record of version 1 has them: its conv_width is 4 where no convolution was, too.
-
-    kind: the name of the setting that says the mixer's kind.
-    """
-    return settings | ({"conv_width": None} if settings.get(kind) in CONV_WIDTH else {})
-
-
 def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} = {value!r} is unknown; allowed: {', '.join(allowed)}.")

@@ -23,7 +23,7 @@ from interdomain.model import Transformer, meta_model
 from interdomain.model.shard import one_gloo_thread
 
 from .data.dataloader import Batch, open_data
-from .data.folders import data_record, fetch_corpora, text_fingerprint
+from .data.folders import data_record, text_fingerprint
 from .errors import user_errors
 from .host import (
     TRAIN_STATE,
@@ -71,7 +71,7 @@ def run(job: JobConfig) -> None:
         if trainer:
             trainer.close()
         raise
-    trainer.close(ended=True)
+    trainer.close()
     if trainer.step >= trainer.plan.steps:
         tell_launcher(ENDED)
     dist.destroy_process_group()
@@ -136,7 +136,6 @@ class InterdomainTrainer(Trainer):
         self.parallel_dims = self.init_distributed()
         if config.comm.mode == "default":  # else there are no other ranks
             require_shared(config, self.lock)
-            fetch_corpora(config)
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
         take_meshes(self.parallel_dims, self.meshes.axes)
@@ -154,7 +153,6 @@ class InterdomainTrainer(Trainer):
         else:
             self.passes = Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
-        self.optimizers.guard.deviations = config.training.spike_deviations
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
@@ -203,19 +201,21 @@ class InterdomainTrainer(Trainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
-        asked = self.preemption.asked is not None
-        skip, asked, mean = self.optimizers.guard.verdict(loss, norm, asked, self.step)
-        self.optimizers.step(skip)
+        # One all-reduce decides for all ranks whether to skip this update and whether to stop after it.
+        decision = self.optimizers.step_guard.decide(loss, norm, self.preemption.asked is not None)
+        self.optimizers.step(decision.skip)
         self.lr_schedulers.step()
-        self.preemption.cast(asked)
+        self.preemption.cast(decision.stop)
         if self.metrics_processor.should_log(self.step):
-            self._log(loss, mean, norm)
+            self._log(loss, decision.loss, norm)
 
     def _log(self, loss: Tensor, mean: Tensor, norm: Tensor) -> None:
         ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
         worst = self.meshes.sum_over_model_ranks(loss) * ranks
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
+        max_skipped = self.job_config.training.max_skipped_steps
+        self.optimizers.step_guard.check(max_skipped, self.step, mean.item(), norm.item())
 
     def should_continue_training(self) -> bool:
         """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
@@ -237,18 +237,16 @@ class InterdomainTrainer(Trainer):
         elif self.step == self.first_step:  # of this start: what is slow once has been done
             set_pg_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims)
         if not super().should_continue_training():
-            self.optimizers.guard.warn_at_the_end(self.step)
+            self.optimizers.step_guard.warn_at_the_end(self.step)
             return False  # asked or not, the run is at its end
         self.checkpointer.require_folder()
         if self.preemption.agreed():
             self.preemption.leave(self)
         return True
 
-    def close(self, ended: bool = False) -> None:
-        """Finish what is being written, and release the folder. ended: of its own; then wait for copies. Collective."""
+    def close(self) -> None:
+        """Finish what is being written, and release the folder."""
         super().close()
-        if ended:
-            self.checkpointer.finish_copies(leaving=self.step < self.plan.steps)
         if self.lock:
             self.lock.release()
 

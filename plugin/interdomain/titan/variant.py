@@ -34,14 +34,9 @@ from .watch.validate import windows_of
 # Settings that our trainer alone honours, and what TorchTitan's does.
 OURS_ALONE = {
     "training.max_skipped_steps": "takes steps that are not finite, or ends at one",
-    "training.spike_deviations": "takes spikes",
-    "training.max_spikes": "takes spikes",
     "training.reduce_gradients": "sums gradients after every micro-batch",
     **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
-    "checkpoint.copy_to": "saves in its folder alone",
-    "checkpoint.copy_wait_seconds": "saves in its folder alone",
     "lr_scheduler.allow_jump": "does not compare rates at a resume",
-    "data.leave_out": "leaves no batches out",
 }
 
 

@@ -50,6 +50,7 @@ class PackedLoader(BaseDataLoader):
         local_batch: sequences of one pass of a rank.
         prefetch: micro-batches to read ahead; 0 reads when asked.
         positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
+        may_reorder: whether a state of another seed may be loaded: the run goes on at the same position of another order.
 
     Attributes:
         consumed: samples that all ranks together were handed since the run's first step.
@@ -66,9 +67,10 @@ class PackedLoader(BaseDataLoader):
         ranks: int,
         prefetch: int = 0,
         positions: bool = False,
+        may_reorder: bool = False,
     ) -> None:
         self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
-        self.prefetch, self.positions = prefetch, positions
+        self.prefetch, self.positions, self.may_reorder = prefetch, positions, may_reorder
         self.consumed = self.begins = 0
         self.read_before: dict[str, int] = {}
 
@@ -122,15 +124,23 @@ class PackedLoader(BaseDataLoader):
             raise ValueError(
                 "the checkpoint is of a run whose data changed at set steps, which this version cannot continue."
             )
+        self.consumed = state_dict["consumed_samples"]
         settings = {"seq_len": "training.seq_len", "order": "debug.seed"}
-        if changed := [setting for name, setting in settings.items() if saved[name] != made_of[name]]:
+        changed = [setting for name, setting in settings.items() if saved[name] != made_of[name]]
+        if changed == ["debug.seed"] and self.may_reorder:
+            logger.warning(
+                "another debug.seed: the data goes on after %d samples of another order. Some samples of this epoch may be "
+                "read twice, and others not at all.",
+                self.consumed,
+            )
+        elif changed:
             raise ValueError(
                 f"the checkpoint was made with another {' and '.join(changed)}, so its position in the data cannot be "
-                "continued. Restore the setting. To train on with the new one, start another run from it: --job.dump_folder, "
+                "continued. Restore the setting. To leave data out, go back with checkpoint.load_step and another debug.seed. "
+                "To train on with the new one, start another run from it: --job.dump_folder, "
                 "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading "
                 "dataloader."
             )
-        self.consumed = state_dict["consumed_samples"]
         self.begins, self.read_before = saved.get("begins", 0), saved.get("read_before", {})
         if any(saved[name] != made_of[name] for name in ("corpora", "weights")):
             self._change_data(saved)
@@ -164,4 +174,5 @@ def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tu
         ranks=ranks,
         prefetch=job_config.data.prefetch,
         positions=job_config.data.reset_state_at_documents,
+        may_reorder=job_config.checkpoint.load_step != -1,
     )

@@ -15,15 +15,11 @@ from interdomain.data import (
     check_vocab,
     documents_in,
     load_tokenizer,
-    local_corpus,
     read_manifest,
 )
 from interdomain.data.corpus import sources
-from interdomain.storage import is_address
 
-from ..errors import user_errors
 from ..plan.run_plan import model_config
-from ..resume.resume_from import at_length
 from ..settings.schema import JobConfig
 
 
@@ -35,7 +31,7 @@ def folders_of(corpus: str | list[str]) -> list[str]:
 def corpora_of(job_config: JobConfig) -> list[str]:
     """`data.corpus` as a list of folders here, checked to exist, with weights that fit."""
     data = job_config.data
-    corpora = [local_corpus(corpus) for corpus in folders_of(data.corpus)]
+    corpora = folders_of(data.corpus)
     for corpus in corpora or [""]:
         _require_corpus(corpus)
     if (len(corpora) > 1 and len(data.weights) != len(corpora)) or len(corpora) == 1 < len(data.weights):
@@ -44,18 +40,6 @@ def corpora_of(job_config: JobConfig) -> list[str]:
             "corpus of a mixture, and none for a single corpus."
         )
     return corpora
-
-
-def corpora_named(job_config: JobConfig) -> list[str]:
-    """All corpora of the configuration: those of the training, and that of the validation."""
-    return [*dict.fromkeys([*folders_of(job_config.data.corpus), job_config.data.validation_corpus])]
-
-
-@user_errors
-def fetch_corpora(job_config: JobConfig) -> None:
-    """Fetch the corpora that are in an object store, once per machine. Collective: ranks that are done wait for the others."""
-    if any(map(is_address, corpora := corpora_named(job_config))):
-        at_length(lambda: [local_corpus(corpus) for corpus in corpora]).result()
 
 
 def open_tokenizer(job_config: JobConfig) -> Tokenizer:
@@ -68,7 +52,7 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
             "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
         )
     tokenizer = cast(Tokenizer, load_tokenizer(data.tokenizer or prepared[0]))
-    also = local_corpus(data.validation_corpus)
+    also = data.validation_corpus
     for corpus in prepared + [also] * os.path.isdir(also):
         made_with = read_manifest(corpus)["tokenizer"]["sha256"]
         if tokenizer.sha256 != made_with:
@@ -92,7 +76,7 @@ def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDa
     data = job_config.data
     seq_len = job_config.validation.seq_len if split == "validation" else job_config.training.seq_len
     if split == "validation" and data.validation_corpus:
-        corpora = [local_corpus(data.validation_corpus)]
+        corpora = [data.validation_corpus]
         _require_corpus(corpora[0])
     else:
         corpora = corpora_of(job_config)

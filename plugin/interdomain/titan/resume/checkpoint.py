@@ -56,13 +56,11 @@ from interdomain.folders import write_whole
 from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from ..plan.device import device_here
-from .copies import Copies
 from .lock import RunLock
 from .resume_from import (
     ResumePoint,
     find_resume_point,
     on_rank_0,
-    on_rank_0_at_length,
     require_same_run,
     set_aside,
     set_damaged_aside,
@@ -70,7 +68,6 @@ from .resume_from import (
     warn_of_changes,
 )
 
-LEAVING_SECONDS = 60  # that a run waits for its copies when it was asked to leave: a scheduler gives it minutes to save
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CUT_SHORT = "unexpected pos"  # all that is left, in PyTorch's words, of a write of which the system took a part
 
@@ -111,7 +108,6 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     saving = ""  # the folder being written, or written last
     branched_from: int | None = None  # the step that the run last went back to
-    copies: Copies | None = None  # on rank 0, where checkpoint.copy_to is set
 
     def __init__(
         self,
@@ -129,9 +125,6 @@ class SelfDescribingCheckpoints(CheckpointManager):
         # The run's folder, and those that it had before: records of older versions name none.
         self.run_folders = {record.get("folder"), None}
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
-        if self.enable and checkpoint_config.copy_to and dist.get_rank() == 0:
-            self.copies = Copies(Path(self.folder), checkpoint_config.copy_to, lock)
-        self.copy_wait_seconds = checkpoint_config.copy_wait_seconds
 
     # Saving
 
@@ -213,7 +206,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INCOMPLETE).touch()
         record = self.record | {"step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
-        record |= optimizers.guard.state_dict() | {"branched_from": self.branched_from}
+        record |= optimizers.step_guard.state_dict() | {"branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares (schedule.refuse_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
         write_record(folder, record, self.tokenizer)
@@ -277,8 +270,6 @@ class SelfDescribingCheckpoints(CheckpointManager):
             step = step_of(path)
             if step is None or step > current or step in kept or not self._wrote(path):
                 continue
-            if self.copies and not self.copies.release(path):
-                continue  # it is being sent: the next save removes it
             _mark_incomplete(path)
             self.purge_queue.put(str(path))
 
@@ -295,18 +286,6 @@ class SelfDescribingCheckpoints(CheckpointManager):
             return False
         return isinstance(record, dict) and record.get("folder") in self.run_folders
 
-    def close(self) -> None:
-        super().close()
-        if self.copies:
-            self.copies.end()
-
-    def finish_copies(self, leaving: bool = False) -> None:
-        """Wait for the copies of checkpoints, at most checkpoint.copy_wait_seconds; not as long in a run that leaves: its next
-        start copies what is missing. Collective."""
-        seconds = min(self.copy_wait_seconds, LEAVING_SECONDS) if leaving else self.copy_wait_seconds
-        if self.enable:
-            on_rank_0_at_length(lambda: self.copies and self.copies.finish(seconds))
-
     # Loading
 
     @user_errors
@@ -318,24 +297,17 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        folder, fetch = Path(self.folder), {"fetch": self.copies.fetch} if self.copies else {}
-        find = lambda: find_resume_point(folder, step, self.initial_load_path, self.record, **fetch)  # noqa: E731
-        while point := on_rank_0_at_length(find):
+        folder = Path(self.folder)
+        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path, self.record)):
             if (damage := self._load(point)) is None:
                 self.branched_from = point.branched_from
                 if point.source == "load_step":
                     on_rank_0(lambda: set_later_aside(folder, step))
-                self._begin_copies()
                 return True
             if point.source != "latest":
                 stop(f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path.")
             on_rank_0(functools.partial(set_damaged_aside, point.folder, damage))
-        self._begin_copies()
         return False
-
-    def _begin_copies(self) -> None:
-        if self.copies:  # not before the damaged ones are set aside
-            self.copies.start()
 
     def _load(self, point: ResumePoint) -> str | None:
         """Returns what is damaged, on all ranks alike; None: nothing, and it is loaded. Collective."""
@@ -359,7 +331,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self._note_earlier_data(point.record)
             if dist.get_rank() == 0:
                 warn_of_changes(point, self.record)
-            self.states[OPTIMIZER].guard.load_state_dict(point.record)
+            self.states[OPTIMIZER].step_guard.load_state_dict(point.record)
         self.record["run"] |= {"started_from": origin} if origin else {}
         gc.collect()  # the trainer has turned off Python's own collections
         return None

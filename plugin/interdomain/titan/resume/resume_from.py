@@ -2,12 +2,11 @@
 
 A run that went back to a step (`checkpoint.load_step`) writes this step, `branched_from`, into the record of every checkpoint
 that it saves from then on. So a restart of the same command continues from what was saved since, and does not go back again;
-one that leaves other data out (`data.leave_out`) does.
+one with another seed (`debug.seed`) does.
 """
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +23,9 @@ from interdomain.files.distributed_checkpoint import (
     step_folders,
     step_of,
 )
-from interdomain.files.remote_checkpoint import fetch_checkpoint, remote_steps
 from interdomain.files.run_folder import checkpoints_of
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
-from interdomain.storage import is_address
 
 from ..errors import user_errors
 from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
@@ -46,9 +43,6 @@ FREE = (
     *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq", "validation.local_batch_size"),
     "training.reduce_gradients",
 )
-
-
-MEETING_SECONDS = 10
 
 
 class ResumePoint(NamedTuple):
@@ -75,22 +69,6 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-def at_length(act: Callable[[], Any]) -> "Future[Any]":
-    """The outcome of `act`, when all ranks have theirs. It may take longer than the time limit of a collective: the ranks meet
-    every few seconds. Collective."""
-    with ThreadPoolExecutor(1) as pool:
-        future, done = pool.submit(act), [False]
-        while not all(done):
-            done = [False] * dist.get_world_size()
-            dist.all_gather_object(done, bool(wait([future], MEETING_SECONDS).done))
-    return future
-
-
-def on_rank_0_at_length(act: Callable[[], Any]) -> Any:
-    """`on_rank_0` for what may take long. Collective."""
-    return on_rank_0(at_length(act if dist.get_rank() == 0 else lambda: None).result)
-
-
 @user_errors
 def loads_a_model(job_config) -> bool:
     """True if this start loads a model, and so draws no initial values. If finding out fails, the start ends. Collective."""
@@ -98,34 +76,22 @@ def loads_a_model(job_config) -> bool:
     if not config.enable:
         return False
     folder = Path(job_config.job.dump_folder) / config.folder
-    return on_rank_0_at_length(
-        lambda: bool(
-            config.initial_load_path
-            or finished_steps(folder)
-            or (config.copy_to and next(remote_steps(config.copy_to), None))
-        )
-    )
+    return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
 
 
-def find_resume_point(
-    folder: Path, step: int, initial: str | None, run: dict, fetch: Callable[[int], None] = lambda step: None
-) -> ResumePoint | None:
+def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -> ResumePoint | None:
     """The latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
 
     A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
 
     Args:
         step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path. run: this run's record.
-        fetch: fetches a step (-1: the latest) from checkpoint.copy_to, where the folder has none.
     Raises: ValueError for a checkpoint that cannot be loaded; OSError.
     """
     refuse_other_run(folder, run)
-    if not finished_steps(folder):
-        fetch(-1)
     latest = _latest(folder, above=step)
-    if step != -1 and (latest is None or (latest.branched_from, left_out(latest.record)) != (step, left_out(run))):
-        if step not in finished_steps(folder):
-            fetch(step)
+    seed = run["run"]["seed"]
+    if step != -1 and (latest is None or (latest.branched_from, latest.record["run"].get("seed")) != (step, seed)):
         steps = finished_steps(folder)
         if step not in steps:
             others = ", ".join(map(str, sorted(steps))) or "none"
@@ -134,7 +100,7 @@ def find_resume_point(
             )
         return ResumePoint(steps[step], *_read_checked(steps[step]), "load_step", step)
     if latest is None and initial:
-        start = fetch_checkpoint(initial, folder / "initial") if is_address(initial) else latest_checkpoint(initial)
+        start = latest_checkpoint(initial)
         return ResumePoint(start, *_read_checked(start), "initial")
     if latest:
         for path in half_copies(folder):
@@ -174,11 +140,6 @@ def refuse_other_run(folder: Path, run: dict) -> None:
                 f"checkpoint.folder of its own, or continue that run with --job.dump_folder {other}. If that is the old name "
                 f"of this run's folder, make a link there: ln -s {own} {other}"
             )
-
-
-def left_out(record: dict) -> list[int]:
-    """The setting data.leave_out of a run's record; empty where the record is older than the setting."""
-    return record.get("configuration", {}).get("data", {}).get("leave_out", [])
 
 
 def _latest(folder: Path, above: int) -> ResumePoint | None:

@@ -65,6 +65,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         ValueError: the file is no TOML, or has a key that does not exist, or a value that is not allowed.
         SystemExit: `--help`; or a flag that does not exist or has a wrong value, after saying so.
     """
+    refuse(removal for name in sorted(names_of(arguments)) if (removal := removal_of(name)))
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--job.config_file", "--job.config-file", dest="path")
     path = file.parse_known_args(arguments)[0].path
@@ -300,10 +301,6 @@ def refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
     if get_origin(kind) is Annotated:
         bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
         kind = kind.__origin__
-    if any(re.search("://[^/@]*:[^/@]*@", str(x)) for x in (value if isinstance(value, list) else [value])):
-        raise ValueError(
-            f"{setting} has a password, and settings are recorded. Give keys by the store's own variables or files."
-        )
     if not _fits(value, kind):
         words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
         raise ValueError(f"{setting} must be {words}: got {value!r}.")
@@ -333,11 +330,6 @@ def refuse_unsupported(job_config: JobConfig) -> None:
         problems.append(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
         )
-    if job_config.training.max_spikes and not job_config.training.spike_deviations:
-        problems.append(
-            f"training.max_spikes = {job_config.training.max_spikes} has no effect while training.spike_deviations is 0: there "
-            "are no spikes. Set it, 6 for one, or leave training.max_spikes out."
-        )
     optimizer = job_config.optimizer
     if optimizer.name != "Muon" and optimizer.momentum != JobConfig().optimizer.momentum:
         problems.append(
@@ -364,12 +356,7 @@ def refuse_unsupported(job_config: JobConfig) -> None:
             "checkpoint.enable is not possible with comm.mode = fake_backend: one process has not what the others would save. "
             "Set --checkpoint.no-enable."
         )
-    store, here = checkpoint.copy_to.removeprefix("file://"), Path(job_config.job.dump_folder, checkpoint.folder)
-    if store != checkpoint.copy_to and Path(store).resolve() == here.resolve():
-        problems.append(
-            f"checkpoint.copy_to = {checkpoint.copy_to} is the run's own folder of checkpoints. Choose another."
-        )
-    for name in ("initial_load_path", "load_step", "copy_to", *MILESTONES):
+    for name in ("initial_load_path", "load_step", *MILESTONES):
         # TorchTitan would pass over it.
         if getattr(checkpoint, name) not in (None, "", 0, -1, []) and not checkpoint.enable:
             problems.append(
@@ -380,11 +367,5 @@ def refuse_unsupported(job_config: JobConfig) -> None:
         problems.append(
             "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
-        )
-    parts = {"dataloader", "train_state"} & {*checkpoint.exclude_from_loading}
-    if len(parts) == 1 and job_config.data.leave_out:
-        problems.append(
-            f"checkpoint.exclude_from_loading names {parts.pop()}, so steps and batches would be counted apart, and "
-            "data.leave_out counts them together. Name both dataloader and train_state, or neither."
         )
     refuse(problems)

@@ -43,9 +43,8 @@ ALIASES = {"debugmodel": "debug"}  # TorchTitan's name for its smallest models -
 Size = Annotated[str, _one_of([*SIZES, *ALIASES])]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
-Address = Bound("an address, such as s3://bucket/runs/debug", lambda x: not x or "://" in x)
 Folder = Annotated[
-    str, Bound("a folder, not an address (checkpoint.copy_to takes one)", lambda x: "://" not in x), PATH
+    str, Bound("a folder, not an address (docs/clusters.md copies to one)", lambda x: "://" not in x), PATH
 ]
 PathSetting = Annotated[str, PATH]
 Section = TypeVar("Section", bound=type)
@@ -146,8 +145,8 @@ class Mixer:
 class Data:
     """[data]: the text (docs/data.md)."""
 
-    #: Folder of a prepared corpus, here or in an object store (s3://bucket/corpus), or a prefix or glob of Megatron .bin/.idx
-    #: shards. Several are mixed by weight: a list in TOML, commas on the command line.
+    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards. Several are mixed by weight: a list in
+    #: TOML, commas on the command line.
     corpus: Annotated[str | list[str], PATH] = ""
     #: Weights of the corpora in a mixture, in samples. They need not sum to 1.
     weights: list[float] = field(default_factory=list)
@@ -156,9 +155,6 @@ class Data:
     validation_corpus: PathSetting = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: PathSetting = ""
-    #: Steps whose batches are left out: the steps after them read the next ones. The numbers are those of a run that leaves
-    #: none out.
-    leave_out: Steps = field(default_factory=list)
     prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead; 0: none.
     #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
     #: The paper packs documents and mentions no reset.
@@ -215,12 +211,7 @@ class Training:
     max_norm: Annotated[float, Bound("positive", lambda x: x > 0)] = 1.0
     steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
     tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
-    #: Skip a step whose loss or gradient norm is so many standard deviations above the mean of the last 128 steps that were not
-    #: skipped: a spike. From the 129th step on; 0: never.
-    spike_deviations: NotNegative = 0.0
-    #: Stop the run after so many spikes in all, 128 at most; 0: never. Checked every metrics.log_freq steps.
-    max_spikes: Annotated[int, Bound("from 0 to 128", lambda x: 0 <= x <= 128)] = 0
-    #: Stop the run after so many steps in a row that were skipped: loss or gradient norm not finite, or a spike. Such steps
+    #: Stop the run after so many steps in a row that were skipped, because loss or gradient norm was not finite. Such steps
     #: change nothing. Checked every metrics.log_freq steps.
     max_skipped_steps: Count = 10
     enable_cpu_offload: bool = False  # Keep weights, gradients and optimizer state in CPU memory.
@@ -271,13 +262,7 @@ class Checkpoint:
     enable: bool = False  # Save checkpoints, and continue from the latest.
     folder: Folder = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
     interval: Count = 500  # Steps between two checkpoints.
-    #: Address in an object store (s3://bucket/runs/debug) that every checkpoint is copied to, beside the training. A start
-    #: whose folder has no checkpoint fetches the latest from there (docs/storage.md). Empty: none.
-    copy_to: Annotated[str, Address, PATH] = ""
-    #: Seconds that the end of a run waits for the copies that are not there yet; at most 60 when it leaves on a signal.
-    copy_wait_seconds: CountOr0 = 300
-    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own. Also one
-    #: in an object store.
+    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own.
     initial_load_path: Annotated[str | None, PATH] = None
     #: Of initial_load_path, load the weights only: no optimizer state, schedule, data position or step.
     initial_load_model_only: bool = True

@@ -15,7 +15,7 @@ from interdomain.model.initialize import clean_name
 from ..host import LRSchedulersContainer, OptimizersContainer
 from ..plan.parameter_groups import group_of
 from ..plan.schedule import multiple_of_peak
-from .guard import Guard
+from .guard import StepGuard
 from .muon import Muon
 
 
@@ -39,7 +39,7 @@ class GroupedOptimizers(OptimizersContainer):
         }
         options = {"ssm": {"lr": min(config.lr, config.ssm_lr), "weight_decay": config.ssm_weight_decay}}
         optimizer = torch.optim.Adam if config.name == "Adam" else torch.optim.AdamW
-        self.guard = Guard()
+        self.step_guard = StepGuard()
         self.rates: dict[str, float] = {}  # by group, of the last step
         # The same on all stages of a pipeline, whatever parameters they have.
         self.names = ("main", "ssm", "matrices") if config.name == "Muon" else ("main", "ssm")

@@ -17,7 +17,6 @@ from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
 from ..errors import user_errors
 from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
 from ..plan.run_plan import RunPlan
-from ..resume.rewind import stop_at_spikes
 from ..step.gradients import norms
 from ..step.meshes import Meshes
 from ..step.optimizer import GroupedOptimizers
@@ -55,7 +54,6 @@ class InterdomainMetrics(MetricsProcessor):
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
-        training, guard = self.job_config.training, self.optimizers.guard
         # Since the last log or validation.
         seconds = time.perf_counter() - self.time_last_log
         steps = math.ceil(len(self.data_loading_times) / self.plan.accumulation)
@@ -64,19 +62,14 @@ class InterdomainMetrics(MetricsProcessor):
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
-            **gradient_norms(self.optimizers, grad_norm, training.max_norm, self.meshes),
-            **guard.scalars(),
+            **gradient_norms(self.optimizers, grad_norm, self.job_config.training.max_norm, self.meshes),
+            **self.optimizers.step_guard.scalars(),
             "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
         }
         if self._mixer_is_due(step):
             extra |= mixer_statistics(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
-        skipped = guard.news()
-        if skipped:
-            logger.warning("up to step %d: %s", step, skipped)
-        stop_at_spikes(self.job_config, [0], guard.spike_steps)
-        guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
