@@ -179,13 +179,11 @@ def test_damaged_bytes_never_end_in_anything_but_a_valueerror(checkpoint):
 
 def test_newest_whole_step(tmp_path):
     run = tmp_path / "run"
-    for parent, step, whole in (("checkpoint", 90, 1), ("checkpoint", 100, 1), ("checkpoint", 110, 0), ("", 95, 1)):
-        folder = run / parent / f"step-{step}"
-        folder.mkdir(parents=True)
-        if whole:
-            (folder / checkpoints.METADATA).touch()
-    (run / "checkpoint" / "step-200.bak").mkdir()
-    (run / "checkpoint" / "step-200.bak" / checkpoints.METADATA).touch()
+    whole = ("checkpoint/step-90", "checkpoint/step-100", "checkpoint/step-200.bak", "step-95")
+    for name in (*whole, "checkpoint/step-110"):
+        (run / name).mkdir(parents=True)
+    for name in whole:
+        (run / name / checkpoints.METADATA).touch()
     assert checkpoints.latest_checkpoint(run) == run / "checkpoint" / "step-100"
     assert checkpoints.latest_checkpoint(run / "checkpoint") == run / "checkpoint" / "step-100"
     assert checkpoints.latest_checkpoint(str(run / "step-95")) == run / "step-95"
@@ -222,26 +220,19 @@ def test_the_record_of_checkpoints_that_have_none_is_in_the_run_s_folder(tmp_pat
 
 def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
     """Two of a matrix's four pieces; all of a scalar and an object; nothing of a tensor that is on other ranks."""
+    boxes = {(0, 2): (1, 2), (0, 0): (1, 2), (1, 2): (2, 2), (1, 0): (2, 2)}  # offsets: sizes
 
     def cut(metadata):
-        entry, place = (
-            metadata.state_dict_metadata["a"],
-            metadata.storage_data.pop(MetadataIndex("a", torch.Size((0, 0)))),
-        )
-        entry.chunks = [
-            ChunkStorageMetadata(torch.Size((r, c)), torch.Size((3 - r if r else 1, 2))) for r in (0, 1) for c in (2, 0)
-        ]
-        for n, chunk in enumerate(entry.chunks):
-            metadata.storage_data[MetadataIndex("a", chunk.offsets)] = replace(
-                place, relative_path=f"{n}.distcp", offset=n
-            )
-        metadata.state_dict_metadata["object"] = BytesStorageMetadata()
+        place = metadata.storage_data.pop(MetadataIndex("a", torch.Size((0, 0))))
+        pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes.items()]
+        metadata.state_dict_metadata |= {"a": replace(metadata.state_dict_metadata["a"], chunks=pieces)}
+        metadata.state_dict_metadata |= {"object": BytesStorageMetadata()}
+        for n, piece in enumerate(pieces):
+            metadata.storage_data[MetadataIndex("a", piece.offsets)] = replace(place, relative_path=f"{n}.distcp")
         metadata.storage_data[MetadataIndex("object")] = replace(place, relative_path="object.distcp")
 
     edit_index(checkpoint, cut)
-    index = read_index(checkpoint)
-    wanted = {"a": Piece((0, 2), (3, 2)), "c": TENSORS["c"], "object": None}
-    part = overlapping(index, wanted)
+    part = overlapping(read_index(checkpoint), {"a": Piece((0, 2), (3, 2)), "c": TENSORS["c"], "object": None})
     assert part.state_dict_metadata.keys() == {"a", "b", "c", "object"}
     places = {(key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()}
     assert places.pop(("c", ())).endswith(".distcp")

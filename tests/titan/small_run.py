@@ -32,11 +32,20 @@ class State:
 class Run:
     """A manager and what it saves: the weights of step N are all N.
 
-    flags, fingerprints: of the record. settings: of [checkpoint].
+    flags, fingerprints: of the record. at: another folder of checkpoints. settings: of [checkpoint].
     """
 
     def __init__(
-        self, folder, width=7, model=None, tokens_per_step=512, flags=(), fingerprints=None, milestones=(), **settings
+        self,
+        folder,
+        width=7,
+        model=None,
+        tokens_per_step=512,
+        flags=(),
+        fingerprints=None,
+        milestones=(),
+        at=None,
+        **settings,
     ):
         job = read_job_config(["--job.config_file", str(TINY), *flags])
         config = translate(job).checkpoint
@@ -61,6 +70,8 @@ class Run:
             milestones=milestones,
             lock=None,
         )
+        if at:
+            self.manager.folder = str(at)
 
     def save(self, *steps):
         for step in steps:

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,41 +91,38 @@ def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, folder, tm
     """Two runs of the same settings, whose checkpoint.folder is the same place: told apart by their folders in the record."""
 
     def start(name, checkpoints):
-        run = new()
-        run.manager.folder = str(checkpoints)
+        run = new(at=checkpoints)
         run.manager.record["folder"] = str(tmp_path / name)
         run.manager.run_folders = {str(tmp_path / name), None}
         return run
 
     shared = tmp_path / "shared"
-    start("first", shared).save(4)
+    start("first", shared).save(4, 5)
     shorten(shared / "step-4" / "__0_0.distcp")
     before = bytes_in(shared)
     error = refusal(capsys, start("second", shared).load)
     assert f"{shared / 'step-4'} is a checkpoint of another run, whose folder is {tmp_path / 'first'}" in error
     assert bytes_in(shared) == before  # not even a damaged one is renamed
-    start("first", shared).save(5)
     assert start("first", shared).load() == 5
     (tmp_path / "second").mkdir()
     (tmp_path / "first").symlink_to(tmp_path / "second")  # a folder that was renamed
     assert start("second", shared).load() == 5
     own = shutil.copytree(shared, tmp_path / "third" / "checkpoint")  # put there for this run
     assert start("third", own).load() == 5
-    # Another run's folder that lies within this run's folder.
-    inner = tmp_path / "outer" / "inner"
-    start("outer/inner", inner / "checkpoint").save(6)
-    assert "whose folder is" in refusal(capsys, start("outer", inner / "checkpoint").load)
+    inner = tmp_path / "outer" / "inner" / "checkpoint"  # another run's folder within this run's
+    start("outer/inner", inner).save(6)
+    assert "whose folder is" in refusal(capsys, start("outer", inner).load)
 
 
 def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
     """Once, without folders, logging, saving and what is the ranks' affair. What changes the function is refused."""
     assert new(interval=7).load() == 3
     assert "was saved with other settings" not in caplog.text
-    free = ["--job.dump_folder", "elsewhere", "--metrics.log_freq", "7", "--training.local_batch_size", "4"]
-    free += ["--parallelism.tensor_parallel_degree", "2", "--data.corpus", "moved"]
-    recipe = ["--optimizer.lr", "9e-3", "--training.precision", "bf16", "--validation.tokens", "2000"]
+    free = "--job.dump_folder elsewhere --metrics.log_freq 7 --training.local_batch_size 4 "
+    free += "--parallelism.tensor_parallel_degree 2 --data.corpus moved "
+    recipe = "--optimizer.lr 9e-3 --training.precision bf16 --validation.tokens 2000"
     new(fingerprints={"train": "text", "validation": "old"}).save(4)
-    assert new(flags=[*free, *recipe], fingerprints={"train": "text", "validation": "new"}).load() == 4
+    assert new(flags=(free + recipe).split(), fingerprints={"train": "text", "validation": "new"}).load() == 4
     (warning,) = [r.getMessage() for r in caplog.records if "was saved with other settings" in r.getMessage()]
     assert warning.splitlines()[1:] == [
         "  optimizer.lr: 0.003 -> 0.009",
@@ -137,41 +133,53 @@ def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
     reset = ["--data.reset_state_at_documents"]
     error = refusal(capsys, new(flags=reset).load)
     assert "was trained with data.reset_state_at_documents = False, and here it is True" in error
-    path = folder / "step-4" / "interdomain.json"
-    path.write_text(json.dumps({name: x for name, x in record(folder, 4).items() if name != "configuration"}))
-    assert new(flags=reset).load() == 4  # as an older version saved it
+
+
+def test_a_record_of_another_version(new, folder, caplog):
+    """One that names settings which are gone loads in silence. One without settings, as older versions wrote it, says so."""
+    path = folder / "step-3" / "interdomain.json"
+    saved = record(folder, 3)
+    saved["configuration"]["training"] |= {"spike_deviations": 6.0, "max_spikes": 3}
+    saved["configuration"]["checkpoint"]["copy_to"] = ""
+    saved |= {"spikes": 1, "skipped_steps": 2, "skipped_in_a_row": 0, "spike_steps": [2], "recent_losses": [3.0]}
+    path.write_text(json.dumps(saved))
+    run = new()
+    assert run.load() == 3
+    assert run.others["optimizers"].step_guard.state_dict() == {"skipped_steps": 2, "skipped_in_a_row": 0}
+    assert "settings" not in caplog.text
+    del saved["configuration"]
+    path.write_text(json.dumps(saved))
+    assert new(flags=["--data.reset_state_at_documents"]).load() == 3
     assert "does not record its settings" in caplog.text
 
 
 def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
-    """Loaded where the run's own folder holds only the remains of a save; weights alone, or all but what is excluded."""
-    (tmp_path / "other" / "step-5").mkdir(parents=True)
-
-    def start(name, **settings):
-        run = new(initial_load_path=str(folder / name), **settings)
-        run.manager.folder = str(tmp_path / "other")
-        return run
-
-    run = start("step-2", tokens_per_step=1024)
+    """Loaded where the run's own folder holds only the remains of a save; weights only, or all but what is excluded."""
+    other = tmp_path / "other"
+    (other / "step-5").mkdir(parents=True)
+    weights = {"at": other, "initial_load_path": str(folder / "step-2"), "tokens_per_step": 1024}
+    run = new(**weights)
     assert run.manager.load()
     assert (run.model.weight.unique().item(), run.trainer.step) == (2, 0)
     run.save(1)
-    assert record(tmp_path / "other", 1)["run"]["started_from"]["step"] == 2
-    onward = start("step-2", tokens_per_step=1024)
+    assert record(other, 1)["run"]["started_from"]["step"] == 2
+    onward = new(**weights)
     assert onward.load() == 1
     assert onward.manager.record["run"]["started_from"]["step"] == 2  # a resumed run knows, too
-    shutil.rmtree(tmp_path / "other" / "step-1")
-    run = start("step-2", initial_load_model_only=False, exclude_from_loading=["dataloader"])
+    shutil.rmtree(other / "step-1")
+
+    most = {"at": other, "initial_load_path": str(folder / "step-2")}
+    most |= {"initial_load_model_only": False, "exclude_from_loading": ["dataloader"]}
+    run = new(**most)
     assert run.manager.load()
     assert (run.trainer.step, run.others["optimizers"].step, run.others["dataloader"].step) == (2, 2, 0)
     assert "started_from" not in run.manager.record["run"]  # the same run goes on
     run.save(3)
-    again = start("step-2", initial_load_model_only=False, exclude_from_loading=["dataloader"])
-    assert again.load() == 3  # its own, with all parts
-    shutil.rmtree(tmp_path / "other" / "step-3")
+    assert new(**most).load() == 3  # its own, with all parts
+    shutil.rmtree(other / "step-3")
     shorten(folder / "step-2" / "__0_0.distcp")
-    assert "its shard" in refusal(capsys, start("step-2").load)
-    assert "nowhere" in refusal(capsys, start("nowhere").load)
+    assert "its shard" in refusal(capsys, new(**most).load)
+    assert "nowhere" in refusal(capsys, new(at=other, initial_load_path="nowhere").load)
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
@@ -204,27 +212,22 @@ def bytes_in(folder):
 def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys, kept):
     """Also a start from an initial checkpoint. Beside a complete one it is passed over, and nothing of it is lost."""
     moved = tmp_path / "moved" / "checkpoint"
-    for step in (2, 3):
-        copy_visible(folder / f"step-{step}", moved / f"step-{step}")
-        (moved / f"step-{step}" / "KEEP").touch()
-        for path in moved.glob(f"step-{step}/" + ("*.json" if kept == "shards" else "*.distcp")):
+    for step in ("step-2", "step-3"):
+        copy_visible(folder / step, moved / step)
+        (moved / step / "KEEP").touch()
+        for path in (moved / step).glob("*.json" if kept == "shards" else "*.distcp"):
             path.unlink()
     before = bytes_in(moved)
-
-    def start(**settings):
-        run = new(**settings)
-        run.manager.folder = str(moved)
-        return run
-
     for settings in ({}, {"initial_load_path": str(folder / "step-1")}):
-        error = refusal(capsys, start(**settings).load)
-        assert all(words in error for words in (str(moved), "step-2, step-3", ".metadata", "move step-2, step-3 away"))
+        error = refusal(capsys, new(at=moved, **settings).load)
+        assert f"{moved} holds step-2, step-3 without .metadata" in error
+        assert "move step-2, step-3 away" in error
     assert bytes_in(moved) == before
     (moved / "step-4").symlink_to(tmp_path / "not mounted")
-    assert "step-2, step-3, step-4 without .metadata" in refusal(capsys, start().load)
+    assert "step-2, step-3, step-4 without .metadata" in refusal(capsys, new(at=moved).load)
 
     shutil.copytree(folder / "step-1", moved / "step-1")
-    run = start(keep_latest_k=2)
+    run = new(at=moved, keep_latest_k=2)
     assert run.manager.load()
     run.save(2, 3, 4, 5)
     assert {*finished_steps(moved)} == {2, 3, 4, 5}  # each aside's new name has its KEEP: milestones
@@ -313,41 +316,38 @@ def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, capl
 # Copying
 
 
-AWS = r"""#!/usr/bin/env bash
-# aws s3 sync FROM TO [--exclude NAME], where s3://bucket is the folder $BUCKET
-from=${3/s3:\/\/bucket/$BUCKET} to=${4/s3:\/\/bucket/$BUCKET}
-mkdir -p "$to"
-for file in "$from"/* "$from"/.[!.]*; do
-    name=${file##*/}
-    if [ -f "$file" ] && [ "$name" != "${6-}" ] && ! cmp -s "$file" "$to/$name"; then
-        cp "$file" "$to/$name" && echo "$to/$name" >> "$BUCKET/sent"
+STAND_INS = r"""
+aws() {  # s3 sync FROM TO [--exclude NAME], where s3://bucket is the folder $BUCKET
+    local from=$3 to=$BUCKET/${4#s3://bucket/} file name
+    mkdir -p "$to"
+    for file in "$from"/* "$from"/.[!.]*; do
+        name=${file##*/}
+        if [ -f "$file" ] && [ "$name" != "${6-}" ] && ! cmp -s "$file" "$to/$name"; then
+            cp "$file" "$to/$name"
+            echo "${to##*/}/$name" >> "$BUCKET/sent"
+        fi
+    done
+}
+sleep() {  # Ends the loop before its third round. After the first, the run validates.
+    if [ -f "$BUCKET/sent" ]; then
+        [ ! -f "$RUN/step-3/validation.json" ] && echo '{}' > "$RUN/step-3/validation.json"
     fi
-done
-"""
-SLEEP = """#!/usr/bin/env bash
-# Ends the loop before its third round. After the first, the run validates.
-if [ -f "$BUCKET/sent" ]; then
-    [ ! -f "$RUN/step-3/validation.json" ] && echo '{}' > "$RUN/step-3/validation.json"
-fi
+}
 """
 
 
 def test_the_lines_of_docs_that_copy_to_an_object_store(new, folder, tmp_path):
     """Two rounds, with a validation between them. An unfinished save is not copied. A run continues from the copy."""
-    copy, _ = [block for block in blocks(REPOSITORY / "docs/clusters.md") if "aws s3 sync" in block.text]
-    script = copy.text.replace("outputs/125M/checkpoint", "$RUN").replace("s3://bucket/runs/125M", "s3://bucket")
     (folder / "step-2" / ".metadata").rename(folder / "step-2" / ".incomplete")
-    bucket, programs = tmp_path / "bucket", tmp_path / "programs"
+    bucket = tmp_path / "bucket"
     bucket.mkdir()
-    programs.mkdir()
-    for name, text in (("aws", AWS), ("sleep", SLEEP)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "BUCKET": str(bucket), "RUN": str(folder)}
-    subprocess.run(["bash", "-eu", "-c", script], env=environment, timeout=TIMEOUT, check=True)
-    sent = [Path(line) for line in (bucket / "sent").read_text().splitlines()]
-    assert {path.parent.name for path in sent} == {"step-1", "step-3"}
-    assert [path.name for path in sent if path.parent.name == "step-3"][-2:] == [".metadata", "validation.json"]
+    copy, _ = [block.text for block in blocks(REPOSITORY / "docs/clusters.md") if "aws s3 sync" in block.text]
+    script = copy.replace("outputs/125M/checkpoint", "$RUN").replace("s3://bucket/runs/125M", "s3://bucket")
+    environment = os.environ | {"BUCKET": str(bucket), "RUN": str(folder)}
+    subprocess.run(["bash", "-eu", "-c", STAND_INS + script], env=environment, timeout=TIMEOUT, check=True)
+    sent = (bucket / "sent").read_text().splitlines()
+    assert {path.partition("/")[0] for path in sent} == {"step-1", "step-3"}
+    assert sent[-2:] == ["step-3/.metadata", "step-3/validation.json"]
     assert bytes_in(bucket / "step-3") == bytes_in(folder / "step-3")
     shutil.rmtree(folder)
     shutil.copytree(bucket / "step-3", folder / "step-3")
@@ -370,19 +370,18 @@ def test_retention_counts_finished_checkpoints(new, folder, monkeypatch):
 
 def test_retention_removes_only_what_the_run_wrote(new, folder, tmp_path):
     """No link, no folder that another run or a person put there. What interrupted saves and removals left goes."""
-    archive = tmp_path / "archive"
-    shutil.copytree(folder / "step-2", archive)
+    archive = shutil.copytree(folder / "step-2", tmp_path / "archive")
     (folder / "step-0").symlink_to(archive)
     copy_visible(folder / "step-2", folder / "step-4")
     shutil.copytree(folder / "step-2", folder / "step-5")
-    of_another_run = json.dumps(record(folder, 2) | {"folder": "/another/run"})
-    (folder / "step-5" / "interdomain.json").write_text(of_another_run)
     (folder / "step-6").mkdir()
     (folder / "step-6" / "notes.txt").write_text("not a checkpoint")
-    copy_visible(folder / "step-2", folder / "step-7")
-    (folder / "step-7" / ".incomplete").touch()
-    shutil.copytree(folder / "step-7", folder / "step-8")
-    (folder / "step-8" / "interdomain.json").write_text(of_another_run)
+    for name in ("step-7", "step-8"):
+        copy_visible(folder / "step-2", folder / name)
+        (folder / name / ".incomplete").touch()
+    of_another_run = json.dumps(record(folder, 2) | {"folder": "/another/run"})
+    for name in ("step-5", "step-8"):
+        (folder / name / "interdomain.json").write_text(of_another_run)
     others = ("step-0", "step-4", "step-5", "step-6", "step-8")
     before = {name: bytes_in(folder / name) for name in others}
     new(keep_latest_k=2).save(9, 10, 11)

@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from tensorboard.context import RequestContext
@@ -78,44 +79,45 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     start(1, 2, 1.0)
     start(2, 3, 1.0)
     events = read_events(tmp_path / "tb")
+
+    def text(tag):
+        return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+    assert "6 of 512 tokens" in text("run/plan")
     assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
-    assert "6 of 512 tokens" in events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
-    tables = events.Tensors("overview/settings/text_summary")[-1].tensor_proto.string_val[0].decode()
+    tables = text("overview/settings")
     rows = dict(re.findall(r"^\| ([\w.]+) \| (.*) \|$", tables, re.MULTILINE))
     assert rows.keys() >= dict(pairs(job.to_dict())).keys()
     assert [rows[name] for name in ("model.dim", "mixer.n_basis", "mixer.window")] == ["128", "32", "-"]
     assert tables.index("optimizer.lr |") < tables.index("PyTorch |") < tables.index("optimizer.eps |")
     facts = facts_of(events, "hyperparameters")
-    assert (facts["model"], facts["condition"]) == (
-        "debug with n_layers 2, vocab_size 512, max_seq_len 64",
-        "interdomain",
-    )
-    assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
-    assert facts["fingerprints"] == {"train": "text"}
-    assert (facts["n_basis"], facts["dt_min"], facts["a_init"]) == (32, 1e-3, "s4d-inv")
-    low = read_job_config([*flags("corpus", "folder"), "--optimizer.lr", "5e-4", "--mixer.c_scale", "1"])
-    found = hyperparameters(make_plan(low, 1), low)
-    assert (found["lr"], found["ssm_lr"], found["condition"]) == (5e-4, 5e-4, "interdomain, c_scale 1")
+    expected = {"model": "debug with n_layers 2, vocab_size 512, max_seq_len 64", "condition": "interdomain"}
+    expected |= {"lr": 3e-3, "ssm_lr": 1e-3, "seed": 42, "tokens": 6 * 512, "fingerprints": {"train": "text"}}
+    expected |= {"n_basis": 32, "dt_min": 1e-3, "a_init": "s4d-inv"}
+    assert facts | expected == facts
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(CHARTS)
 
 
+def test_hyperparameters_that_follow_from_others():
+    low = read_job_config([*flags("corpus", "folder"), "--optimizer.lr", "5e-4", "--mixer.c_scale", "1"])
+    found = hyperparameters(make_plan(low, 1), low)
+    assert (found["lr"], found["ssm_lr"], found["condition"]) == (5e-4, 5e-4, "interdomain, c_scale 1")
+
+
 def test_every_chart_of_the_layout_finds_its_curves(runs):
     """In real runs, one of them on answers; and TensorBoard draws nothing where a tag has parentheses."""
-    folders = [runs.at(name) / "tb" for name in ("2 text", "2 shards answers")]
-    curves, steps = read_curves(folders[0]), range(1, 7)
-    tags = [*curves, *read_curves(folders[1])]
+    curves = read_curves(runs.at("2 text") / "tb")
+    tags = [*curves, *read_curves(runs.at("2 shards answers") / "tb")]
     layout = charts_of(read_job_config(runs.jobs["2 text"]["args"]))
-    assert sum(map(len, layout.values())) == sum(map(len, CHARTS.values())) + 7  # tokens 0, 1, 2 to 3, ..., 32 to 63
-    for category, charts in layout.items():
-        for chart, patterns in charts.items():
-            for pattern in patterns:
-                found = [tag for tag in tags if re.fullmatch(pattern, tag)]
-                assert found, f"{category}, {chart}: no tag matches {pattern}"
-                assert not any("(" in tag for tag in found)
-    assert list(curves["machine/tokens_per_second"]) == list(steps)
-    for step in steps:
-        assert curves["machine/tokens_per_second"][step] == pytest.approx(2 * curves["throughput(tps)"][step], rel=1e-5)
+    assert len(layout["Validation loss by position"]) == 7  # tokens 0, 1, 2 to 3, ..., 32 to 63
+    for charts in layout.values():
+        for pattern in itertools.chain(*charts.values()):
+            found = [tag for tag in tags if re.fullmatch(pattern, tag)]
+            assert found, f"no tag matches {pattern}"
+            assert "(" not in "".join(found)
+    all_ranks = {step: pytest.approx(2 * of_one, rel=1e-5) for step, of_one in curves["throughput(tps)"].items()}
+    assert curves["machine/tokens_per_second"] == all_ranks
 
 
 def test_a_full_disk_ends_the_curve_and_not_the_run(tmp_path, job, caplog):
@@ -134,24 +136,19 @@ def test_a_full_disk_ends_the_curve_and_not_the_run(tmp_path, job, caplog):
 
 def test_weights_and_biases_has_one_run_over_restarts(tmp_path, job, monkeypatch):
     """On a stand-in for the package, which is not in the tests' environment."""
-    inits, records = [], []
-
-    def init(**settings):
-        inits.append(settings)
-        return SimpleNamespace(
-            id=settings["id"], project=settings["project"], log=records.append, define_metric=lambda *a, **k: None
-        )
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=RuntimeError))
+    wandb = mock.Mock(Error=RuntimeError)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_PROJECT", "mixers")
     for step in (1, 2):
         WandbLog(tmp_path / "run", make_plan(job, 1), job, {"train": "text"}).log({"mfu(%)": 40.0}, step)
-    first, second = inits
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert first == second
-    assert (first["resume"], first["project"], first["name"]) == ("allow", "mixers", "run")
-    assert first["id"] == (tmp_path / "run" / "wandb_id").read_text()
-    assert first["config"]["configuration"] == job.to_dict()
-    assert first["config"]["hyperparameters"]["fingerprints"] == {"train": "text"}
+    config = first.pop("config")
+    identity = (tmp_path / "run" / "wandb_id").read_text()
+    assert first == dict(id=identity, resume="allow", dir=tmp_path / "run", project="mixers", name="run")
+    assert config["configuration"] == job.to_dict()
+    assert config["hyperparameters"]["fingerprints"] == {"train": "text"}
+    records = [call.args[0] for call in wandb.init().log.call_args_list]
     assert records == [{"step": step, "mfu(%)": 40.0, "machine/mfu_percent": 40.0} for step in (1, 2)]
 
 
