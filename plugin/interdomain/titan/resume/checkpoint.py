@@ -69,7 +69,7 @@ from .resume_from import (
 )
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CUT_SHORT = "unexpected pos"  # all that is left, in PyTorch's words, of a write of which the system took a part
+SHORT_WRITE = "unexpected pos"  # PyTorch reports a short write, on a full disk, in these words
 
 
 def describe_run(plan, job_config, data: dict, tokenizer) -> dict:
@@ -120,7 +120,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
         checkpoint_config,
         **torchtitans,
     ) -> None:
-        self.record, self.tensors, self.tokenizer, self.lock = record, tensors, tokenizer, lock
+        self.record = record
+        self.tensors = tensors
+        self.tokenizer = tokenizer
+        self.lock = lock
         self.milestones = milestones
         # The run's folder, and those that it had before: records of older versions name none.
         self.run_folders = {record.get("folder"), None}
@@ -150,12 +153,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _refuse_not_finite(self, checkpoint_id: str) -> None:
         """End the run before weights that are not finite would become its latest checkpoint. Collective."""
-        weights = [
-            p.to_local() if isinstance(p, DTensor) else p
-            for part in self.states[MODEL].model
-            for p in part.parameters()
-        ]
-        finite = torch.stack([p.detach().isfinite().all().to(device_here()) for p in weights]).all().float()
+        each_finite = []
+        for part in self.states[MODEL].model:
+            for p in part.parameters():
+                local = p.to_local() if isinstance(p, DTensor) else p
+                each_finite.append(local.detach().isfinite().all().to(device_here()))
+        finite = torch.stack(each_finite).all().float()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if not finite.item():
             last = max(finished_steps(Path(self.folder)), default="none")
@@ -223,7 +226,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """
         if self.enable and dist.get_rank() == 0 and self._is_saved_here(step):
             result = {"step": step, "loss": loss, "perplexity": perplexity}
-            result |= {} if accuracy is None else {"accuracy": accuracy}
+            if accuracy is not None:
+                result["accuracy"] = accuracy
             if documents is not None:
                 losses, labels = documents
                 by_document = {"nats": [float(f"{x:.7g}") for x in losses], "labels": [int(n) for n in labels]}
@@ -319,10 +323,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
         states = self._states_to_load(initial and self.initial_load_model_only)
         continues = TRAIN_STATE in states
         require_same_run(point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states)
-        damaged = [None] * dist.get_world_size()
-        dist.all_gather_object(damaged, altered_entry(point.folder, point.index, dist.get_rank(), len(damaged)))
-        if any(damaged):
-            return next(filter(None, damaged))
+        # Ranks share the reading. All must agree on the outcome.
+        damage_by_rank = [None] * dist.get_world_size()
+        damage = altered_entry(point.folder, point.index, dist.get_rank(), len(damage_by_rank))
+        dist.all_gather_object(damage_by_rank, damage)
+        for damage in damage_by_rank:
+            if damage:
+                return damage
         load_part(point.folder, point.index, states)
         self.states[MODEL].load_state_dict(states)
         origin = {name: point.record[name] for name in SIDECAR_FACTS}
@@ -332,7 +339,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
             if dist.get_rank() == 0:
                 warn_of_changes(point, self.record)
             self.states[OPTIMIZER].step_guard.load_state_dict(point.record)
-        self.record["run"] |= {"started_from": origin} if origin else {}
+        if origin:
+            self.record["run"]["started_from"] = origin
         gc.collect()  # the trainer has turned off Python's own collections
         return None
 
@@ -370,6 +378,13 @@ def _disk_full(error: BaseException) -> str | None:
 
     PyTorch hides the system's error behind one of its own, and on the way from rank to rank only the text is left.
     """
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    text = "".join(line for cause in causes for line in traceback.format_exception(cause))
-    return next((words for words in (*map(os.strerror, DISK_FULL), CUT_SHORT) if words in text), None)
+    causes = [error]
+    if isinstance(error, CheckpointException):
+        causes = [cause for cause, _ in error.failures.values()]
+    text = ""
+    for cause in causes:
+        text += "".join(traceback.format_exception(cause))
+    for reason in (*map(os.strerror, DISK_FULL), SHORT_WRITE):
+        if reason in text:
+            return reason
+    return None

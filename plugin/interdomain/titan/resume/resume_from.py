@@ -80,18 +80,26 @@ def loads_a_model(job_config) -> bool:
 
 
 def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -> ResumePoint | None:
-    """The latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
+    """Find the latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
 
     A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
 
     Args:
-        step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path. run: this run's record.
-    Raises: ValueError for a checkpoint that cannot be loaded; OSError.
+        step: checkpoint.load_step (-1: the latest).
+        initial: checkpoint.initial_load_path.
+        run: This run's record.
+    Raises:
+        ValueError: A checkpoint cannot be loaded.
+        OSError: A file cannot be read.
     """
     refuse_other_run(folder, run)
     latest = _latest(folder, above=step)
-    seed = run["run"]["seed"]
-    if step != -1 and (latest is None or (latest.branched_from, latest.record["run"].get("seed")) != (step, seed)):
+    went_back_before = (
+        latest is not None
+        and latest.branched_from == step
+        and latest.record["run"].get("seed") == run["run"]["seed"]  # with another seed it goes back once more
+    )
+    if step != -1 and not went_back_before:
         steps = finished_steps(folder)
         if step not in steps:
             others = ", ".join(map(str, sorted(steps))) or "none"
@@ -99,14 +107,16 @@ def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -
                 f"checkpoint.load_step = {step} is no complete checkpoint of {folder}. There are: {others}."
             )
         return ResumePoint(steps[step], *_read_checked(steps[step]), "load_step", step)
-    if latest is None and initial:
+    if latest is None:
+        if not initial:
+            return None
         start = latest_checkpoint(initial)
         return ResumePoint(start, *_read_checked(start), "initial")
-    if latest:
-        for path in half_copies(folder):
-            if (step_of(path) or 0) > (step_of(latest.folder) or 0):
-                logger.warning("%s is passed over: it has no %s, the index", path, METADATA)
-    if latest and step != -1:
+    latest_step = step_of(latest.folder) or 0
+    for path in half_copies(folder):
+        if (step_of(path) or 0) > latest_step:
+            logger.warning("%s is passed over: it has no %s, the index", path, METADATA)
+    if step != -1:
         logger.warning(
             "the run went back to step %d before: continuing from %s, which it saved since. To go back once more, move the "
             "checkpoints after step %d away.",
@@ -226,39 +236,47 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     Raises: ValueError.
     """
     record = point.record
-    before, now = (settings_of(r) for r in (record, run))
+    before = settings_of(record)
+    now = settings_of(run)
     if before and point.source != "initial" and before[RESET] != now[RESET]:
         raise ValueError(
             f"{point.folder} was trained with {RESET} = {before[RESET]}, and here it is {now[RESET]}: the model would compute "
             "something else. Restore the setting, or start another run from these weights: --job.dump_folder FOLDER "
             f"--checkpoint.initial_load_path {point.folder}."
         )
-    names = [settings.get("optimizer.name", "AdamW") for settings in (before, now)]
-    if optimizer and len({name == "Muon" for name in names}) > 1:
+    name_before = before.get("optimizer.name", "AdamW")
+    name_now = now.get("optimizer.name", "AdamW")
+    if optimizer and (name_before == "Muon") != (name_now == "Muon"):
         raise ValueError(
-            f"{point.folder} has the optimizer state of {names[0]}, of which {names[1]} cannot go on. Restore optimizer.name = "
-            f"{names[0]}, or start another run with new state: --job.dump_folder FOLDER --checkpoint.initial_load_path "
+            f"{point.folder} has the optimizer state of {name_before}, of which {name_now} cannot go on. Restore optimizer.name "
+            f"= {name_before}, or start another run with new state: --job.dump_folder FOLDER --checkpoint.initial_load_path "
             f"{point.folder} (with --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading optimizer "
             "it keeps step, schedule and data)."
         )
     # Settings that make another model of the same tensors. The context length does not.
-    models = [ModelConfig.from_dict(r["model"]) for r in (record, run)]
-    compared = [(name, *(getattr(m, name) for m in models)) for name in MODEL_SETTINGS if name != "max_seq_len"]
-    if len(models[0].mixers) == len(models[1].mixers):
-        for mixers in zip(*(m.mixers for m in models), strict=True):
-            now = mixers[1]
-            unread = () if reads_n_basis({"condition": now.kind, "state_heads": now.state_heads}) else ("n_basis",)
-            names = [name for name in MIXER_SETTINGS if name not in unread]
-            compared += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in names]
+    compared = []
+    model_before = ModelConfig.from_dict(record["model"])
+    model_now = ModelConfig.from_dict(run["model"])
+    for name in MODEL_SETTINGS:
+        if name != "max_seq_len":
+            compared.append((name, getattr(model_before, name), getattr(model_now, name)))
+    if len(model_before.mixers) == len(model_now.mixers):
+        for mixer_before, mixer_now in zip(model_before.mixers, model_now.mixers, strict=True):
+            has_basis = reads_n_basis({"condition": mixer_now.kind, "state_heads": mixer_now.state_heads})
+            for name in MIXER_SETTINGS:
+                if name != "n_basis" or has_basis:
+                    compared.append((f"mixer.{name}", getattr(mixer_before, name), getattr(mixer_now, name)))
     else:
-        compared += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
+        conditions = (cell_of(model, record["size"]).condition for model in (model_before, model_now))
+        compared.append(("mixer.layers", *conditions))
     if batch:
         compared.append(("tokens_per_step", record["run"].get("tokens_per_step", 0), run["run"]["tokens_per_step"]))
     entries = point.index.entries.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     compared += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
-    if differences := [f"{name} is {a} there and {b} here" for name, a, b in compared if a != b]:
+    differences = [f"{name} is {a} there and {b} here" for name, a, b in compared if a != b]
+    if differences:
         raise ValueError(
             f"{point.folder} is a checkpoint of another run ({record['condition']}, {record['size']}): "
             f"{'; '.join(differences[:3])}. Restore the settings that it was made with, or give this run a folder of its own "
@@ -273,23 +291,28 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
 
 
 def settings_of(record: dict) -> dict[str, Any]:
-    """{setting: value} of a run's record, with the default of a setting that is newer than the record. Empty for a record from
-    before the configuration was in it."""
+    """The settings of a run's record, by name; empty if the record is older than its entry "configuration".
+
+    A setting that is newer than the record has its default, and one that is gone is passed over.
+    """
     if "configuration" not in record:
         return {}
     recorded = dict(pairs(record["configuration"]))
     settings = {name: recorded.get(name, default) for name, default in pairs(JobConfig().to_dict())}
-    return settings | {
-        f"fingerprint of the {split} text": text for split, text in record.get("fingerprints", {}).items()
-    }
+    for split, fingerprint in record.get("fingerprints", {}).items():
+        settings[f"fingerprint of the {split} text"] = fingerprint
+    return settings
 
 
 def warn_of_changes(point: ResumePoint, run: dict) -> None:
     """Log the settings in which this run differs from the checkpoint that it continues, in one warning. On rank 0."""
-    before, now = (settings_of(record) for record in (point.record, run))
+    before = settings_of(point.record)
     if not before:
         logger.warning("%s does not record its settings: they are not compared with this run's", point.folder)
         return
-    names = [name for name in now if name in before and not name.startswith(FREE)]
-    if lines := [f"\n  {name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]:
-        logger.warning("%s was saved with other settings (there -> here):%s", point.folder, "".join(lines))
+    changes = ""
+    for name, value in settings_of(run).items():
+        if name in before and before[name] != value and not name.startswith(FREE):
+            changes += f"\n  {name}: {before[name]} -> {value}"
+    if changes:
+        logger.warning("%s was saved with other settings (there -> here):%s", point.folder, changes)
