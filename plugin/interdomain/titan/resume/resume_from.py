@@ -248,10 +248,10 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     name_now = now.get("optimizer.name", "AdamW")
     if optimizer and (name_before == "Muon") != (name_now == "Muon"):
         raise ValueError(
-            f"{point.folder} has the optimizer state of {name_before}, of which {name_now} cannot go on. Restore optimizer.name "
-            f"= {name_before}, or start another run with new state: --job.dump_folder FOLDER --checkpoint.initial_load_path "
-            f"{point.folder} (with --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading optimizer "
-            "it keeps step, schedule and data)."
+            f"{point.folder} has the optimizer state of {name_before}, of which {name_now} cannot go on. Restore "
+            f"optimizer.name = {name_before}, or start another run with new state: --job.dump_folder FOLDER "
+            f"--checkpoint.initial_load_path {point.folder} (with --checkpoint.no-initial_load_model_only and "
+            "--checkpoint.exclude_from_loading optimizer it keeps step, schedule and data)."
         )
     # Settings that make another model of the same tensors. The context length does not.
     compared = []
@@ -274,7 +274,8 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     entries = point.index.entries.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    compared += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
+    for name in sorted(there | here):
+        compared.append((name, there.get(name, "missing"), here.get(name, "missing")))
     differences = [f"{name} is {a} there and {b} here" for name, a, b in compared if a != b]
     if differences:
         raise ValueError(
