@@ -13,6 +13,7 @@ from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
+from interdomain.titan.settings.job_config import job_config_of
 
 from ..common import TIMEOUT
 from .conftest import refusal
@@ -24,6 +25,7 @@ ELSEWHERE = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid"
 def quick(monkeypatch):
     for name, value in (("BEAT_SECONDS", 0.02), ("LOOK_SECONDS", 0.005), ("PATIENCE", 40)):
         monkeypatch.setattr(lock, name, value)
+    monkeypatch.setenv("RANK", "0")
 
 
 def held(folder, **changes):
@@ -85,21 +87,19 @@ def test_a_silent_holder_elsewhere_is_dead(tmp_path):
 
 
 @pytest.mark.parametrize("text", [b'{"token": "x", "pid": 7}', b"\xff"])
-def test_a_file_that_is_no_lock(tmp_path, capsys, monkeypatch, text):
+def test_a_file_that_is_no_lock(tmp_path, capsys, text):
     """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
     first, path = acquire(tmp_path), tmp_path / NAME
     path.write_bytes(text)
     first.beat()
     first.require()
     first.release()
-    monkeypatch.setenv("RANK", "0")
     error = refusal(capsys, hold_folder, config(tmp_path))
     assert f"{path} is not a lock of this version" in error
     assert path.read_bytes() == text
 
 
 def test_slurm_s_restarts_must_be_a_number(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "twice")
     assert "SLURM_RESTART_COUNT must be a number: got 'twice'" in refusal(capsys, hold_folder, config(tmp_path))
 
@@ -138,12 +138,13 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
 
 
 def config(folder, save=True, draw=False, checkpoints="checkpoint", curves="tb"):
-    parts = {
-        "job": {"dump_folder": str(folder)},
-        "checkpoint": {"enable": save, "folder": str(checkpoints)},
-        "metrics": {"enable_tensorboard": draw, "enable_wandb": False, "save_tb_folder": str(curves)},
-    }
-    return SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
+    return job_config_of(
+        {
+            "job": {"dump_folder": str(folder)},
+            "checkpoint": {"enable": save, "folder": str(checkpoints)},
+            "metrics": {"enable_tensorboard": draw, "save_tb_folder": str(curves)},
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,6 @@ def test_who_holds_a_lock(tmp_path, monkeypatch, settings, rank, holds):
 )
 def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, first, second):
     """Each has a folder of its own, but the second's checkpoints or curves would go where the first one's go."""
-    monkeypatch.setenv("RANK", "0")
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
     holder = hold_folder(config(tmp_path / "first", draw=True, **first))
@@ -180,7 +180,6 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
 
 def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
     """A minute, and not a minute in each of its folders."""
-    monkeypatch.setenv("RANK", "0")
     for folder in ("", "checkpoint", "tb"):
         (tmp_path / folder).mkdir(exist_ok=True)
         held(tmp_path / folder)
@@ -190,9 +189,8 @@ def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
     assert len(looks) == lock.PATIENCE
 
 
-def test_the_tools_find_what_a_run_wrote(tmp_path, monkeypatch):
+def test_the_tools_find_what_a_run_wrote(tmp_path):
     """By the names of its last start, also outside of its folder; without a note, of an earlier version, by the defaults."""
-    monkeypatch.setenv("RANK", "0")
     run = tmp_path / "run"
     assert (checkpoints_of(run), events_of(run)) == (run / "checkpoint", run / "tb")
     for checkpoints, curves in (("ck", "curves"), (tmp_path / "elsewhere", "tb")):
@@ -200,8 +198,7 @@ def test_the_tools_find_what_a_run_wrote(tmp_path, monkeypatch):
         assert (checkpoints_of(run), events_of(run)) == (run / checkpoints, run / curves)
 
 
-def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
+def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, capsys):
     run = tmp_path / "run"
     hold_folder(config(run)).release()
     step = tmp_path / "others" / "step-4"
@@ -214,9 +211,8 @@ def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, monkey
     assert checkpoints_of(run) == run / "checkpoint"
 
 
-def test_checkpoints_that_could_not_be_written(tmp_path, monkeypatch, capsys):
+def test_checkpoints_that_could_not_be_written(tmp_path, capsys):
     """They are refused before the first save, for one on a disk that is away."""
-    monkeypatch.setenv("RANK", "0")
     (tmp_path / "checkpoint").symlink_to(tmp_path / "away")
     error = refusal(capsys, hold_folder, config(tmp_path))
     assert f"{tmp_path}/checkpoint is not a folder: it is a file, or a link to a place that is not there" in error
@@ -224,7 +220,6 @@ def test_checkpoints_that_could_not_be_written(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
     """This process as the second of two nodes, where the same path leads elsewhere."""
-    monkeypatch.setenv("RANK", "0")
     token = hold_folder(config(tmp_path)).token
     require_shared(config(tmp_path / "elsewhere"), None)  # nobody holds a lock
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))

@@ -11,8 +11,8 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from interdomain.launcher import STOPPED, tell_launcher
 
-# Ranks fail together: the others leave rank 0 the time to say why, and are ended meanwhile. One that fails alone, on a disk
-# that only its machine has, speaks for itself after that time.
+# Seconds. All ranks usually fail together, so only rank 0 reports, and torchrun ends the others meanwhile. Another rank reports
+# after this time if it failed on its own, on a disk that only its machine has.
 GRACE_SECONDS = 20
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +22,7 @@ def stop(message: str) -> NoReturn:
     """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why."""
     rank = int(os.environ.get("RANK", 0))
     with contextlib.suppress(ValueError):  # not the main thread's: torchrun's SIGKILL follows
-        # torchrun ends the ranks that wait here, and not the one that speaks, which releases its lock.
+        # torchrun ends the ranks that wait here, and not the one that reports, which releases its lock.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.SIG_IGN)
     if rank:
         time.sleep(GRACE_SECONDS)
@@ -36,7 +36,7 @@ def stop(message: str) -> NoReturn:
 
 
 def user_errors(check: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of hooks whose ValueError and OSError (a full disk, say) are answers to what the user gave: see `stop`."""
+    """Decorate a hook whose ValueError or OSError (a full disk, say) is the user's to correct: it ends the run by `stop`."""
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -28,7 +28,7 @@ from .resume_from import refuse_other_run
 NAME = "run.lock"
 BEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0
-# Looks, not seconds: where the file system stands still, looking takes long, and nobody can touch the file.
+# Polls, not seconds: on a stalled file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
 KINDS = dict(token=str, pid=int, host=str, machine=str, since=str, slurm_job=str | None, slurm_restarts=int)
 
@@ -44,7 +44,9 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path | str, token: str | None = None) -> None:
-        self.folder, self.path, self.lost = folder, Path(folder) / NAME, False
+        self.folder = folder
+        self.path = Path(folder) / NAME
+        self.lost = False
         # One boot of one machine, and the container in it that has process numbers of its own.
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
         restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
@@ -53,13 +55,12 @@ class FolderLock:
                 f"SLURM_RESTART_COUNT must be a number: got {restarts!r}. Unset it, or set what SLURM had set."
             )
         self.record = {
-            **{
-                "token": token or secrets.token_hex(8),
-                "pid": os.getpid(),
-                "host": os.uname().nodename,
-                "machine": machine,
-            },
-            **{"since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "slurm_job": os.environ.get("SLURM_JOB_ID")},
+            "token": token or secrets.token_hex(8),
+            "pid": os.getpid(),
+            "host": os.uname().nodename,
+            "machine": machine,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "slurm_job": os.environ.get("SLURM_JOB_ID"),
             "slurm_restarts": int(restarts),  # how often the job was requeued
         }
 
@@ -155,11 +156,6 @@ class RunLock:
     def __init__(self, folders: list[Path]) -> None:
         self.token = secrets.token_hex(8)
         self.locks = [FolderLock(folder, self.token) for folder in folders]
-
-    @property
-    def lost(self) -> bool:
-        """True if any of the folders is another run's now."""
-        return any(lock.lost for lock in self.locks)
 
     def acquire(self) -> None:
         """Raises: ValueError, OSError as `FolderLock.acquire`; the folders that were held by then are released at the exit."""

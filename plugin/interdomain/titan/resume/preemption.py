@@ -1,4 +1,4 @@
-"""Leaving when the scheduler asks: a signal is noted, agreed on by all ranks, and answered with a complete checkpoint.
+"""Stopping when the scheduler asks: a signal is noted, agreed on by all ranks, and answered with a complete checkpoint.
 
 SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (what `--signal` in SLURM sends before the time limit).
 The same command line continues the run. If torchrun itself is killed, the ranks end at once: an orphan would go on writing into

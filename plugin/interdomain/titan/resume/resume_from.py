@@ -57,16 +57,18 @@ class ResumePoint(NamedTuple):
 
 def on_rank_0(act: Callable[[], Any]) -> Any:
     """The result of `act` on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
-    outcome: list[Any] = [None, None]
+    result, error = None, None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = act()
+            result = act()
         except (OSError, ValueError) as e:
-            outcome[1] = e
+            error = e
+    outcome = [result, error]
     dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
 @user_errors
@@ -231,9 +233,12 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     """Refuse a checkpoint of a model that computes something else, or with another number of tokens per step.
 
     Args:
-        run: this run's record. tensors: the whole model's state dict. batch: whether the tokens per step matter.
-        optimizer: whether the optimizer's state is loaded.
-    Raises: ValueError.
+        run: This run's record.
+        tensors: The whole model's state dict.
+        batch: Whether the tokens per step matter.
+        optimizer: Whether the optimizer's state is loaded.
+    Raises:
+        ValueError: The checkpoint is of another run.
     """
     record = point.record
     before = settings_of(record)
