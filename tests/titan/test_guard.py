@@ -34,22 +34,23 @@ def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counte
 
 
 def test_it_is_counted_without_reading_anything_back(alone):
-    """A loss, then a norm, that is not finite; a guard that goes on from another's state counts on."""
-    first, second = StepGuard(), StepGuard()
-    for guard, loss, norm, counts in (
-        (first, 3.0, 1.0, [0, 0]),
-        (first, math.nan, 1.0, [1, 1]),
-        (second, 3.0, math.inf, [2, 2]),
-        (second, 3.0, 1.0, [2, 0]),
-    ):
-        if guard is second:
-            guard.load_state_dict(first.state_dict() if counts[1] else guard.state_dict())
-        loss, norm, skipped = torch.tensor(loss), torch.tensor(norm), bool(counts[1])
+    """A loss, then a norm, that is not finite, in a run that had skipped three steps before it was resumed."""
+    guard = StepGuard()
+    guard.load_state_dict({"skipped_steps": 3, "skipped_in_a_row": 0})
+    steps = [
+        (3.0, 1.0, 0.0, [3, 0]),
+        (math.nan, 1.0, 1.0, [4, 1]),
+        (3.0, math.inf, 1.0, [5, 2]),
+        (3.0, 1.0, 0.0, [5, 0]),
+    ]
+    for loss, norm, skip, counts in steps:
+        loss, norm = torch.tensor(loss), torch.tensor(norm)
         with NothingReadBack():
-            decision = guard.decide(loss, norm, stop_requested=skipped)
-        assert (decision.skip.item(), decision.stop.item()) == (skipped, skipped)
+            decision = guard.decide(loss, norm, stop_requested=bool(skip))
+        assert decision.skip == decision.stop == skip
         torch.testing.assert_close(decision.loss, loss, equal_nan=True)
         assert [*guard.scalars().values()] == counts
+    assert guard.state_dict() == {"skipped_steps": 5, "skipped_in_a_row": 0}
 
 
 def test_repeated_it_ends_the_run(runs):
