@@ -208,7 +208,8 @@ def prepare_synthetic(args: argparse.Namespace) -> str:
     kind = TASKS[args.synthetic]
     options = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
     task = kind(**kind.defaults | {name: n for name, n in options.items() if n is not None}, seed=args.synthetic_seed)
-    examples, fraction = args.synthetic_examples, args.validation_fraction
+    examples = args.synthetic_examples
+    fraction = args.validation_fraction
     request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, "validation_fraction": fraction}
     counts = {"validation": round(examples * fraction)}
     counts["train"] = examples - counts["validation"]

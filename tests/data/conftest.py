@@ -21,10 +21,13 @@ SPECIALS = ["<s>", "<|endoftext|>"]
 def files(tmp_path_factory):
     """The tokenizer file of each kind, of 600 tokens; tiktoken's has the same merges as the tokenizer.json."""
     folder = tmp_path_factory.mktemp("kinds")
-    model, ranks, hub = folder / "tokenizer.model", folder / "ranks.tiktoken", folder / "tokenizer.json"
+    model = folder / "tokenizer.model"
+    ranks = folder / "ranks.tiktoken"
+    hub = folder / "tokenizer.json"
     model.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=500_000), 600))
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
     options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIALS, **options)
     made.train_from_iterator(read_documents(["stdlib"], max_bytes=200_000), trainer)

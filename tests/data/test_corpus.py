@@ -21,7 +21,8 @@ def folder(tmp_path, files):
 
 
 def test_a_prepared_folder_and_its_shards_alone(folder):
-    prepared, validation = TokenCorpus(folder, verify=True), TokenCorpus(str(folder), "validation", verify=True)
+    prepared = TokenCorpus(folder, verify=True)
+    validation = TokenCorpus(str(folder), "validation", verify=True)
     prefixes = [shard.prefix for shard in prepared.shards]
     assert len(prefixes) > 1
     assert sum(len(shard) for corpus in (prepared, validation) for shard in corpus.shards) == 60

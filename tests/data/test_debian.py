@@ -119,7 +119,8 @@ def deb(files, compression="xz"):
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
         link = tarfile.TarInfo("./usr/share/doc/x/link.txt")
-        link.type, link.linkname = tarfile.SYMTYPE, "book.txt"
+        link.type = tarfile.SYMTYPE
+        link.linkname = "book.txt"
         tar.addfile(link)
     archive = b"!<arch>\n"
     members = ("debian-binary", b"2.0\n"), ("control.tar", b"odd"), (f"data.tar.{compression}", data.getvalue())
@@ -132,7 +133,8 @@ def deb(files, compression="xz"):
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A folder with the .deb files of two packages, which are the table."""
-    folder, table = tmp_path / "debs", {}
+    folder = tmp_path / "debs"
+    table = {}
     folder.mkdir()
     for name, version, files in (
         ("x-doc", "2:1.0-1", FILES),

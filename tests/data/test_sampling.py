@@ -14,7 +14,8 @@ def test_permutation_is_a_bijection_and_uniform():
     for n in (*range(1, 20), 64, 65, 1000, 4097):
         for key in ("42:0", "42:1", "-7:3"):
             assert sorted(map(FeistelPermutation(n, key), range(n))) == list(range(n))
-    n, keys = 13, 2000
+    n = 13
+    keys = 2000
     orders = np.array([[*map(FeistelPermutation(n, f"{key}:0"), range(n))] for key in range(keys)])
     counts = np.array([np.bincount(column, minlength=n) for column in orders.T])
     chi2 = ((counts - keys / n) ** 2 / (keys / n)).sum() / (n - 1) ** 2
@@ -49,7 +50,8 @@ def folder(tmp_path_factory):
 def test_windows_are_slices_of_the_stream(folder, seq_len, shuffle):
     corpus = TokenCorpus(f"{folder}/s-*", vocab_size=4000)
     documents = [document for shard in corpus.shards for document in shard]
-    tokens, starts = np.concatenate(documents), np.cumsum([0, *map(len, documents)])[:-1]
+    tokens = np.concatenate(documents)
+    starts = np.cumsum([0, *map(len, documents)])[:-1]
     dataset = PackedDataset(corpus, seq_len, seed=3, shuffle=shuffle)
     n = (len(tokens) - 1) // seq_len
     assert len(dataset) == n
@@ -66,7 +68,9 @@ def test_windows_are_slices_of_the_stream(folder, seq_len, shuffle):
 
 
 def test_fingerprint_changes_with_everything_that_changes_the_samples(folder):
-    shards, one, two = f"{folder}/s-*", folder / "s-0", folder / "s-2"
+    shards = f"{folder}/s-*"
+    one = folder / "s-0"
+    two = folder / "s-2"
     others = (shards, "train"), (two, "train"), ([two, one], "train"), (shards, "validation")
     sets = [PackedDataset(TokenCorpus(*other), 8, 3) for other in others]
     sets += [PackedDataset(TokenCorpus(shards), *other) for other in ((9, 3), (8, 4), (8, 3, False))]
@@ -94,7 +98,8 @@ def test_weights_are_taken_as_written():
 
 def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(folder):
     corpora = [PackedDataset(TokenCorpus(folder / f"s-{c}"), 8, seed=5) for c in (0, 2, 3)]
-    mixed, taken = MixtureDataset(corpora, (0.5, 0.3, 0.2)), [0, 0, 0]
+    mixed = MixtureDataset(corpora, (0.5, 0.3, 0.2))
+    taken = [0, 0, 0]
     for g in range(500):
         c, i = mixed.locate(g)
         assert i == taken[c]
@@ -109,9 +114,11 @@ def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(folder):
 
 
 def test_positions_count_from_the_document_s_start_in_the_sample(folder):
-    dataset, inside = PackedDataset(TokenCorpus(folder / "s-0"), 8, seed=5), 0
+    dataset = PackedDataset(TokenCorpus(folder / "s-0"), 8, seed=5)
+    inside = 0
     for g in range(60):
-        starts, wanted = set(dataset.document_starts(g).tolist()), []
+        starts = set(dataset.document_starts(g).tolist())
+        wanted = []
         for t in range(8):
             wanted.append(0 if t in starts or t == 0 else wanted[-1] + 1)
         assert np.array_equal(dataset.positions(g), np.array(wanted, np.int32))

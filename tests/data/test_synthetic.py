@@ -48,7 +48,9 @@ def documents(folder, split):
 
 def test_what_came_before_determines_every_answer(corpus):
     kind, folder = corpus
-    task, tokenizer, every = TASKS[kind](**SMALL[kind]), load_tokenizer(folder), {}
+    task = TASKS[kind](**SMALL[kind])
+    tokenizer = load_tokenizer(folder)
+    every = {}
     for split in ("train", "validation"):
         every[split] = set()
         rows = zip(documents(folder, split), documents(folder, f"{split}-answers"), strict=True)
@@ -88,7 +90,9 @@ def test_the_same_bytes_whatever_the_shards(corpus, tmp_path):
 
 def test_windows_are_examples_and_their_answers_are_counted_exactly(corpus):
     kind, folder = corpus
-    task, ids, marks = TASKS[kind](**SMALL[kind]), documents(folder, "train"), documents(folder, "train-answers")
+    task = TASKS[kind](**SMALL[kind])
+    ids = documents(folder, "train")
+    marks = documents(folder, "train-answers")
     for examples in (1, 3):
         dataset = PackedDataset(TokenCorpus(folder), examples * task.length, seed=0, shuffle=False)
         assert dataset.targets == examples * task.answers

@@ -144,7 +144,8 @@ def test_a_run_that_continues_with_another_mixture(runs, corpus):
 
 def mixture(corpora, weights, **settings):
     job = parse(corpora[0], **settings)
-    job.data.corpus, job.data.weights = [str(corpus) for corpus in corpora], weights
+    job.data.corpus = [str(corpus) for corpus in corpora]
+    job.data.weights = weights
     return job
 
 
@@ -172,7 +173,9 @@ def test_mixtures_that_cannot_be(corpus, pairs, alone, capsys):
 def test_reading_ahead(corpus):
     """A thread reads `prefetch` batches ahead; the state counts what was handed out."""
     dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
-    read, one_more, real = [], threading.Semaphore(0), dataset.read_batch
+    read = []
+    one_more = threading.Semaphore(0)
+    real = dataset.read_batch
     dataset.read_batch = lambda indices: (read.append(list(indices)), one_more.release()) and real(indices)
     loader = PackedLoader(dataset, 2, rank=0, ranks=1, prefetch=3)
     batches = iter(loader)

@@ -26,7 +26,8 @@ def at_the_start(runs, name):
 def test_the_loss_is_what_every_document_gives_by_itself(runs):
     """From a forward pass for each; and not what it would be if states went through."""
     model, plan, dataset = at_the_start(runs, "1 layers")
-    apart, through = 0.0, 0.0
+    apart = 0.0
+    through = 0.0
     for g in range(plan.global_batch):
         window = torch.from_numpy(dataset[g])
         starts = (torch.from_numpy(dataset.positions(g)) == 0).nonzero().flatten().tolist()

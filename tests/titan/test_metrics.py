@@ -24,7 +24,8 @@ def test_life_signs_at_the_start():
     model.init_weights()
     signs = mixer_statistics([model], ALONE)
     for i, layer in enumerate(model.layers.values()):
-        dt, name = layer.attention.ssm.log_dt.exp(), f"mixer/layer_{i:02d}"
+        dt = layer.attention.ssm.log_dt.exp()
+        name = f"mixer/layer_{i:02d}"
         # Every mode starts with Re A = -1/2: |Lambda| = exp(-Delta / 2), a timescale of 2 / Delta tokens.
         assert signs[f"{name}/timescale_tokens_min"] == pytest.approx(2 / dt.max().item(), rel=1e-5)
         assert signs[f"{name}/timescale_tokens_max"] == pytest.approx(2 / dt.min().item(), rel=1e-5)
@@ -58,7 +59,8 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
 def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, mixer_steps):
     """A run of 50 steps of two seconds, which validates after step 15 for a hundred seconds. Seconds per step are the same
     whatever number of steps a log is of; the mixer's frequency need be no multiple of the log's."""
-    clock, seen = SimpleNamespace(now=0.0), {}
+    clock = SimpleNamespace(now=0.0)
+    seen = {}
     ticking = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     monkeypatch.setattr(metrics, "time", ticking)
     monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: setattr(self, "time_last_log", clock.now))
@@ -72,13 +74,16 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
     this.model_parts = this.meshes = this.started = None
     this.log = lambda step, *logged: seen.setdefault(step, logged[-1])
-    this.data_loading_times, this.time_last_log = [], clock.now
+    this.data_loading_times = []
+    this.time_last_log = clock.now
     for step in range(first, 51):
         clock.now += 2
         this.data_loading_times += [0.25] * 2  # micro-batches
         if this.should_log(step):
             this.log_step(step, 1.0, 1.0, 1.0)
-            this.data_loading_times, this.time_last_log = [], clock.now  # as TorchTitan's `log`
+            # as TorchTitan's `log`
+            this.data_loading_times = []
+            this.time_last_log = clock.now
         if step == 15:
             clock.now += 100
             this.log_validation(1.0, step)
@@ -102,7 +107,8 @@ def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
 )
 def test_gradient_norms_by_group_make_up_the_norm_of_all(runs, name, reference):
     """Sharded and compiled; sharded and replicated. Before clipping, at 1 and below some norms."""
-    reference, clipped = runs.seen(reference)["log"], 0
+    reference = runs.seen(reference)["log"]
+    clipped = 0
     for step, log in runs.seen(name)["log"].items():
         norms = [log[f"grad_norm/{group}"] for group in ("main", "ssm")]
         assert math.hypot(*norms) == pytest.approx(log["grad_norm"], rel=1e-4)

@@ -34,7 +34,8 @@ class Recorder:
     ntokens_since_last_log = 0
 
     def __init__(self):
-        self.losses, self.scalars = [], []
+        self.losses = []
+        self.scalars = []
 
     def log_validation(self, loss, step, scalars):
         self.losses.append(loss)
@@ -107,7 +108,8 @@ def test_no_more_windows_than_the_split_has(corpus):
 )
 def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, compiled, validated, caplog):
     settings = {"validation__tokens": 64, "validation__freq": 3, "compile__enable": compiled}
-    validating, noted = validator(corpus, model, **settings), []
+    validating = validator(corpus, model, **settings)
+    noted = []
     validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
@@ -138,7 +140,9 @@ class Guessing(torch.nn.Module):
 
     def __init__(self, words):
         super().__init__()
-        self.words, self.output, self.draw = words, Head(words, words), random.Random(0)
+        self.words = words
+        self.output = Head(words, words)
+        self.draw = random.Random(0)
         torch.nn.init.eye_(self.output.weight)
         self.seen = []
 
@@ -157,7 +161,8 @@ class Guessing(torch.nn.Module):
 
 def by_hand(seen):
     """[(position, loss) of every label], [whether each answer is right] from the logits of all tokens, one after the other."""
-    losses, right = [], []
+    losses = []
+    right = []
     for logits, labels in seen:
         run = None
         for t, label in enumerate(labels.tolist()):
@@ -180,7 +185,8 @@ def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
     validating = validator(source, model)
     validating.validate([model], 1)
     losses, right = by_hand(model.seen)
-    (found,), expected = validating.metrics.scalars, {}
+    (found,) = validating.metrics.scalars
+    expected = {}
     accuracy = found.pop("validation_metrics/accuracy", None)
     for first in (0, 1, 2, 4, 8, 16, 32):
         last = max(0, 2 * first - 1)

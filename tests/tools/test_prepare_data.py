@@ -67,7 +67,8 @@ def sources(tmp_path_factory, texts):
     groups."""
     folder = tmp_path_factory.mktemp("sources")
     lines = [json.dumps({"text": text, "id": i}).encode() + b"\n" for i, text in enumerate(texts)]
-    first, second = b"".join(lines[:400]), b"".join(lines[400:])
+    first = b"".join(lines[:400])
+    second = b"".join(lines[400:])
     (folder / "rows.jsonl").write_bytes(first + b"\n" + second.rstrip())
     zstd = functools.partial(pa.compress, codec="zstd", asbytes=True)
     for name, compress in (
@@ -113,7 +114,8 @@ def test_the_embedded_corpus(tmp_path, capsys, refused):
 
 
 def test_every_kind_gives_every_document_once_wherever_it_is_cut(sources, texts, prepare, tmp_path, monkeypatch):
-    full, made = [text for text in texts if text], []
+    full = [text for text in texts if text]
+    made = []
     kinds = ("rows.json.zst", "rows.jsonl", "rows.jsonl.gz", "rows.ndjson.bz2", "rows.parquet")
     for kind in kinds:
         out = prepare(sources / kind, out=tmp_path / kind, options=("--validation-fraction", "0.1", "--workers", 1))
@@ -148,7 +150,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     run = [sys.executable, "-c", PROGRAM, "--input", sources / "rows.jsonl", *line.split(), "--output"]
     done = subprocess.run([*run, tmp_path / "undisturbed", "--workers", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    out, work, merged = tmp_path / "corpus", tmp_path / ".corpus.unfinished", tmp_path / ".corpus.partial"
+    out = tmp_path / "corpus"
+    work = tmp_path / ".corpus.unfinished"
+    merged = tmp_path / ".corpus.partial"
     run += [out, "--workers", "2"]
     written = {}  # each finished shard of a part, and when it was written
     for in_merge in (False, False, True):
@@ -202,7 +206,8 @@ def test_after_a_correction_nothing_of_the_old_input_is_left(kind, trained, toke
     """A preparation that stopped, and continues with inputs of the same names, sizes and times, ends as one that begins."""
     monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
     monkeypatch.setattr(tokenize_parallel, "SMALLEST_PART", 3000)
-    same, file = tmp_path / "same.jsonl", tmp_path / "set" / ("rows.parquet" if kind == "hf" else kind)
+    same = tmp_path / "same.jsonl"
+    file = tmp_path / "set" / ("rows.parquet" if kind == "hf" else kind)
     file.parent.mkdir()
     source = f"hf:{file.parent}" if kind == "hf" else str(file)
     options = ["--vocab-size", "300"] if trained else ["--tokenizer", str(tokenizer.path)]
@@ -341,7 +346,9 @@ def with_bad(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
     monkeypatch.setattr(tokenize_parallel, "SMALLEST_PART", 3000)
     rows = [json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(400)]
-    rows[2], rows[100], rows[300] = b"{\n", b'{"text": null}\n', b'{"text": "\xff"}\n'
+    rows[2] = b"{\n"
+    rows[100] = b'{"text": null}\n'
+    rows[300] = b'{"text": "\xff"}\n'
     for name, compress in (("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress)):
         (tmp_path / name).write_bytes(compress(b"".join(rows)))
     values = [None if i in (2, 100) else b"document %d" % i for i in range(400)]

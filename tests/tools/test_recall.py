@@ -19,7 +19,8 @@ class Reader(LM):
 
     def __init__(self, answer):
         super().__init__()
-        self.answer, self.requests = answer, []
+        self.answer = answer
+        self.requests = []
 
     def generate_until(self, requests, disable_tqdm=False):
         self.requests += [request.args for request in requests]

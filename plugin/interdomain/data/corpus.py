@@ -37,7 +37,8 @@ from interdomain.data.indexed import IndexedDataset, file_sha256
 MANIFEST = "manifest.json"
 ANSWERS = "-answers"  # after a split's name: the split of its marks
 NAMED = 20  # files of a corpus that `sources` names
-FORMAT, FORMAT_VERSION = "interdomain-corpus", 1
+FORMAT = "interdomain-corpus"
+FORMAT_VERSION = 1
 
 
 def read_manifest(folder: Path | str) -> dict:
@@ -135,7 +136,9 @@ class TokenCorpus:
         vocab_size: int | None = None,
         verify: bool = False,
     ) -> None:
-        self.split, self.vocab_size, self.source = split, vocab_size, {}
+        self.split = split
+        self.vocab_size = vocab_size
+        self.source = {}
         self.answers: Answers | None = None
         if isinstance(source, str | os.PathLike) and os.path.isdir(source):
             self.shards = self._open_folder(Path(source), verify)
@@ -153,7 +156,8 @@ class TokenCorpus:
     def _open_folder(self, folder: Path, verify: bool) -> list[IndexedDataset]:
         manifest = read_manifest(folder)
         self.fingerprint = file_sha256(folder / MANIFEST)
-        self.vocab_size, self.source = manifest["vocab_size"], manifest.get("source", {})
+        self.vocab_size = manifest["vocab_size"]
+        self.source = manifest.get("source", {})
         if "answers" in manifest and not self.split.endswith(ANSWERS):
             marks = TokenCorpus(folder, self.split + ANSWERS, verify=verify)
             self.answers = Answers(marks, **manifest["answers"])
@@ -191,10 +195,12 @@ class TokenCorpus:
         assert 0 <= start <= stop <= self.num_tokens
         i = bisect_right(self._starts, start) - 1
         while start < stop:
-            base, end = self._starts[i], min(stop, self._starts[i + 1])
+            base = self._starts[i]
+            end = min(stop, self._starts[i + 1])
             if start < end:
                 yield self.shards[i], base, start - base, end - base
-            start, i = max(start, end), i + 1
+            start = max(start, end)
+            i += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64, a copy. Raises ValueError for an id outside the vocabulary."""

@@ -52,7 +52,8 @@ def debian_packages(source: str) -> dict[str, Path]:
 
     Raises: ValueError if a file is missing, cannot be downloaded, or has another sha256 than the table says.
     """
-    folder, table = Path(source.removeprefix(DEBIAN).removeprefix(":") or DOWNLOADS), package_table()
+    folder = Path(source.removeprefix(DEBIAN).removeprefix(":") or DOWNLOADS)
+    table = package_table()
     files = {name: folder / f"{name}_{row['version'].replace(':', '%3a')}_all.deb" for name, row in table.items()}
     missing = [f"{name}={table[name]['version']}" for name, path in files.items() if not path.is_file()]
     if missing and source == DEBIAN:
@@ -89,7 +90,8 @@ def _download(packages: list[str]) -> None:
 
 def read_package(name: str, path: Path) -> Iterator[str]:
     """The documents of a package."""
-    row, seen = package_table()[name], set()
+    row = package_table()[name]
+    seen = set()
     with tarfile.open(fileobj=io.BytesIO(_data_member(path.read_bytes()))) as tar:
         for member in sorted(tar.getmembers(), key=lambda member: member.name):
             file = member.name.removeprefix("./")
@@ -142,11 +144,14 @@ def _joined(texts: Iterable[str]) -> list[str]:
 
 def man_text(source: str) -> str:
     """A manual page as text: a paragraph is one line, code keeps its lines, tables are left out."""
-    parts, code, heading = [], False, False  # heading: the next words are a line of their own
+    parts = []
+    code = False
+    heading = False  # whether the next words are a line of their own
     lines = iter(source[source.find("\n.TH ") + 1 :].split("\n"))
     for line in lines:
         line = re.sub(r'\\".*', "", line)  # a comment
-        macro, text = "", _plain(line)
+        macro = ""
+        text = _plain(line)
         if line.startswith((".", "'")):
             macro, _, arguments = line[1:].partition(" ")
             words = [_plain(quoted.replace('""', '"') or bare) for quoted, bare in ARGUMENT.findall(arguments)]

@@ -181,7 +181,9 @@ def find_inputs(inputs: Iterable) -> Inputs:
     # What this process remembers of files is of an earlier call, and they may have changed.
     for cache in (_parquet, _file_digest, _dataset_digest, _dataset_builder, open_stream):
         cache.cache_clear()
-    files, described, left_out = [], [], 0
+    files = []
+    described = []
+    left_out = 0
     for item in map(str, inputs):
         if item.startswith(HUGGING_FACE):
             files.append(SourceFile(item, HUGGING_FACE))
@@ -367,9 +369,11 @@ def _read_lines(span: Span, text_field: str, convert: Callable[[str], Any]) -> I
         if at:  # the line that lies across the start belongs to the span before
             f.seek(at - 1)
             at += len(f.readline()) - 1
-        first, lines = at, 0
+        first = at
+        lines = 0
         while (span.stop is None or at < span.stop) and (line := f.readline()):
-            at, lines = at + len(line), lines + 1
+            at += len(line)
+            lines += 1
             if line.strip():
                 try:
                     yield convert(_text(_json(line), text_field))

@@ -93,7 +93,8 @@ class Task:
 
     def examples(self, split: str, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, uint16 [N, T], and 1 for each answer, uint8 [N, T], of a split's BLOCK examples from block * BLOCK on."""
-        ids, marks = np.zeros((BLOCK, self.length), np.uint16), np.zeros((BLOCK, self.length), np.uint8)
+        ids = np.zeros((BLOCK, self.length), np.uint16)
+        marks = np.zeros((BLOCK, self.length), np.uint8)
         ids[:, -1] = len(self.words()) + SPECIALS.index("<eos>")
         self._fill(Draw(self.seed, 2 * block + SPLITS.index(split)), ids[:, :-1], marks[:, :-1], split)
         return ids, marks
@@ -127,14 +128,20 @@ class MQAR(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
-        n, N, P, slots = len(self.words()) // 2, len(ids), self.items, self.length // 2
+        n = len(self.words()) // 2
+        N = len(ids)
+        P = self.items
+        slots = self.length // 2
         pairs = np.stack([draw.distinct(n, N, P), n + draw.distinct(n, N, P)], axis=2)  # [N, P, 2]
         possible = [lists for lists in (1, 2, 4, 8) if P % lists == slots % lists == 0]
         number = draw.below(len(possible), N) * (split == "train")
         for i, lists in enumerate(possible):
             rows = np.flatnonzero(number == i)
-            at, size, each = np.arange(slots), slots // lists, P // lists
-            first, place = at // size * each, at % size  # the list's first pair, and the slot's place in it
+            at = np.arange(slots)
+            size = slots // lists
+            each = P // lists
+            first = at // size * each  # the list's first pair
+            place = at % size  # the slot's place in the list
             asked = first + np.where(place < each, place, draw.below(each, len(rows), slots))
             ids[rows] = pairs[rows[:, None], asked].reshape(len(rows), self.length)[:, :-1]
             marks[np.ix_(rows, 2 * at[:-1][(place >= each)[:-1]] + 1)] = 1
@@ -163,11 +170,15 @@ class SelectiveCopying(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
-        n, (N, T), P = len(self.words()) - 2, ids.shape, self.items
-        tokens, places = draw.below(n, N, P), np.sort(draw.distinct(T - P - 1, N, P))
+        n = len(self.words()) - 2
+        N, T = ids.shape
+        P = self.items
+        tokens = draw.below(n, N, P)
+        places = np.sort(draw.distinct(T - P - 1, N, P))
         ids[:] = n  # the noise
         ids[np.arange(N)[:, None], places] = ids[:, -P:] = tokens
-        ids[:, -P - 1], marks[:, -P:] = n + 1, 1
+        ids[:, -P - 1] = n + 1
+        marks[:, -P:] = 1
 
 
 class Phonebook(Task):
@@ -200,7 +211,10 @@ class Phonebook(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
-        N, P, Q, L = len(ids), self.items, self._lookups, 1 + self.digits
+        N = len(ids)
+        P = self.items
+        Q = self._lookups
+        L = 1 + self.digits
         names = 11 + draw.distinct(len(self.words()) - 11, N, P)
         book = np.concatenate([names[..., None], draw.below(10, N, P, self.digits)], axis=2)  # [N, P, L]
         asked = book[np.arange(N)[:, None], draw.distinct(P, N, Q)]
@@ -236,7 +250,8 @@ def write_examples(
 
     Calls `report` with the number of examples that are done. Returns: {split: [a manifest's record of each shard]}.
     """
-    splits, held_out = {}, set()
+    splits = {}
+    held_out = set()
     for split in ("validation", "train"):
         tokens = ShardWriter(folder / split, len(task.words()) + len(SPECIALS), shard_tokens)
         answers = ShardWriter(folder / f"{split}{ANSWERS}", 2, shard_tokens, BYTES)

@@ -31,7 +31,9 @@ from interdomain.data.tokenizer import Tokenizer, load_tokenizer
 from interdomain.folders import write_whole
 
 SPLITS = ("train", "validation")
-SMALLEST_PART, LARGEST_PART = 2_000_000, 64_000_000  # bytes on the disk
+# Bytes on the disk.
+SMALLEST_PART = 2_000_000
+LARGEST_PART = 64_000_000
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -69,7 +71,8 @@ class EncodedPart(NamedTuple):
 def cut(spans: list[Span]) -> list[Part]:
     """The input in parts: a function of the spans alone."""
     limit = min(LARGEST_PART, max(SMALLEST_PART, sum(span.size for span in spans) // 200))
-    groups, size = [], 0
+    groups = []
+    size = 0
     for span in spans:
         if not groups or size + span.size > limit:
             groups.append([])
@@ -158,7 +161,8 @@ def _begin_worker(encoding: Encoding) -> None:
     global _encoding, _tokenizer
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: end at once and say nothing, the parent does
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    _encoding, _tokenizer = encoding, load_tokenizer(encoding.tokenizer)
+    _encoding = encoding
+    _tokenizer = load_tokenizer(encoding.tokenizer)
 
 
 def _end_with_the_parent() -> None:
@@ -182,7 +186,8 @@ def merge_parts(parts: list[EncodedPart], folder: Path, vocab_size: int, shard_t
     for i, split in enumerate(SPLITS):
         shards = ShardWriter(folder / split, vocab_size, shard_tokens)
         for part in parts:
-            encoded, at = IndexedDataset(part.prefixes[i]), 0
+            encoded = IndexedDataset(part.prefixes[i])
+            at = 0
             for first in range(0, len(encoded), 4096):
                 lengths = encoded.lengths[first : first + 4096]
                 stop = at + int(lengths.sum(dtype=np.int64))

@@ -24,7 +24,11 @@ SPECIALS_KEY = "interdomain_special_tokens"
 SPACE = "\u2581"  # sentencepiece's visible space
 LONGEST = 4192  # bytes of a line that sentencepiece trains on
 PIECE = re.compile(rf".{{1,{LONGEST // 4}}}(?=\s|$)|.{{1,{LONGEST // 4}}}", re.DOTALL)
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # sentencepiece's types of pieces
+# sentencepiece's types of pieces.
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+BYTE = 6
 TIKTOKEN_NAMED = "tiktoken:"
 TIKTOKEN_FORMAT = "interdomain-tiktoken-1"
 TIKTOKEN_FIELDS = ("pattern", "special_tokens", "bos_token", "eos_token")
@@ -72,7 +76,9 @@ class Tokenizer:
 
     def __init__(self, path: Path | str, data: bytes) -> None:
         """data: the complete tokenizer, as its file in folders holds it."""
-        self.path, self.data, self.sha256 = Path(path), data, hashlib.sha256(data).hexdigest()
+        self.path = Path(path)
+        self.data = data
+        self.sha256 = hashlib.sha256(data).hexdigest()
 
     def _encode(self, text: str) -> list[int]:
         raise NotImplementedError
@@ -150,7 +156,8 @@ class SentencePieceTokenizer(Tokenizer):
 
         model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
         model.ParseFromString(self.data)
-        is_bpe, special = model.trainer_spec.model_type == model.trainer_spec.BPE, {UNKNOWN, CONTROL}
+        is_bpe = model.trainer_spec.model_type == model.trainer_spec.BPE
+        special = {UNKNOWN, CONTROL}
         changed = model.normalizer_spec.precompiled_charsmap
         # What else may differ (white space, unknown characters) shows in the comparison.
         if not is_bpe or changed or {piece.type for piece in model.pieces} - {NORMAL, BYTE} - special:
@@ -191,7 +198,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
 
     Raises: ValueError if the text does not fit the vocabulary size; what `documents` raises.
     """
-    model, raised = io.BytesIO(), []
+    model = io.BytesIO()
+    raised = []
 
     def lines() -> Iterator[str]:
         try:

@@ -26,7 +26,8 @@ def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], 
     """Read these samples. Raises: ValueError for a damaged shard."""
     windows = torch.from_numpy(dataset.read_batch(indices))
     # A copy: of a single window, inputs and labels would be views of one memory, and labels are overwritten below.
-    inputs, labels = {"input": windows[:, :-1].contiguous()}, windows[:, 1:].clone()
+    inputs = {"input": windows[:, :-1].contiguous()}
+    labels = windows[:, 1:].clone()
     if positions:
         inputs["positions"] = torch.stack([torch.from_numpy(dataset.positions(g)) for g in indices])
     for row, g in zip(labels, indices, strict=True):
@@ -69,8 +70,13 @@ class PackedLoader(BaseDataLoader):
         positions: bool = False,
         may_reorder: bool = False,
     ) -> None:
-        self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
-        self.prefetch, self.positions, self.may_reorder = prefetch, positions, may_reorder
+        self.dataset = dataset
+        self.local_batch = local_batch
+        self.rank = rank
+        self.ranks = ranks
+        self.prefetch = prefetch
+        self.positions = positions
+        self.may_reorder = may_reorder
         self.consumed = self.begins = 0
         self.read_before: dict[str, int] = {}
 
@@ -119,7 +125,8 @@ class PackedLoader(BaseDataLoader):
 
     @user_errors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved, made_of = json.loads(state_dict["made_of"]), self.dataset.made_of
+        saved = json.loads(state_dict["made_of"])
+        made_of = self.dataset.made_of
         if "before" in saved:
             raise ValueError(
                 "the checkpoint is of a run whose data changed at set steps, which this version cannot continue."
@@ -141,7 +148,8 @@ class PackedLoader(BaseDataLoader):
                 "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading "
                 "dataloader."
             )
-        self.begins, self.read_before = saved.get("begins", 0), saved.get("read_before", {})
+        self.begins = saved.get("begins", 0)
+        self.read_before = saved.get("read_before", {})
         if any(saved[name] != made_of[name] for name in ("corpora", "weights")):
             self._change_data(saved)
         for part in self.dataset.parts:
@@ -154,7 +162,8 @@ class PackedLoader(BaseDataLoader):
         read = dict(self.read_before)
         for corpus, count in zip(saved["corpora"], counts, strict=True):
             read[corpus] = self.read_before.get(corpus, 0) + count
-        self.begins, self.read_before = self.consumed, read
+        self.begins = self.consumed
+        self.read_before = read
         logger.warning(
             "THE DATA CHANGES after %d samples: data.corpus or data.weights are not the checkpoint's. A corpus that was read "
             "before goes on where it was left.",
@@ -165,7 +174,8 @@ class PackedLoader(BaseDataLoader):
 @user_errors
 def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
-    tokenizer, dataset = open_tokenizer(job_config), open_dataset(job_config, "train")
+    tokenizer = open_tokenizer(job_config)
+    dataset = open_dataset(job_config, "train")
     logger.info("data: %s", epochs_in_words(job_config, dataset, plan.steps * plan.global_batch))
     return tokenizer, PackedLoader(
         dataset,

@@ -36,14 +36,17 @@ class InterdomainMetrics(MetricsProcessor):
         without_curves.metrics = copy.copy(job_config.metrics)
         without_curves.metrics.enable_tensorboard = without_curves.metrics.enable_wandb = False
         super().__init__(without_curves, parallel_dims)
-        self.job_config, self.logger = job_config, LoggerContainer()
-        self.plan, self.meshes = plan, meshes
+        self.job_config = job_config
+        self.logger = LoggerContainer()
+        self.plan = plan
+        self.meshes = meshes
         self.num_flops_per_token = plan.flops_per_token
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
-        config, folder = self.job_config, Path(self.job_config.job.dump_folder)
+        config = self.job_config
+        folder = Path(self.job_config.job.dump_folder)
         if dist.get_rank() != 0:
             return
         if config.metrics.enable_tensorboard:
@@ -84,11 +87,14 @@ class InterdomainMetrics(MetricsProcessor):
 
     def _mixer_is_due(self, step: int) -> bool:
         """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
-        freq, log_freq = self.job_config.metrics.mixer_freq, self.job_config.metrics.log_freq
+        freq = self.job_config.metrics.mixer_freq
+        log_freq = self.job_config.metrics.log_freq
         return bool(freq) and (step == 1 or step // freq > (step - log_freq) // freq)
 
     def _log_progress(self, step: int) -> None:
-        plan, now, steps = self.plan, time.monotonic(), self.plan.steps
+        plan = self.plan
+        now = time.monotonic()
+        steps = self.plan.steps
         if self.started is None:
             self.started = (step, now)
             return

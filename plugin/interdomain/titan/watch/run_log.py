@@ -117,7 +117,8 @@ class WandbLog(BaseLogger):
     def __init__(self, folder: Path, plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self.plan, id_file = plan, folder / "wandb_id"
+        self.plan = plan
+        id_file = folder / "wandb_id"
         if not id_file.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(id_file, secrets.token_hex(8).encode())
@@ -155,7 +156,8 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
     """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
-    by_position, begin = {}, 0
+    by_position = {}
+    begin = 0
     while job_config.validation.enable and begin < job_config.validation.seq_len:
         end = min(2 * begin or 1, job_config.validation.seq_len) - 1
         title = f"Tokens {begin:,} to {end:,} of the window" if end > begin else f"Token {begin} of the window"
@@ -167,7 +169,8 @@ def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
 def overview(plan: RunPlan, job_config: Any) -> str:
     """Settings and machine of a start as Markdown tables: first what is not as by default. What a setting leaves to the size,
     the condition or the ranks is written as it was chosen."""
-    settings, defaults = dict(pairs(job_config.to_dict())), dict(pairs(JobConfig().to_dict()))
+    settings = dict(pairs(job_config.to_dict()))
+    defaults = dict(pairs(JobConfig().to_dict()))
     changed = [name for name in settings if settings[name] != defaults.get(name)]
     for name, value in list(settings.items()):
         section, _, key = name.partition(".")
@@ -201,7 +204,8 @@ def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> di
 
 def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
     """Settings in which the runs of a study differ (tools.study)."""
-    optimizer, start = job_config.optimizer, ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
+    optimizer = job_config.optimizer
+    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
     mixers = [mixer for mixer in plan.config.mixers if mixer.kind == "interdomain"]
     of_the_plan = ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")
     return {

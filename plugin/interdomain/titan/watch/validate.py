@@ -24,7 +24,8 @@ from ..step.meshes import Meshes
 from ..step.passes import Passes
 from .metrics import InterdomainMetrics, perplexity
 
-ACCURACY, BY_POSITION = "validation_metrics/accuracy", "validation_position/{:04d}-{:04d}"
+ACCURACY = "validation_metrics/accuracy"
+BY_POSITION = "validation_position/{:04d}-{:04d}"
 
 
 MOST_DOCUMENTS = 4096  # of a split whose losses are kept by document
@@ -32,7 +33,8 @@ MOST_DOCUMENTS = 4096  # of a split whose losses are kept by document
 
 def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
     """The number of windows that a validation of so many tokens (0: all) takes of the split."""
-    held, asked = len(dataset), math.ceil(tokens / dataset.seq_len)
+    held = len(dataset)
+    asked = math.ceil(tokens / dataset.seq_len)
     if asked > held:
         logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
     return min(asked or held, held)
@@ -53,7 +55,8 @@ class Totals:
         self.heads = [part.output for part in parts if part.output is not None]  # none on most stages of a pipeline
         for head in self.heads:
             head.scores = []
-        self.meshes, self.answers = meshes, dataset.targets < dataset.seq_len
+        self.meshes = meshes
+        self.answers = dataset.targets < dataset.seq_len
         # By position: losses and labels; and of answers: right ones and all.
         self.sums = torch.zeros(2, dataset.seq_len + 1, dtype=torch.float64, device=device_here())
         # By document: losses and labels.
@@ -63,7 +66,8 @@ class Totals:
         """labels: of the pass that was made, [B, T], whole sequences; documents: their numbers. Collective among the ranks that
         share them."""
         labels = labels.to(self.sums.device)
-        counted, (B, T) = labels != IGNORE_INDEX, labels.shape
+        counted = labels != IGNORE_INDEX
+        B, T = labels.shape
         share = T if self.meshes.context is None else T // self.meshes.context.size
         scores = torch.zeros(2, B, share, device=labels.device)
         for head in self.heads:
@@ -119,7 +123,10 @@ class FixedValidator:
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
         self.job_config = job_config
-        self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
+        self.rank = rank
+        self.ranks = ranks
+        self.metrics = metrics
+        self.checkpoints = checkpoints
         self.passes = passes
         self.dataset = open_dataset(job_config, "validation")
         self.windows = windows_of(self.dataset, job_config.validation.tokens)
@@ -148,7 +155,8 @@ class FixedValidator:
         last batches are filled up with ignored windows so that every rank makes the same number of forward passes (FSDP2's are
         collective)."""
         per_pass = self.job_config.validation.local_batch_size * self.ranks
-        at_once, positions = per_pass * self.passes.together, self.job_config.data.reset_state_at_documents
+        at_once = per_pass * self.passes.together
+        positions = self.job_config.data.reset_state_at_documents
         for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
             indices = [min(i, self.windows - 1) * len(self.dataset) // self.windows for i in mine]
@@ -166,7 +174,8 @@ class FixedValidator:
             part.eval()
         # Sums in float64: the result must not depend on how the windows are split over ranks.
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
-        everything, totals = self._batches(), Totals(model_parts, self.passes.meshes, self.dataset)
+        everything = self._batches()
+        totals = Totals(model_parts, self.passes.meshes, self.dataset)
         while batches := list(itertools.islice(everything, self.passes.together)):
             loss += self.passes.run([batch for batch, _ in batches], backward=False)
             totals.add(
