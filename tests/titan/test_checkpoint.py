@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from interdomain.files.checkpoint_index import altered_entry, read_index
 from interdomain.files.distributed_checkpoint import finished_steps, half_copies, milestones
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import FolderLock
+from interdomain.titan.resume.resume_from import OTHER_STATE, ResumePoint, require_same_run
 
 from ..common import REPOSITORY, TIMEOUT
 from ..docs.pages import blocks
@@ -480,3 +482,17 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
     error = refusal(capsys, run.manager._async_wait)
     assert f"The disk is full: saving {folder / 'step-5'} failed (No space left on device)" in error
     assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+def test_weights_alone_are_not_continued(new, folder, capsys):
+    """TorchTitan's trainer can save them, and `convert` makes them, of a run that trained nothing."""
+    manager = new().manager
+    entries = read_index(folder / "step-3").entries.items()
+    weights = SimpleNamespace(entries={name: entry for name, entry in entries if not name.startswith(OTHER_STATE)})
+    point = ResumePoint(folder / "step-3", weights, record(folder, 3), "latest")
+    arguments = manager.record, manager.tensors
+    assert "holds the weights alone" in refusal(capsys, require_same_run, point, *arguments, batch=True)
+    converted = point._replace(record=point.record | {"run": {"started_from": {}}})
+    assert "tokens_per_step is 0 there and 512 here" in refusal(
+        capsys, require_same_run, converted, *arguments, batch=True
+    )
