@@ -103,8 +103,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     args = parser.parse_args(argv)
     options = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
-    if args.verify and (unused := [word for word in options if word.startswith("--") and word != "--verify"]):
-        raise ValueError(f"--verify only reads: leave out {', '.join(unused)}.")
     if args.synthetic and (unused := [option for option in OF_TEXT if option in options]):
         raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(unused)}.")
     if not args.synthetic and (unused := [word for word in options if word.startswith("--synthetic-")]):
@@ -118,10 +116,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def describe(folder: Path, verb: str, verify: bool = False) -> str:
     """The result line for a complete corpus. Opening every split compares its files with the manifest."""
     manifest = read_manifest(folder)
-    counts = {split: TokenCorpus(folder, split, verify=verify).num_tokens for split in manifest["splits"]}
-    skipped = f", {len(manifest['skipped']):,} bad document(s) skipped" if "skipped" in manifest else ""
+    counts = {"validation": 0}
+    for split in manifest["splits"]:
+        counts[split] = TokenCorpus(folder, split, verify=verify).num_tokens
+    skipped = ""
+    if "skipped" in manifest:
+        skipped = f", {len(manifest['skipped']):,} bad document(s) skipped"
     return (
-        f"{verb} {folder} ({counts['train']:,} training tokens, {counts.get('validation', 0):,} validation tokens, "
+        f"{verb} {folder} ({counts['train']:,} training tokens, {counts['validation']:,} validation tokens, "
         f"vocabulary {manifest['vocab_size']:,}{skipped})"
     )
 
@@ -136,7 +138,10 @@ def make_tokenizer(folder: Path, args: argparse.Namespace, parts: list[Part], to
     path = folder / f"trained-{digest}.model"
     if not path.exists():  # it does if an earlier run was killed later on
         skipped: list[BadDocument] = []
-        skip = lambda bad: skip_bad([bad], skipped, args.skip_bad)  # noqa: E731
+
+        def skip(bad: BadDocument) -> None:
+            skip_bad([bad], skipped, args.skip_bad)
+
         documents = documents_of(spans, args.text_field, skip)
         documents = tqdm(documents, desc="training the tokenizer", unit=" documents", disable=None)
         # Validation text stays unseen by the tokenizer too.
@@ -196,7 +201,9 @@ def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part]
         print(f"skipped: {visible(str(bad))}")
     if len(skipped) > SHOWN:
         print(f"skipped: {len(skipped) - SHOWN:,} more, which {args.output / MANIFEST} names")
-    further = {"skipped": [{"file": x.file, "place": x.place, "reason": x.reason} for x in skipped]} if skipped else {}
+    further = {}
+    if skipped:
+        further["skipped"] = [{"file": bad.file, "place": bad.place, "reason": bad.reason} for bad in skipped]
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
         splits = merge_parts(encoded, folder, tokenizer.vocab_size, args.shard_tokens)
@@ -230,11 +237,18 @@ def prepare(args: argparse.Namespace) -> str:
         tokenizer.encode("", add_eos=True)  # EOS ends every document: an error if there is none
     # What the corpus is a function of, as the manifest keeps it.
     options = ("text_field", "max_bytes", "validation_fraction", "shard_tokens")
-    request = {"inputs": inputs.described} | {name: getattr(args, name) for name in options}
-    request["tokenizer"] = {"sha256": tokenizer.sha256} if tokenizer else {"trained_vocab_size": args.vocab_size}
+    request: dict[str, Any] = {"inputs": inputs.described}
+    for name in options:
+        request[name] = getattr(args, name)
+    if tokenizer:
+        request["tokenizer"] = {"sha256": tokenizer.sha256}
+    else:
+        request["tokenizer"] = {"trained_vocab_size": args.vocab_size}
     with kept_folder(args.output) as work:
         size = sum(file.size for file in inputs.files)
-        others = f" (other files in the folders, left out: {inputs.left_out:,})" if inputs.left_out else ""
+        others = ""
+        if inputs.left_out:
+            others = f" (other files in the folders, left out: {inputs.left_out:,})"
         print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB){others}", flush=True)
         try:
             # Finds missing columns and datasets.
@@ -252,7 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     make = prepare_synthetic if args.synthetic else prepare
     try:
-        print(describe(args.verify, "verified", verify=True) if args.verify is not None else make(args))
+        if args.verify is not None:
+            print(describe(args.verify, "verified", verify=True))
+        else:
+            print(make(args))
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130
