@@ -1,10 +1,13 @@
 """Reading of a TOML file and flags, and refusals in one paragraph before anything is built."""
 
+import re
+
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from interdomain.files.checkpoint_index import as_arrays
 from interdomain.model import build_config
+from interdomain.removed import REMOVED
 from interdomain.titan import entry, trainer
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
@@ -64,7 +67,6 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",
         "--checkpoint.keep_every_tokens=9": "checkpoint.keep_every_tokens has no effect while checkpoint.enable is off",
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
-        "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
         "--checkpoint.load_step=4": "checkpoint.load_step has no effect while checkpoint.enable is off",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
     },
@@ -90,8 +92,6 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--training.reduce_gradients=micro-batch": "PyTorch's pipeline sums gradients once a step",
         "--training.mixed_precision_reduce=bf16": "would add up the micro-batches in bf16",
         "--pipeline.schedule=DualPipeV": "must be one of 1F1B, GPipe, Interleaved1F1B ... got DualPipeV",
-        "--pipeline.schedule=ZBVZeroBubble --compile.enable": "not possible with compile.enable",
-        "--pipeline.schedule=ZBVZeroBubble --activation_checkpoint.mode=full": "computed again for each of its weights",
     },
 }
 
@@ -114,6 +114,17 @@ def test_a_flag_that_cannot_be(flags, capsys):
         read_job_config(["--job.config_file", str(TINY), *flags])
     assert end.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED if "." in name])
+def test_a_removed_setting_says_what_to_do(name, tmp_path):
+    """In a file and as a flag."""
+    setting, _, value = name.partition(" = ")
+    toml = tmp_path / "old.toml"
+    toml.write_text(f'parallelism.tensor_parallel_degree = 2\n{setting} = "{value}"')
+    for given in (["--job.config_file", str(toml)], [f"--{setting}={value}"], [f"--{setting}", value]):
+        with pytest.raises(ValueError, match=re.escape(REMOVED[name])):
+            read_job_config(given)
 
 
 PIPELINED = "[parallelism]\npipeline_parallel_degree = 2\n"

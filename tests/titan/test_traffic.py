@@ -10,7 +10,7 @@ pytestmark = pytest.mark.e2e
 COUNTED = [
     *("2 text", "2 replicas", "2 context layers", "2 tensor layers", "2 pipeline layers", "2 context softmax"),
     *("2 context full", "2 context full long", "2 context softmax long", "2 tensor selective", "2 tensor bfloat16"),
-    *("2 context fixed", "2 tensor fixed", "2 zbv layers", "2 once", "2 each bfloat16"),
+    *("2 context fixed", "2 tensor fixed", "2 once", "2 each bfloat16"),
     *("2 shards muon", "2 tensor muon", "4 tensor context muon"),
 ]
 FEW = 200  # bytes: of the sums of a few numbers, such as the gradients' norm

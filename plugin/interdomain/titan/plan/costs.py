@@ -104,9 +104,9 @@ class Costs:
         training = self.job.training
         if self.micro_batches == 1 or self.mesh.pipeline > 1 or training.reduce_gradients == "step":
             return False
-        if training.reduce_gradients == "micro-batch" or training.mixed_precision_reduce == "bf16":
+        if training.reduce_gradients == "micro-batch":
             return True
-        return sum(self.memory(local_batch, seq_len, each=False).values()) > CARD
+        raise AssertionError(training.reduce_gradients)
 
     def memory(self, local_batch: int, seq_len: int, each: bool | None = None) -> dict[str, int]:
         """Bytes by part, of the rank that needs the most. each: as `reduces_each`; None: what that chooses."""

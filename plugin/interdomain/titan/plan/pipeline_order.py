@@ -5,15 +5,11 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-ZBV = "ZBVZeroBubble"
-ZERO_BUBBLE = ("InterleavedZeroBubble", ZBV)  # that go backward by activations and by weights apart
-MULTI_STAGE = ("Interleaved1F1B", *ZERO_BUBBLE)  # under which a rank has several stages
+MULTI_STAGE = ("Interleaved1F1B",)  # under which a rank has several stages
 
 
 def stages_of(schedule: str, rank: int, ranks: int, stages: int) -> tuple[int, ...]:
-    """The stages of a rank of the pipeline, of `stages` in all: every so many; of ZBV down and up again (a V)."""
-    if schedule == ZBV and ranks > 1:
-        return rank, stages - 1 - rank
+    """The stages of a rank of the pipeline, of `stages` in all."""
     return tuple(range(rank, stages, ranks))
 
 

@@ -15,7 +15,7 @@ from interdomain.scan.ops import runs_as
 from ..host import generate_llm_fqn_per_model_part, logger
 from ..settings.job_config import noting, refuse, value_of
 from ..settings.schema import JobConfig, Parallelism
-from .pipeline_order import MULTI_STAGE, ZBV, ZERO_BUBBLE
+from .pipeline_order import MULTI_STAGE
 
 
 class Topology(NamedTuple):
@@ -83,7 +83,7 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     schedule = parallel.pipeline_parallel_schedule
     several, (whole,) = schedule in MULTI_STAGE, generate_llm_fqn_per_model_part(1, n_layers)
     # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
-    allowed = [2 * ranks] if schedule == ZBV else [2 * ranks, 3 * ranks] if several else [ranks]
+    allowed = [2 * ranks, 3 * ranks] if several else [ranks]
     if given is not None:
         if ranks == 1 or len(given) not in allowed or not all(given) or [*itertools.chain(*given)] != whole:
             raise ValueError(
@@ -128,22 +128,11 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     if tensor > 1:
         with noting(problems):
             _refuse_for_tensor(tensor, context, config, lengths)
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    if parallel.enable_async_tensor_parallel and not (
-        tensor > 1 and compiled and job_config.compile.backend == "inductor"
-    ):
-        problems.append(
-            "parallelism.enable_async_tensor_parallel has no effect without tensor_parallel_degree above 1 and the model "
-            "compiled by inductor. Set --compile.enable, or leave it out."
-        )
     if training.enable_cpu_offload and (tensor > 1 or parallel.pipeline_parallel_degree > 1):
         problems.append(
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
             "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
         )
-    if parallel.pipeline_parallel_schedule in ZERO_BUBBLE and parallel.pipeline_parallel_degree > 1:
-        with noting(problems):
-            _refuse_for_zero_bubble(job_config)
     with noting(problems):
         refuse_for_pipelined_validation(job_config)
     refuse(problems)
@@ -197,17 +186,13 @@ def refuse_for_reduction(job_config: JobConfig, micro_batches: int) -> None:
     if pipelined and training.reduce_gradients == "micro-batch":
         raise ValueError(
             "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: "
-            "PyTorch's pipeline sums gradients once a step. Set auto or step."
+            "PyTorch's pipeline sums gradients once a step. Set step."
         )
-    if (
-        micro_batches > 1
-        and training.mixed_precision_reduce == "bf16"
-        and (pipelined or training.reduce_gradients == "step")
-    ):
+    if micro_batches > 1 and training.mixed_precision_reduce == "bf16" and training.reduce_gradients == "step":
+        instead = "Set float32" if pipelined else "Set training.reduce_gradients = micro-batch, or float32"
         raise ValueError(
-            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step (a pipeline, "
-            "or training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
-            "reduce_gradients = auto without a pipeline."
+            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step: FSDP2 would "
+            f"add up the micro-batches in bf16, too. {instead}."
         )
 
 
@@ -224,12 +209,6 @@ def refuse_for_micro_batches(job_config: JobConfig, size: int) -> None:
             f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
             f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
             f"multiple of {max(size, 1) * degree}, or another micro-batch."
-        )
-    if schedule in ZERO_BUBBLE:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {schedule}: the dynamics are computed in every forward pass under "
-            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with "
-            "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
         )
 
 
@@ -255,7 +234,7 @@ def plan_of_local_batches(job_config: JobConfig, size: int, ranks: int) -> JobCo
 
 def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
-    if ranks == 1 or schedule in ("GPipe", ZBV):
+    if ranks == 1 or schedule == "GPipe":
         return True
     if schedule in MULTI_STAGE:
         return micro_batches % max(1, micro_batches // ranks) == 0
@@ -313,28 +292,6 @@ def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: 
         raise ValueError(
             f"parallelism.tensor_parallel_degree = {tensor} does not divide {', '.join(wrong)}. Set one of "
             f"{_divisors(math.gcd(*sizes.values()))}, or change those."
-        )
-
-
-def _refuse_for_zero_bubble(job_config: JobConfig) -> None:
-    """A schedule that goes backward in two halves: first by activations, later by weights, parameter by parameter."""
-    parallel, mode = job_config.parallelism, job_config.activation_checkpoint.mode
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    again = "a block would be computed again for each of its weights"
-    wrong = {
-        "compile.enable: a compiled block goes backward as one. Leave model out of compile.components": compiled,
-        f"activation_checkpoint.mode = {mode}: {again}. Set none": mode != "none",
-        "fsdp_reshard_after_forward = always: the weights are needed in both halves. Set default": (
-            parallel.fsdp_reshard_after_forward == "always"
-        ),
-        f"PyTorch {torch.__version__}, which fails at the second half behind operators of ours. Install 2.13 or later": (
-            torch.__version__ < "2.13"
-        ),
-    }
-    for words in (words for words, is_wrong in wrong.items() if is_wrong):
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {parallel.pipeline_parallel_schedule} is not possible with {words}; or "
-            "choose 1F1B, GPipe or Interleaved1F1B."
         )
 
 
