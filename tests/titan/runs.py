@@ -198,9 +198,6 @@ RUNS = {
     # What the ranks exchange.
     "2 context full": parallel(context=2) | FULL | ONCE,
     "2 context full long": parallel(context=2) | FULL | LONG | ONCE,
-    "2 context softmax long": parallel(context=2) | condition("softmax") | LONG | ONCE,
-    "2 tensor selective": parallel(tensor=2) | SELECTIVE | ONCE,
-    "2 tensor bfloat16": parallel(tensor=2) | BFLOAT16 | ONCE,
     # Precision and recomputation.
     "1 bfloat16": BFLOAT16 | SCAN,
     "2 bfloat16": BFLOAT16 | SCAN,

@@ -9,6 +9,7 @@ from interdomain.files.checkpoint_index import as_arrays
 from interdomain.model import build_config
 from interdomain.removed import REMOVED
 from interdomain.titan import entry, trainer
+from interdomain.titan.plan.dry_run import describe
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings import job_config, schema
@@ -50,9 +51,9 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--mixer.n_kv_heads=3": "n_kv_heads must divide n_heads = 4 ... got 3",
         "--mixer.layers=s4": "mixer.layers must be of softmax, interdomain, ... got ['s4']",
         "--training.local_batch_size=3": "training.global_batch_size = 8 ... multiple of 6",
-        "--parallelism.data_parallel_replicate_degree=3": "replicate_degree = 3 ... 2 rank(s)",
-        "--parallelism.data_parallel_shard_degree=4": "1 x 4 ... the number of ranks: 2",
-        "--parallelism.tensor_parallel_degree=4": "Set one of 1, 2, or start a multiple of 4 ranks",
+        "--parallelism.data_parallel_replicate_degree=3": "number of ranks, 2: replicas 3 ... is 0. Set",
+        "--parallelism.data_parallel_shard_degree=4": "number of ranks, 2: replicas 1 x shards 4 ... is 4. Set",
+        "--parallelism.tensor_parallel_degree=4": "divisors of 2. Or start a multiple of 4 ranks",
         "--parallelism.context_parallel_degree=0": "context_parallel_degree must be at least 1",
         "--lr_scheduler.total_steps=5 --lr_scheduler.min_lr=0": "total_steps = 5 ... last step 6",
         "--lr_scheduler.min_lr=0.002": "min_lr = 0.002 ... peak learning rate 0.001",
@@ -71,7 +72,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
     },
     "context": {
-        "--parallelism.data_parallel_shard_degree=2": "must be the number of ranks left by context_parallel_degree = 2: 1",
+        "--parallelism.data_parallel_shard_degree=2": "shards 2 x context 2 ... is 4. Set",
         "--training.seq_len=4": "training.seq_len = 4 ... every rank needs the same number, at least 3",
         "--validation.enable --validation.seq_len=33": "validation.seq_len = 33 ... context_parallel_degree = 2",
         "--mixer.backend=fft": "mixer.backend = fft ... on cpu: allowed are auto",
@@ -284,8 +285,9 @@ def test_the_command_line_wins_over_the_file(tmp_path, caplog):
     assert length("--training.tokens", "0") == (10_000, 20)
 
     def milestones(*given):
-        plan = make_plan(read_job_config([f"--job.config_file={toml}", *given]), 1)
-        return sorted(plan.milestones), plan.describe()
+        job = read_job_config([f"--job.config_file={toml}", *given])
+        plan = make_plan(job, 1)
+        return sorted(plan.milestones), describe(plan, job)
 
     kept, said = milestones()
     assert kept == [25, 50, 64, 75, 80]

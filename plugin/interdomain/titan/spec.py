@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from interdomain.model import SIZES, Execution, ModelConfig, build_config, count_parameters
 from interdomain.model.config import MODEL_SETTINGS
-from interdomain.model.costs.flops import train_flops_per_token
+from interdomain.model.flops import train_flops_per_token
 from interdomain.removed import removal_of
 
 from .data.dataloader import open_data

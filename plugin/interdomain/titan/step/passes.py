@@ -23,8 +23,8 @@ from .meshes import Meshes
 class Passes:
     """Passes through the whole model, one micro-batch after the other.
 
-    Under accumulation the gradients are summed over the ranks after each micro-batch (`RunPlan.reduces_each`), or once, after
-    the last. Until then every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
+    Under accumulation the gradients are summed over the ranks after each micro-batch, or once, after the last. Until then every
+    rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
     """
 
     together = 1  # micro-batches that `run` takes for validation
