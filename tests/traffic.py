@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 # Bytes that a rank receives, from those of the op's first argument and of its second, on P ranks: what a ring moves (of an
-# all-reduce: of a reduce-scatter and an all-gather). Of broadcast, scatter and reduce: as if no rank had the result before.
+# all-reduce: of a reduce-scatter and an all-gather). Of a broadcast: as if no rank had the result before.
 RECEIVED = {
     "allgather": lambda out, into, P: out - into,
     "reduce_scatter": lambda out, into, P: into - out,
@@ -21,8 +21,6 @@ RECEIVED = {
     "alltoall": lambda out, own, _: out - own,  # own: what the rank sends to itself
     "broadcast": lambda x, _, P: x,
     "scatter": lambda out, *_: out,
-    "gather": lambda out, into, P: max(0, out - into),
-    "reduce": lambda x, *_: x,
     "send": lambda *_: 0,
     "recv": lambda x, *_: x,
     "barrier": lambda *_: 0,
@@ -31,41 +29,33 @@ KEY = torch._C.DispatchKey.BackendSelect  # every call has it, in any thread; wh
 
 
 @contextlib.contextmanager
-def counted(per_node=None):
-    """-> {collective: bytes received}, which the calls of this process fill. per_node: ranks of a node; then those alone that
-    other nodes' ranks hand on, of which each hands on the same."""
+def counted():
+    """-> {collective: bytes received}, which the calls of this process fill."""
     received = collections.Counter()
 
-    def watch(op):
-        # The longest name that the op's begins with: reduce_scatter_tensor_coalesced_ is no reduce.
-        kind = max((kind for kind in RECEIVED if _begins(op, kind)), key=len)
-
+    def watch(op, kind):
         def call(keys, *args):
-            size = [sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, torch.Tensor)) for arg in args[:2]]
             # A ReduceOp comes after the group.
             group = ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
-            ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
-            others = [ranks[args[2]]] if kind == "recv" else [rank for rank in ranks if rank != me]
+            ranks = dist.get_process_group_ranks(group)
+            sizes = []
+            for arg in args[:2]:
+                tensors = [x for x in tree_leaves(arg) if isinstance(x, torch.Tensor)]
+                sizes.append(sum(x.nbytes for x in tensors))
             if kind == "alltoall":
                 rows = dict(zip(ranks, args[3], strict=True))
-                size[1] = size[0] * rows[me] // sum(rows.values())
-                others = [rank for rank in others if rows[rank]]
-            n = RECEIVED[kind](*size, len(ranks))
-            if per_node and others:
-                n = n * sum(rank // per_node != me // per_node for rank in others) / len(others)
-            received[kind] += n
+                sizes[1] = sizes[0] * rows[dist.get_rank()] // sum(rows.values())
+            received[kind] += RECEIVED[kind](*sizes, len(ranks))
             return op.redispatch(keys.remove(KEY), *args)
 
         return call
 
     with torch.library._scoped_library("c10d", "IMPL") as library:
         for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("c10d::"):
-                op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
-                if _begins(op, tuple(RECEIVED)):
-                    library.impl(op, watch(op), "BackendSelect", with_keyset=True)
+            if not name.startswith("c10d::"):
+                continue
+            op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            kinds = [kind for kind in RECEIVED if op._opname.lstrip("_").startswith(kind)]
+            if kinds:
+                library.impl(op, watch(op, kinds[0]), "BackendSelect", with_keyset=True)
         yield received
-
-
-def _begins(op, names):
-    return op._opname.lstrip("_").startswith(names)

@@ -161,14 +161,16 @@ def main(argv=None) -> int:
     args, flags = parse(argv)
     job = job_config(args.config, [*flags, "--help"] if args.flags else flags)
 
+    from interdomain.titan.plan.dry_run import describe
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.plan.schedule import refuse_jump
 
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
-    plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
+    on_gpus = nodes is not None and nodes.has_gpus
+    plan = make_plan(job, nodes.ranks * len(nodes.hosts) if nodes else ranks, on_gpus)
     refuse_jump(job, plan.steps, plan.warmup_steps)
-    print(plan.describe())
+    print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())
         command = nodes.command(args.config, flags, args.max_restarts)

@@ -1,7 +1,7 @@
 """What earlier versions had, and what to do instead. Standard library only.
 
-This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), or of a setting
-(with a dot). CHANGELOG.md has the same sentences.
+This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of a setting
+(with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -10,6 +10,8 @@ NO_SPIKES = (
 )
 NO_STORES = "Copy checkpoints with `aws s3 sync` or `rclone` after each save, as docs/clusters.md shows."
 NO_ESTIMATES = "Nothing takes its place: speed was computed from datasheets, and never measured."
+NO_ASYNC_TENSOR_PARALLEL = "Leave it out: it was never run, because it needs GPUs that read each other's memory."
+NO_ZERO_BUBBLE = "Choose 1F1B, GPipe or Interleaved1F1B."
 REMOVED = {
     "--best": NO_ESTIMATES,
     "--device": NO_ESTIMATES,
@@ -26,9 +28,14 @@ REMOVED = {
     ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
+    "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
+    "parallelism.pipeline_parallel_schedule = InterleavedZeroBubble": NO_ZERO_BUBBLE,
+    "parallelism.pipeline_parallel_schedule = ZBVZeroBubble": NO_ZERO_BUBBLE,
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
     "training.max_spikes": NO_SPIKES,
     "training.spike_deviations": NO_SPIKES,
+    "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
+    "and more network.",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from interdomain.files.megatron_checkpoint import MegatronCheckpoint, hybrid_pattern, write_checkpoint
 from interdomain.files.pretrained import read_config
 from interdomain.model import Transformer, build_config
-from interdomain.model.costs.flops import train_flops_per_token
+from interdomain.model.flops import train_flops_per_token
 from interdomain.tools import convert
 
 from ..model.common import lively

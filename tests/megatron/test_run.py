@@ -16,7 +16,7 @@ from interdomain.files.megatron_checkpoint import TRACKER
 from interdomain.megatron import layer_spec, spec, train, watch
 from interdomain.megatron.optimizer import Schedule
 from interdomain.model import CONDITIONS, build_config
-from interdomain.model.costs.flops import train_flops_per_token
+from interdomain.model.flops import train_flops_per_token
 from interdomain.titan.plan.schedule import multiple_of_peak
 from interdomain.titan.settings.schema import LRScheduler
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.costs.flops import forward_flops_per_token
+from interdomain.model.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fixed_state import recurrence
 

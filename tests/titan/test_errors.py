@@ -52,8 +52,7 @@ def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypa
 
     def config(backend, features, compiled):
         mixer = SimpleNamespace(backend=backend, features=features)
-        parallel = SimpleNamespace(enable_async_tensor_parallel=False)
-        return SimpleNamespace(mixer=mixer, compile=SimpleNamespace(enable=compiled), parallelism=parallel)
+        return SimpleNamespace(mixer=mixer, compile=SimpleNamespace(enable=compiled))
 
     for needs in (("auto", "auto", False), ("fft", "torch", True)):
         with pytest.raises(

@@ -1,11 +1,15 @@
 """Reading of a TOML file and flags, and refusals in one paragraph before anything is built."""
 
+import re
+
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from interdomain.files.checkpoint_index import as_arrays
 from interdomain.model import build_config
+from interdomain.removed import REMOVED
 from interdomain.titan import entry, trainer
+from interdomain.titan.plan.dry_run import describe
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings import job_config, schema
@@ -47,9 +51,9 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--mixer.n_kv_heads=3": "n_kv_heads must divide n_heads = 4 ... got 3",
         "--mixer.layers=s4": "mixer.layers must be of softmax, interdomain, ... got ['s4']",
         "--training.local_batch_size=3": "training.global_batch_size = 8 ... multiple of 6",
-        "--parallelism.data_parallel_replicate_degree=3": "replicate_degree = 3 ... 2 rank(s)",
-        "--parallelism.data_parallel_shard_degree=4": "1 x 4 ... the number of ranks: 2",
-        "--parallelism.tensor_parallel_degree=4": "Set one of 1, 2, or start a multiple of 4 ranks",
+        "--parallelism.data_parallel_replicate_degree=3": "number of ranks, 2: replicas 3 ... is 0. Set",
+        "--parallelism.data_parallel_shard_degree=4": "number of ranks, 2: replicas 1 x shards 4 ... is 4. Set",
+        "--parallelism.tensor_parallel_degree=4": "divisors of 2. Or start a multiple of 4 ranks",
         "--parallelism.context_parallel_degree=0": "context_parallel_degree must be at least 1",
         "--lr_scheduler.total_steps=5 --lr_scheduler.min_lr=0": "total_steps = 5 ... last step 6",
         "--lr_scheduler.min_lr=0.002": "min_lr = 0.002 ... peak learning rate 0.001",
@@ -64,12 +68,11 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",
         "--checkpoint.keep_every_tokens=9": "checkpoint.keep_every_tokens has no effect while checkpoint.enable is off",
         "--profiling.enable_profiling": "profiling.enable_profiling ... needs a GPU",
-        "--parallelism.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel ... needs a GPU",
         "--checkpoint.load_step=4": "checkpoint.load_step has no effect while checkpoint.enable is off",
         "--checkpoint.initial_load_path=step-3": "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
     },
     "context": {
-        "--parallelism.data_parallel_shard_degree=2": "must be the number of ranks left by context_parallel_degree = 2: 1",
+        "--parallelism.data_parallel_shard_degree=2": "shards 2 x context 2 ... is 4. Set",
         "--training.seq_len=4": "training.seq_len = 4 ... every rank needs the same number, at least 3",
         "--validation.enable --validation.seq_len=33": "validation.seq_len = 33 ... context_parallel_degree = 2",
         "--mixer.backend=fft": "mixer.backend = fft ... on cpu: allowed are auto",
@@ -90,8 +93,6 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--training.reduce_gradients=micro-batch": "PyTorch's pipeline sums gradients once a step",
         "--training.mixed_precision_reduce=bf16": "would add up the micro-batches in bf16",
         "--pipeline.schedule=DualPipeV": "must be one of 1F1B, GPipe, Interleaved1F1B ... got DualPipeV",
-        "--pipeline.schedule=ZBVZeroBubble --compile.enable": "not possible with compile.enable",
-        "--pipeline.schedule=ZBVZeroBubble --activation_checkpoint.mode=full": "computed again for each of its weights",
     },
 }
 
@@ -114,6 +115,17 @@ def test_a_flag_that_cannot_be(flags, capsys):
         read_job_config(["--job.config_file", str(TINY), *flags])
     assert end.value.code == 2
     assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in REMOVED if "." in name])
+def test_a_removed_setting_says_what_to_do(name, tmp_path):
+    """In a file and as a flag."""
+    setting, _, value = name.partition(" = ")
+    toml = tmp_path / "old.toml"
+    toml.write_text(f'parallelism.tensor_parallel_degree = 2\n{setting} = "{value}"')
+    for given in (["--job.config_file", str(toml)], [f"--{setting}={value}"], [f"--{setting}", value]):
+        with pytest.raises(ValueError, match=re.escape(REMOVED[name])):
+            read_job_config(given)
 
 
 PIPELINED = "[parallelism]\npipeline_parallel_degree = 2\n"
@@ -273,8 +285,9 @@ def test_the_command_line_wins_over_the_file(tmp_path, caplog):
     assert length("--training.tokens", "0") == (10_000, 20)
 
     def milestones(*given):
-        plan = make_plan(read_job_config([f"--job.config_file={toml}", *given]), 1)
-        return sorted(plan.milestones), plan.describe()
+        job = read_job_config([f"--job.config_file={toml}", *given])
+        plan = make_plan(job, 1)
+        return sorted(plan.milestones), describe(plan, job)
 
     kept, said = milestones()
     assert kept == [25, 50, 64, 75, 80]

@@ -19,7 +19,7 @@ from interdomain.data import load_tokenizer
 from interdomain.files import pretrained
 from interdomain.files.checkpoint_index import read_tensors, tensor_index
 from interdomain.model import SIZES, Transformer, build_config, count_parameters, meta_model
-from interdomain.model.costs.flops import train_flops_per_token
+from interdomain.model.flops import train_flops_per_token
 from interdomain.titan import spec
 from interdomain.titan.data.torchtitan_text import loader_documents
 from interdomain.tools import convert

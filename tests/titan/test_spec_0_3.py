@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import fsdp
 
 from interdomain.files.distributed_checkpoint import milestones
+from interdomain.removed import NO_ZERO_BUBBLE
 from interdomain.tools import convert
 
 from ..common import REPOSITORY
@@ -158,7 +159,7 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
     ("--checkpoint.create_seed_checkpoint", "without one"),
     (
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
-        "in two halves",
+        NO_ZERO_BUBBLE,
     ),
     ("--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 8", "a multiple of 16"),
     ("--mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from torchtitan.config import ConfigManager
 
+from interdomain.removed import NO_ASYNC_TENSOR_PARALLEL
 from interdomain.titan import spec, variant
 
 from .conftest import refusal
-from .runs import CONTEXT, SAVED, TINY, flags
+from .runs import CONTEXT, SAVED, TENSOR, TINY, flags
 
 
 def stock_config(corpus="corpus", **settings):
@@ -26,7 +27,6 @@ REFUSED = [
     ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints: start with ./launch.sh"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same"),
     ({"model__converters": "float8"}, "converters replace layers"),
-    ({"training__reduce_gradients": "step"}, "sums gradients after every micro-batch"),
     (
         PIPELINED | {"parallelism__pipeline_parallel_schedule_csv": "a.csv"},
         "set parallelism.pipeline_parallel_schedule.",
@@ -38,7 +38,6 @@ REFUSED = [
     ({"profiling__enable_memory_snapshot": True}, "needs a GPU"),
     (SAVED | {"checkpoint__exclude_from_loading": "optimizer,data"}, "must be of optimizer, lr_scheduler"),
     ({"training__seq_len": 0}, "training.seq_len must be at least 1"),
-    (PIPELINED | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}, "in one graph for all layers"),
     (PIPELINED | {"training__local_batch_size": 2}, "Set training.local_batch_size to a multiple of 4"),
     (PIPELINED | {"parallelism__pipeline_parallel_microbatch_size": 0}, "or another micro-batch"),
     (PIPELINED | {"training__global_batch_size": 12}, "it must be a multiple of 8"),
@@ -78,6 +77,16 @@ def test_torchtitans_debug_model_is_a_configuration():
     assert (plan.size, plan.global_batch, plan.seq_len, plan.steps, plan.warmup_steps) == ("debug", 8, 2048, 10, 2)
 
 
+def test_asynchronous_tensor_parallelism_is_removed(monkeypatch, capsys):
+    """debug_model.toml has the setting, and it is off."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = ["--parallelism.tensor_parallel_degree", "2"]
+    assert stock_plan(*flags).topology.tensor == 2
+    asynchronous = stock_config(**TENSOR)
+    vars(asynchronous.parallelism)["enable_async_tensor_parallel"] = True
+    assert NO_ASYNC_TENSOR_PARALLEL in refusal(capsys, spec.plan_of, asynchronous)
+
+
 @pytest.mark.parametrize(
     ("off", "on"),
     [
@@ -88,7 +97,6 @@ def test_torchtitans_debug_model_is_a_configuration():
         ("--parallelism.context_parallel_rotate_method alltoall", "--parallelism.context_parallel_degree 2"),
         ("--parallelism.pipeline_parallel_schedule DualPipeV", "--parallelism.pipeline_parallel_degree 2"),
         ("--parallelism.disable_loss_parallel", "--parallelism.tensor_parallel_degree 2"),
-        ("--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree 2"),
         ("--parallelism.expert_tensor_parallel_degree 2", "--parallelism.expert_parallel_degree 2"),
         (
             "--activation_checkpoint.selective_ac_option x --activation_checkpoint.mode none",

@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 
 from .runs import assert_same_run
 
@@ -13,7 +12,7 @@ AXES = ("context", "tensor", "pipeline")
 REFERENCES = {
     **dict.fromkeys(("2 text", "2 replicas", "4 each"), "1 text"),
     **dict.fromkeys((f"2 {axis} layers" for axis in AXES), "1 layers"),
-    **dict.fromkeys(("2 zbv layers", "4 zero bubble layers"), "1 layers"),
+    "4 pipeline shards layers": "1 layers",
     "4 replicas shards layers": "1 layers",
     "4 context shards layers": "1 layers",
     "4 context tensor layers": "1 layers",
@@ -62,17 +61,6 @@ def test_gradients_summed_in_bf16(runs):
     ours, exact = (runs.whole(f"2 {name}", "gradients") for name in ("each bfloat16", "once"))
     matrices = [name for name in exact if name.endswith("w1.weight")]
     assert all(1e-4 < (ours[name] - exact[name]).norm() / exact[name].norm() < 4e-3 for name in matrices)
-
-
-def test_a_backward_pass_in_two_halves(runs):
-    """The same as one pass in bf16, whose sums over micro-batches are float32; and the scan goes backward once. The factor of
-    clipping may differ in its last bit: of norms by stage, and there are two or four."""
-    ours, whole = ("2 zbv bfloat16", "2 pipeline bfloat16")
-    gradients, expected = runs.whole(ours, "gradients"), runs.whole(whole, "gradients")
-    for name, g in expected.items():
-        torch.testing.assert_close(gradients[name], g, rtol=3e-7, atol=0, msg=name)
-    calls = [[seen["backward"][1] for seen in runs.every(name)] for name in (ours, whole)]
-    assert calls == [[4, 12], [8, 8]]  # four micro-batches of each rank's layers
 
 
 def test_a_stage_sums_gradients_over_the_ranks_while_it_goes_backward(runs):

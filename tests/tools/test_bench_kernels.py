@@ -9,7 +9,7 @@ import torch
 
 from interdomain import environment
 from interdomain.model import build_config
-from interdomain.model.costs.flops import forward_flops_per_token
+from interdomain.model.flops import forward_flops_per_token
 from interdomain.tools import bench_kernels, bench_training, check_kernels
 from interdomain.tools._bench import peers, timing
 from interdomain.tools._bench import results as _bench
@@ -26,7 +26,7 @@ def results(folder, part):
 
 
 def test_bytes_flops_and_roofline_by_hand(monkeypatch):
-    """bf16, head width 64: q, k, v, o are 128 bytes each. The algebra is counted a second time in model/costs/flops.py."""
+    """bf16, head width 64: q, k, v, o are 128 bytes each. The algebra is counted a second time in model/flops.py."""
     one = Shape(B=1, T=4096)
     for name, condition in ("chunkwise", "interdomain"), ("sdpa-flash", "softmax"):
         nbytes, flops = bench_kernels.costs(name, one)

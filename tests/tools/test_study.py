@@ -222,7 +222,7 @@ def test_home_and_variables_in_the_paths_of_a_study(described, tmp_path, monkeyp
     run = read.runs[0]
     assert run.folder == tmp_path / "home/out" / run.name
     assert run.record == tmp_path / "home/out/records" / f"{run.name}.json"
-    assert [*read.corpora] == [run.plan.costs.job.data.corpus] == [f"{tmp_path}/home/recall"]
+    assert [*read.corpora] == [f"{tmp_path}/home/recall"]
     assert run.settings["data"]["corpus"] == "~/recall"
 
 

@@ -17,7 +17,7 @@ from megatron.core.optimizer import distrib_optimizer
 
 from interdomain.data.corpus import read_manifest
 from interdomain.model.config import CONDITIONS, FIXED_STATE, SIZES, MixerConfig, with_settings
-from interdomain.model.costs.flops import train_flops_per_token
+from interdomain.model.flops import train_flops_per_token
 
 from .arguments import Corpus, Size, add_mixer_arguments, corpus_record, execution, mixer_settings
 from .context import contiguous

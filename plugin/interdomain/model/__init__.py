@@ -3,7 +3,7 @@
     config          configurations; the tables of sizes and conditions
     transformer     the decoder; `layers`, `loss`, `initialize`, `state`, `generation` and `shard` belong to it
     mixers          the token mixers, with `base` for what every mixer provides
-    costs           FLOPs, memory and traffic
+    flops           FLOPs per token, and the size of a state
 
 Imports interdomain.scan and features; never TorchTitan.
 """

@@ -10,8 +10,7 @@ from torch import Tensor
 class SharedDynamics:
     """Dynamics that many forward passes read, whose gradients are added up here until `backward`.
 
-    The passes have graphs of their own, which end here. So a pass may go backward in two halves, first by its activations and
-    then by its weights, as the zero-bubble schedules of a pipeline do: what all passes have in common is gone through once.
+    The passes have graphs of their own, which end here: what all passes have in common is gone through once.
 
     layers: the result of `Transformer.dynamics`.
     """
@@ -21,10 +20,7 @@ class SharedDynamics:
         self.gradients: list[list[Tensor | None]] = [[None] * len(layer) for layer in layers]
 
     def enter(self, h: Tensor, which: slice = slice(None)) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """(h, the dynamics by layer) for a forward pass of all layers, or some, that goes on from these hidden states.
-
-        The gradients come back together with that of h: the half of a backward pass that is by activations has them all.
-        """
+        """(h, the dynamics by layer) for a forward pass of all layers, or some, that goes on from these hidden states."""
         layers = self.layers[which]
         h, *copies = _Enter.apply(self.gradients[which], h, *(x.detach() for layer in layers for x in layer))
         rest = iter(copies)

@@ -134,9 +134,6 @@ class _Collective(torch.autograd.Function):
         return (_scattered if ctx.gather else _gathered)(d, ctx.dim, ctx.part), None, None, None
 
 
-# In the forms that inductor's async tensor parallelism looks for.
-
-
 def _gathered(x: Tensor, dim: int, part: Part) -> Tensor:
     """x of all ranks, side by side along a dimension."""
     everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor import config as inductor
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial, Placement, Replicate, distribute_tensor
@@ -52,8 +50,6 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_b
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if (checkpointing := job_config.activation_checkpoint).mode != "none":
         apply_ac(model, checkpointing, model_compile_enabled=compiled, op_sac_save_list=SAVED_OPS | SCAN_OPS)
-    if job_config.parallelism.enable_async_tensor_parallel:
-        enable_async_tensor_parallel(meshes.tensor)
     if compiled:
         apply_compile(model, job_config.compile)
     if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
@@ -63,13 +59,6 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_b
         for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
             if unit is not None:
                 read_local_slices(unit, sum_in_backward)
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let inductor pipeline the exchange of tokens with the products beside it. TorchTitan's own function leaves out the second
-    line, without which PyTorch's pass does nothing."""
-    inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def dynamics_of(model: Transformer) -> list[nn.Module]:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from interdomain.model import SIZES, Execution, ModelConfig, build_config, count_parameters
 from interdomain.model.config import MODEL_SETTINGS
-from interdomain.model.costs.flops import train_flops_per_token
+from interdomain.model.flops import train_flops_per_token
+from interdomain.removed import removal_of
 
 from .data.dataloader import open_data
 from .data.folders import data_record, open_dataset, open_tokenizer
@@ -152,6 +153,8 @@ def _checked_plan(job_config: Any) -> RunPlan:
 
     ranks = world_size()
     planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
+    if planned.parallelism.pipeline_parallel_degree == 1:
+        planned.training.reduce_gradients = "micro-batch"  # what TorchTitan's trainer does
     if planned.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
         planned = plan_of_local_batches(planned, planned.parallelism.pipeline_parallel_microbatch_size, ranks)
     plan = make_plan(planned, ranks)
@@ -184,7 +187,9 @@ def _unread(job_config: Any, defaults: dict[str, Any]) -> Iterator[str]:
         value = value_of(job_config, setting)
         if value == default:
             continue
-        if setting in NOT_HONOURED:
+        if removal := removal_of(setting):
+            yield removal
+        elif setting in NOT_HONOURED:
             yield f"{setting} = {value} has no effect in this run. {NOT_HONOURED[setting]}"
         elif NO_EFFECT.match(setting):
             yield f"{setting} = {value} has no effect in this run. Leave it out."

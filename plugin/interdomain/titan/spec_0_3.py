@@ -283,6 +283,8 @@ def make_plan_of(config: Any, model: ModelConfig) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     planned = copy.deepcopy(job)
     planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
+    if parallel.pipeline_parallel_degree == 1:
+        planned.training.reduce_gradients = "micro-batch"  # what TorchTitan's trainer does
     if parallel.pipeline_parallel_degree > 1:
         vars(planned.parallelism)["module_fqns_per_model_part"] = parallel.module_fqns_per_model_part
         planned = plan_of_local_batches(planned, parallel.pipeline_parallel_microbatch_size, ranks)

@@ -34,7 +34,6 @@ from .watch.validate import windows_of
 # Settings that our trainer alone honours, and what TorchTitan's does.
 OURS_ALONE = {
     "training.max_skipped_steps": "takes steps that are not finite, or ends at one",
-    "training.reduce_gradients": "sums gradients after every micro-batch",
     **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
     "lr_scheduler.allow_jump": "does not compare rates at a resume",
 }

@@ -23,13 +23,11 @@ class Mixer(nn.Module):
         shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
         heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
             Its matrices are this rank's parts, or DTensors with them (`split_dimension`); all else is whole. None: all heads.
-        summed: float32 numbers per token that ranks with other heads add up.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 
     shard: Part | None = None
     heads: Part | None = None
-    summed: int = 0
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
@@ -69,7 +67,7 @@ class Mixer(nn.Module):
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
         """Multiply-adds of one layer's mixer per token: its core as "mixer", and as "linear" products with matrices that are no
-        `Linear`, if it has such. `costs.flops` counts the modules `Linear` and `ShortConv`."""
+        `Linear`, if it has such. `model.flops` counts the modules `Linear` and `ShortConv`."""
         raise NotImplementedError("this mixer does not count its FLOPs")
 
     @classmethod
@@ -78,16 +76,14 @@ class Mixer(nn.Module):
         return math.prod(cls.state_shapes(config)["ssm"])
 
     @staticmethod
-    def kept(config: ModelConfig) -> dict[str, int]:
-        """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"; per
-        token of the "mask", if there is one where documents are kept apart."""
+    def kept(config: ModelConfig) -> tuple[int, int]:
+        """Numbers per token of one layer that autograd keeps: (inputs of features and core, scores unless recomputed)."""
         raise NotImplementedError("this mixer does not say what its backward pass keeps")
 
     @classmethod
-    def received(cls, config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+    def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
         """Numbers that a rank with one of `context` shards of a sequence and of `tensor` parts of the heads receives for a
-        layer, forward, and as many backward: per sequence float32 "state", and of the activations' dtype "tail"; of that dtype
-        per token of the shard "token". Those that a mixer has none of are left out."""
+        layer, forward, and as many backward: (per sequence in float32, per token of the shard in the activations' dtype)."""
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
 
 

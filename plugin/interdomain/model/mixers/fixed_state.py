@@ -212,7 +212,7 @@ class FixedStateMixer(Mixer):
         return {"mixer": core}
 
     @classmethod
-    def kept(cls, config: ModelConfig) -> dict[str, int]:
+    def kept(cls, config: ModelConfig) -> tuple[int, int]:
         """The numbers with flash-linear-attention's kernels: inputs of convolution, SiLU and recurrence; of the norm, the gate
         (its SiLU, the product) and the last matrix; float32 copies of normalised queries and keys, and of a gate per channel.
         In plain PyTorch autograd keeps more, mostly the states between chunks."""
@@ -220,15 +220,14 @@ class FixedStateMixer(Mixer):
         conv = bool(config.mixer.conv_width)
         token = (1 + conv + (cls.always_silu or conv)) * (2 * keys + values) + (2 + 3 * cls.gated) * values
         token += 8 * keys * cls.delta + 6 * keys * (config.mixer.kind == "gla")
-        return {"token": token, "scores": 0, "tables": 0}
+        return token, 0
 
     @classmethod
-    def received(cls, config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+    def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
         """Two all-to-alls: of A and B, and of the states, of the N-th part of the rows (`fixed_state_shards`)."""
         H, K, V = state_shape(config.mixer, config.dim)
         rows, width, D = (H // tensor, K, K) if cls.delta else (H // tensor * K, 1, 1)
-        state = (context - 1) * -(-rows // context) * width * (2 * V + D)
-        return {"state": state, "tail": config.mixer.conv_past * config.dim}
+        return (context - 1) * -(-rows // context) * width * (2 * V + D), 0
 
 
 def recurrence(
@@ -314,7 +313,7 @@ class Mamba2Mixer(FixedStateMixer):
     dt = softplus(Wa x + dt_bias), and D x is added (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060). The gate
     comes before the norm, which is over all heads."""
 
-    conv_bias, shared_keys, summed = True, True, 1
+    conv_bias, shared_keys = True, True
 
     @property
     def norm_width(self) -> int:

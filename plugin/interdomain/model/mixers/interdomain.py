@@ -291,21 +291,19 @@ class InterdomainMixer(Mixer):
         return (m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)) * (m.conv_width != 0)
 
     @staticmethod
-    def kept(config: ModelConfig) -> dict[str, int]:
-        """Inputs of features and scan. Without recomputation also a, 2M numbers per query head; tables: W, and what it was made
-        of."""
-        query, M = config.mixer.query_readout, config.mixer.n_basis
+    def kept(config: ModelConfig) -> tuple[int, int]:
+        """The scores are a, 2M numbers per query head."""
+        query = config.mixer.query_readout
         token = (3 if query else 2) * config.dim + (config.mixer.output_norm != "none") * config.dim
         token += 4 * config.n_kv_heads * config.head_dim
-        scores, tables = query * config.n_heads * 2 * M, query * config.n_kv_heads * 14 * M**2
-        return {"token": token, "scores": scores, "tables": tables}
+        return token, query * config.n_heads * 2 * config.mixer.n_basis
 
     @staticmethod
-    def received(config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
+    def received(config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
         """Two all-to-alls of the N-th part of a state's rows, and a number that says whether a document begins."""
         m, heads = config.mixer, config.n_kv_heads // tensor
         rows, P = -(-heads * m.n_basis // context), 2 * config.head_dim + m.normalize
-        return {"state": (context - 1) * (2 * 2 * rows * P + 1), "tail": m.conv_past * config.dim}
+        return (context - 1) * (2 * 2 * rows * P + 1), 0
 
 
 def _with_ones(v: Tensor) -> Tensor:

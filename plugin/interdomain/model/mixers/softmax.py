@@ -159,18 +159,15 @@ class SoftmaxMixer(Mixer):
         return config.mixer.window is None
 
     @staticmethod
-    def kept(config: ModelConfig) -> dict[str, int]:
-        """Queries before and after RoPE, and the output; in blocks, keys and values of all heads twice. A row of the
-        mask has all keys, in blocks those of two blocks."""
+    def kept(config: ModelConfig) -> tuple[int, int]:
+        """Queries before and after RoPE, and the output; in blocks, keys and values of all heads twice."""
         blocks = config.mixer.window is not None and config.mixer.window < config.max_seq_len
         shared = config.n_kv_heads * config.head_dim
-        token = 3 * config.dim + (shared + 4 * config.dim if blocks else 3 * shared)
-        keys = 2 * config.mixer.window if blocks and config.mixer.window else config.max_seq_len
-        return {"token": token, "scores": 0, "tables": 0, "mask": keys}
+        return 3 * config.dim + (shared + 4 * config.dim if blocks else 3 * shared), 0
 
     @staticmethod
-    def received(config: ModelConfig, context: int, tensor: int) -> dict[str, int]:
-        return {"token": (context - 1) * 2 * config.n_kv_heads * config.head_dim // tensor}
+    def received(config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
+        return 0, (context - 1) * 2 * config.n_kv_heads * config.head_dim // tensor
 
 
 def _mask(

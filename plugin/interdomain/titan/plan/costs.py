@@ -1,195 +1,234 @@
-"""Costs of a step for the ranks that need the most: memory, traffic, and how long a sequence could be."""
+"""Estimates for the dry run: memory by category, bytes received by axis, and how long a pipeline's ranks wait.
 
-import bisect
+Nothing in training reads them. docs/parallelism.md says how far they were right. Left out: the keys and values of other shards,
+masks of packed documents, Muon (its state and messages are taken for AdamW's), validation, and checkpoints.
+"""
+
 import functools
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from interdomain.model import ModelConfig, Transformer, meta_model
-from interdomain.model.costs.flops import memory_estimate
-from interdomain.model.costs.traffic import Held, held, traffic
+from interdomain.model import ModelConfig, meta_model
+from interdomain.model.loss import piece_tokens
 from interdomain.model.shard import split_dimension
-from interdomain.scan import CHUNK
+from interdomain.model.transformer import mixer_class
 
-from ..settings.job_config import value_of
-from ..settings.schema import JobConfig
-from .parameter_groups import group_of
-from .pipeline_order import idle, in_flight, stages_of
-from .topology import Topology
-
-CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be
+from .run_plan import RunPlan
 
 
-@functools.lru_cache(maxsize=4)
-def _model(config: ModelConfig) -> Transformer:
-    return meta_model(config)
+@dataclass
+class Share:
+    """Numbers of the parameters that one rank holds of a model, before FSDP2 shards them.
 
+    Attributes:
+        blocks: without their dynamics. head: with the last norm.
+        dynamics: whole on every rank.
+    """
 
-@functools.lru_cache(maxsize=4096)
-def _held(config: ModelConfig, stages: tuple[tuple[str, ...], ...], tensor: int) -> Held:
-    return held(_model(config), stages, tensor)
-
-
-class Matrix(NamedTuple):
-    """A matrix of Muon's. divided: whether tensor parallelism splits it."""
-
-    rows: int
-    columns: int
-    divided: bool
+    layers: list[ModelConfig] = field(default_factory=list)
+    blocks: int = 0
+    embedding: int = 0
+    head: int = 0
+    dynamics: int = 0
 
     @property
-    def numbers(self) -> int:
-        return self.rows * self.columns
+    def sharded(self) -> int:
+        return self.blocks + self.embedding + self.head
 
 
-@functools.lru_cache(maxsize=4096)
-def _matrices(config: ModelConfig, stages: tuple[tuple[str, ...], ...]) -> list[Matrix]:
-    """Matrices of Muon in some stages."""
-    model, modules = _model(config), {name for stage in stages for name in stage}
-    return [
-        Matrix(p.shape[0], p.shape[1], split_dimension(model, name.rpartition(".")[0]) is not None)
-        for name, p in model.named_parameters()
-        if ".".join(name.split(".")[:2]) in modules and group_of(name, p, "Muon") == "matrices"
-    ]
+@functools.lru_cache(maxsize=256)
+def share_of(config: ModelConfig, modules: tuple[str, ...], tensor: int = 1) -> Share:
+    """The share of a rank with these modules (layers.0, output). tensor: ranks that divide the large matrices."""
+    model = meta_model(config)
+    share = Share()
+    for module in modules:
+        if module.startswith("layers."):
+            share.layers.append(config.layers[int(module.removeprefix("layers."))])
+        for name, p in model.get_submodule(module).named_parameters(prefix=module):
+            size = p.numel()
+            if split_dimension(model, name.rpartition(".")[0]) is not None:
+                size //= tensor
+            if ".ssm." in name:
+                share.dynamics += size
+            elif module.startswith("layers."):
+                share.blocks += size
+            elif module == "tok_embeddings":
+                share.embedding += size
+            else:
+                share.head += size
+    return share
 
 
-class Costs:
-    """stages: names of each stage's modules; micro_batches: of a step, on each rank that reads samples."""
+@dataclass(frozen=True)
+class CostModel:
+    """The costs of a run's steps.
 
-    def __init__(
-        self,
-        job: JobConfig,
-        config: ModelConfig,
-        mesh: Topology,
-        stages: tuple[tuple[str, ...], ...],
-        micro_batches: int,
-    ) -> None:
-        self.job, self.config, self.mesh, self.micro_batches = job, config, mesh, micro_batches
-        self.stages = stages
-        self.model, ranks = _model(config), mesh.pipeline
-        schedule = job.parallelism.pipeline_parallel_schedule if ranks > 1 else "1F1B"
-        own = [stages_of(schedule, r, ranks, len(stages)) for r in range(ranks)]
-        self.held = [_held(config, tuple(stages[i] for i in numbers), mesh.tensor) for numbers in own]
-        muon = job.optimizer.name == "Muon"
-        self.matrices = [_matrices(config, tuple(stages[i] for i in numbers)) if muon else [] for numbers in own]
-        self.turns = [any(i + 1 in numbers for i in numbers) for numbers in own]
-        self.in_flight = [in_flight(schedule, r, ranks, len(stages) // ranks, micro_batches) for r in range(ranks)]
-        reshard = job.parallelism.fsdp_reshard_after_forward
-        self.stay_gathered = reshard == "never" or (reshard == "default" and ranks > 1)
-        # How often parameters are gathered in a step. A pipeline keeps what is gathered for all micro-batches.
-        once = 1 if ranks > 1 else micro_batches
-        self.gathers = once if self.stay_gathered else 2 * micro_batches
-        self.head_gathers = 2 * micro_batches if reshard == "always" else once
+    Attributes:
+        checkpointing: none, selective or full. compiled: whether blocks are compiled.
+        stays_gathered: whether a block's weights stay gathered after its forward pass.
+        reduced: bytes of a number in the sums of gradients.
+    """
 
-    @property
-    def checkpointing(self) -> str:
-        """Extent of what the backward pass recomputes: none, selective or full. Every n-th block counts as none for n > 1."""
-        config = self.job.activation_checkpoint
-        if config.mode != "selective" or config.selective_ac_option == "op":
-            return config.mode
-        return "full" if config.selective_ac_option == "1" else "none"
+    plan: RunPlan
+    checkpointing: str = "none"
+    compiled: bool = False
+    stays_gathered: bool = False
+    reduced: int = 4
 
     @property
-    def global_batch(self) -> int:
-        """Sequences of a step."""
-        return self.job.training.local_batch_size * self.mesh.data_ranks * self.micro_batches
+    def stored(self) -> int:
+        """Bytes of a number of the hidden states and of the gathered weights."""
+        return 2 if self.plan.precision == "bf16" else 4
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that goes into a matrix product."""
+        return 4 if self.plan.precision == "float32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.plan.local_batch * self.plan.seq_len // self.plan.topology.context
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline's rank."""
+        return len(self.plan.stages) // self.plan.topology.pipeline
 
     def idle(self) -> float:
-        """Share of a step that the ranks of a pipeline wait."""
-        ranks, schedule = self.mesh.pipeline, self.job.parallelism.pipeline_parallel_schedule
-        return idle(schedule, ranks, len(self.stages) // ranks, self.micro_batches) if ranks > 1 else 0.0
+        """Share of a step that the ranks of a pipeline wait, if all stages take the same time."""
+        others = self.plan.topology.pipeline - 1
+        return others / (self.plan.accumulation * self.stages + others)
 
-    def reduces_each(self, local_batch: int, seq_len: int) -> bool:
-        """True if gradients are summed over the ranks after each micro-batch; else they are once a step."""
-        training = self.job.training
-        if self.micro_batches == 1 or self.mesh.pipeline > 1 or training.reduce_gradients == "step":
-            return False
-        if training.reduce_gradients == "micro-batch" or training.mixed_precision_reduce == "bf16":
-            return True
-        return sum(self.memory(local_batch, seq_len, each=False).values()) > CARD
+    def memory(self) -> dict[str, int]:
+        """Bytes by category, on the rank that needs the most."""
+        return self._largest(self._memory)
 
-    def memory(self, local_batch: int, seq_len: int, each: bool | None = None) -> dict[str, int]:
-        """Bytes by part, of the rank that needs the most. each: as `reduces_each`; None: what that chooses."""
-        job, mesh = self.job, self.mesh
-        config = replace(self.config, max_seq_len=seq_len) if seq_len != self.config.max_seq_len else self.config
-        each = self.reduces_each(local_batch, seq_len) if each is None else each
-        needed = [
-            memory_estimate(
-                config,
-                part,
-                shards=mesh.shards * mesh.context,
-                local_batch=local_batch,
-                seq_len=seq_len,
-                context=mesh.context,
-                tensor=mesh.tensor,
-                in_flight=micro_batches,
-                checkpointing=self.checkpointing,
-                precision=job.training.precision,
-                accumulated=self.micro_batches > 1 and not each,
-                stay_gathered=self.stay_gathered,
-                compiled=job.compile.enable and "model" in job.compile.components,
-                recompute=value_of(job, "mixer.recompute"),
-                documents=job.data.reset_state_at_documents,
-            )
-            for part, micro_batches in zip(self.held, self.in_flight, strict=True)
-        ]
-        for parts, matrices in zip(needed, self.matrices, strict=True):  # Muon has one moment
-            held = sum(x.numbers // (mesh.tensor if x.divided else 1) for x in matrices)
-            parts["optimizer"] -= 4 * held // (mesh.shards * mesh.context)
-        return max(needed, key=lambda parts: sum(parts.values()))
+    def traffic(self) -> dict[str, int]:
+        """Bytes received in a step by axis, on the rank that receives the most."""
+        return self._largest(self._traffic)
 
-    def reductions(self) -> str:
-        """When gradients are summed, in words, and what that and the other way cost in bytes."""
-        training = self.job.training
-        size = training.local_batch_size, training.seq_len
-        chosen = self.reduces_each(*size)
-        costs = []
-        for each in (chosen, not chosen):
-            needs, receives = sum(self.memory(*size, each).values()) / 2**30, sum(self.traffic(each).values()) / 2**30
-            when = "after each micro-batch" if each else "once a step"
-            costs.append(f"{when} ({needs:.2f} GiB of memory, {receives:.3g} GiB received)")
-        possible = self.micro_batches > 1 and self.mesh.pipeline == 1 and training.mixed_precision_reduce == "float32"
-        return f"summed in {training.mixed_precision_reduce} {'; '.join(costs if possible else costs[:1])}"
+    def _largest(self, cost: Callable[[int, Share], dict[str, int]]) -> dict[str, int]:
+        plan, costs = self.plan, []
+        for rank in range(plan.topology.pipeline):
+            modules = [name for stage in plan.stages_of(rank) for name in plan.stages[stage]]
+            costs.append(cost(rank, share_of(plan.config, tuple(modules), plan.topology.tensor)))
+        return max(costs, key=lambda parts: sum(parts.values()))
 
-    def traffic(self, each: bool | None = None) -> dict[str, int]:
-        """Bytes by axis, of the rank that receives the most. each: as for `memory`."""
-        job, mesh, n = self.job, self.mesh, self.micro_batches
-        if each is None:
-            each = self.reduces_each(job.training.local_batch_size, job.training.seq_len)
-        received = [
-            traffic(
-                self.config,
-                part,
-                replicas=mesh.replicas,
-                shards=mesh.shards,
-                context=mesh.context,
-                tensor=mesh.tensor,
-                local_batch=job.training.local_batch_size,
-                seq_len=job.training.seq_len,
-                micro_batches=n,
-                precision=job.training.precision,
-                checkpointing=self.checkpointing,
-                gathers=self.gathers,
-                head_gathers=self.head_gathers,
-                turn=turn,
-                reductions=n if each else 1,
-                reduced=2 if job.training.mixed_precision_reduce == "bf16" else 4,
-            )
-            for part, turn in zip(self.held, self.turns, strict=True)
-        ]
-        for axes, matrices in zip(received, self.matrices, strict=True):
-            axes["matrices"] = sum(map(self._exchanged, matrices))
-        return max(received, key=lambda axes: sum(axes.values()))
+    def _in_flight(self, rank: int) -> float:
+        """The most micro-batches whose activations a pipeline's rank holds at a time, on average over its stages."""
+        ranks, n = self.plan.topology.pipeline, self.plan.accumulation
+        if ranks == 1:
+            return 1
+        if self.plan.schedule == "GPipe":
+            return n
+        if self.plan.schedule == "1F1B":
+            return min(n, ranks - rank)
+        per_round = n // max(1, n // ranks)
+        warmup = (self.stages - 1) * per_round + 2 * (ranks - 1 - rank)
+        return min(n, (warmup + 1) / self.stages)
 
-    def _exchanged(self, matrix: Matrix) -> int:
-        """Bytes received for a matrix of Muon: bfloat16, gathered of all that have a part, and the result over each axis."""
-        shards, tensor = self.mesh.shards * self.mesh.context, self.mesh.tensor
-        parts = shards * (tensor if matrix.divided else 1)
-        return 2 * (matrix.numbers - matrix.numbers // parts + matrix.numbers * ((shards > 1) + (tensor > 1)))
+    def _memory(self, rank: int, share: Share) -> dict[str, int]:
+        plan, tensor = self.plan, self.plan.topology.tensor
+        shards = plan.topology.shards * plan.topology.context
+        # Parameters, gradients and AdamW's two moments are float32.
+        own = 4 * (share.sharded // shards + share.dynamics)
+        gradients = own
+        if plan.accumulation > 1 and not plan.reduces_each and shards > 1:
+            gradients += 4 * share.sharded  # whole until the last micro-batch
 
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that CARD bytes are enough to train on, one at a time; 0 where none is."""
-        step = self.mesh.context * self.mesh.tensor * CHUNK
-        lengths = range(step, 2**32, step)
-        fitting = bisect.bisect_right(lengths, CARD, key=lambda tokens: sum(self.memory(1, tokens).values()))
-        return fitting * step
+        # The weights of two blocks and of the head, and a block's gradients as they are computed and as they are sent.
+        block = share.blocks // max(1, len(share.layers))
+        gathered = share.sharded if self.stays_gathered else (share.embedding or share.head) + 2 * block
+        gathered = self.stored * (gathered + block) + 4 * block
+
+        in_flight, tokens = self._in_flight(rank), self.tokens
+        saved = recomputed = 0
+        for layer in share.layers:
+            each, everything = self._saved_per_token(layer)
+            saved += each
+            recomputed = max(recomputed, everything - each)
+        activations = int(in_flight * tokens * saved)
+        if self.checkpointing == "full":
+            activations += tokens * recomputed  # of the block that goes backward
+        if plan.precision == "bf16-products" and self.checkpointing == "none":
+            activations += 2 * share.blocks  # bf16 copies of the weights
+
+        # The head's input, before and after its norm; its gradients, which the loss computes; and a piece of the logits: as the
+        # product gives them, in float32, and their softmax.
+        loss = 0
+        if share.head:
+            vocabulary = share.head // plan.config.dim
+            hidden = tokens * plan.config.dim * (self.stored // tensor + 2 * self.width)
+            piece = min(tokens, piece_tokens(vocabulary)) * vocabulary
+            loss = int(in_flight * hidden) + 4 * share.head + piece * (8 if self.width == 4 else 10)
+        return {
+            "parameters": own,
+            "gradients": gradients,
+            "optimizer": 2 * own,
+            "gathered": gathered,
+            "activations": activations,
+            "loss": loss,
+        }
+
+    def _saved_per_token(self, layer: ModelConfig) -> tuple[int, int]:
+        """Bytes that autograd saves per token of a layer: with the run's checkpointing, and without any.
+
+        none: the inputs of norms, products, features, scan and activation (compiled: without the activation's output).
+        selective: the block's input, the scan and every second product, as TorchTitan chooses (q, v, the gate, the last).
+        full: the block's input.
+        Ranks that share the heads save all tokens of the products' inputs, and 1 / tensor of the rest.
+        """
+        dim, ffn, tensor, width = layer.dim, layer.ffn_hidden, self.plan.topology.tensor, self.width
+        kept, scores = mixer_class(layer.mixer).kept(layer)
+        rest = dim * self.stored + width * (kept + 3 * ffn + dim)
+        if not self.compiled:
+            rest += dim * self.stored + width * (ffn - dim)
+        everything = rest // tensor + 2 * width * dim
+        if self.checkpointing == "full":
+            return dim * self.stored // tensor, everything
+        saved = everything
+        if self.checkpointing == "selective":
+            rest = dim * self.stored + width * (2 * dim + layer.n_kv_heads * layer.head_dim + ffn)
+            saved = rest // tensor + width * dim
+        if not self.plan.execution.recompute:
+            saved += width * scores // tensor
+        return saved, everything
+
+    def _traffic(self, rank: int, share: Share) -> dict[str, int]:
+        """As a ring moves them: (P - 1) / P of what a gather gives or a scatter takes on P ranks, and twice that for a sum.
+
+        shards: weights are gathered, gradients scattered. replicas: the sum of what was scattered. context: states, or keys and
+        values (`Mixer.received`). tensor: hidden states are gathered and scattered around mixers and feed-forwards. pipeline:
+        hidden states and their gradients. dynamics: the sum of their gradients.
+        """
+        plan, (replicas, shards, context, tensor, pipeline) = self.plan, self.plan.topology
+        shards, n, layers = shards * context, plan.accumulation, len(share.layers)
+        passes = 1 if pipeline > 1 else n  # a pipeline keeps what is gathered
+        gathered = self.stored * share.sharded * (passes if self.stays_gathered else 2 * n)
+        scattered = self.reduced * share.sharded * (n if plan.reduces_each else 1)
+
+        exchanged = 0
+        for layer in share.layers if context > 1 else []:
+            state, per_token = mixer_class(layer.mixer).received(layer, context, tensor)
+            # Selective checkpointing saves a state that was received, and gathers keys and values again.
+            exchanged += n * plan.local_batch * state * 4 * (3 if self.checkpointing == "full" else 2)
+            exchanged += n * self.tokens * per_token * self.width * (2 if self.checkpointing == "none" else 3)
+
+        hidden = n * self.tokens * plan.config.dim // tensor
+        exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing] * layers
+        exchanges += 2 * bool(share.embedding) + 2 * bool(share.head)
+        messages = 2 * self.stages - bool(share.embedding) - bool(share.head)
+        return {
+            "shards": (shards - 1) * (gathered + scattered) // shards,
+            "replicas": 2 * (replicas - 1) * (scattered // shards) // replicas,
+            "context": exchanged,
+            "tensor": (tensor - 1) * exchanges * hidden * self.width,
+            "pipeline": messages * hidden * self.stored if pipeline > 1 else 0,
+            "dynamics": 2
+            * 4
+            * share.dynamics
+            * (plan.topology.ranks // pipeline - 1)
+            * pipeline
+            // plan.topology.ranks,
+        }

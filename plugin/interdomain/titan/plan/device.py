@@ -82,21 +82,9 @@ def refuse_for_device(job_config: JobConfig) -> None:
                 f"{problem}. Without kernels, much slower: --compile.no-enable --mixer.backend chunkwise-torch "
                 "--mixer.features torch."
             )
-        others = range(1, torch.cuda.device_count())
-        if job_config.parallelism.enable_async_tensor_parallel and not all(
-            torch.cuda.can_device_access_peer(0, i) for i in others
-        ):
-            raise ValueError(
-                "parallelism.enable_async_tensor_parallel needs GPUs that read each other's memory (NVLink), and those of this "
-                "machine do not. Leave it out."
-            )
         return
     problems = []
-    for setting in (
-        "training.enable_cpu_offload",
-        "profiling.enable_profiling",
-        "parallelism.enable_async_tensor_parallel",
-    ):
+    for setting in ("training.enable_cpu_offload", "profiling.enable_profiling"):
         if value_of(job_config, setting):
             problems.append(f"{setting} needs a GPU, and this machine has none. Turn it off to run on the CPU.")
     refuse(problems)

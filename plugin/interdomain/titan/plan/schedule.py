@@ -10,23 +10,24 @@ from typing import Any
 from interdomain.files.distributed_checkpoint import SIDECAR, finished_steps
 
 from ..host import logger
-from ..settings.schema import JobConfig
+from ..settings.schema import Checkpoint, JobConfig, LRScheduler, Optimizer, Training
 
 JUMP = 2  # factor between two learning rates of one step that is taken for a mistake
 
 
-def run_length(job_config: JobConfig, tokens_per_step: int) -> tuple[int, int]:
+def run_length(
+    training: Training, schedule: LRScheduler, optimizer: Optimizer, tokens_per_step: int
+) -> tuple[int, int]:
     """(steps, warmup steps) of a run. A warmup that is longer than the schedule becomes a tenth of it.
 
     Raises: ValueError for a schedule that cannot be.
     """
-    training, schedule = job_config.training, job_config.lr_scheduler
     steps, warmup = training.steps, schedule.warmup_steps
     if training.tokens:
         steps = math.ceil(training.tokens / tokens_per_step)
     if schedule.warmup_tokens:
         warmup = round(schedule.warmup_tokens / tokens_per_step)
-    lowest_peak = min(job_config.optimizer.lr, job_config.optimizer.ssm_lr)
+    lowest_peak = min(optimizer.lr, optimizer.ssm_lr)
     if schedule.min_lr > lowest_peak:
         raise ValueError(
             f"lr_scheduler.min_lr = {schedule.min_lr:g} is above the peak learning rate {lowest_peak:g} "
@@ -45,12 +46,11 @@ def run_length(job_config: JobConfig, tokens_per_step: int) -> tuple[int, int]:
     return steps, warmup
 
 
-def milestone_steps(job_config: JobConfig, steps: int, tokens_per_step: int) -> frozenset[int]:
+def milestone_steps(checkpoint: Checkpoint, steps: int, tokens_per_step: int) -> frozenset[int]:
     """The steps of a run whose checkpoints are never removed: those that [checkpoint] names, and the last one.
 
     None for a run that saves nothing.
     """
-    checkpoint = job_config.checkpoint
     if not checkpoint.enable:
         return frozenset()
     every = checkpoint.keep_every

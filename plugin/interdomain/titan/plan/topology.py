@@ -1,7 +1,6 @@
 """The axes that a run's ranks are divided by, the layers of a pipeline's stages, and what the axes refuse."""
 
 import copy
-import itertools
 import math
 from typing import NamedTuple
 
@@ -14,8 +13,9 @@ from interdomain.scan.ops import runs_as
 
 from ..host import generate_llm_fqn_per_model_part, logger
 from ..settings.job_config import noting, refuse, value_of
-from ..settings.schema import JobConfig, Parallelism
-from .pipeline_order import MULTI_STAGE, ZBV, ZERO_BUBBLE
+from ..settings.schema import JobConfig, Parallelism, Training
+
+MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
 
 
 class Topology(NamedTuple):
@@ -43,75 +43,79 @@ class Topology(NamedTuple):
 
 
 def topology(parallel: Parallelism, world_size: int) -> Topology:
-    """Raises: ValueError for degrees whose product is not the number of ranks."""
-    left, words, degrees = world_size, "", {}
-    for name in ("pipeline", "tensor", "context"):
-        degree = degrees[name] = getattr(parallel, f"{name}_parallel_degree")
-        if left % degree:
-            raise ValueError(
-                f"parallelism.{name}_parallel_degree = {degree} does not divide the {left} rank(s){words}: replicas x shards x "
-                f"context x tensor x pipeline must be the number of ranks. Set one of {_divisors(left)}, or start a multiple "
-                f"of {world_size // left * degree} ranks."
-            )
-        if degree > 1:
-            words += f"{' and' if words else ' left by'} {name}_parallel_degree = {degree}"
-        left //= degree
-    replicas, shards = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
-    if replicas < 1 or left % replicas:
+    """The axes of a run on `world_size` ranks.
+
+    Raises: ValueError for degrees whose product is not the number of ranks.
+    """
+    mesh = Topology(
+        replicas=parallel.data_parallel_replicate_degree,
+        shards=parallel.data_parallel_shard_degree,
+        context=parallel.context_parallel_degree,
+        tensor=parallel.tensor_parallel_degree,
+        pipeline=parallel.pipeline_parallel_degree,
+    )
+    others = mesh._replace(shards=1).ranks
+    if mesh.shards == -1 and others > 0:  # all ranks that the other axes leave
+        mesh = mesh._replace(shards=world_size // others)
+    if mesh.ranks != world_size or min(mesh) < 1:
+        product = " x ".join(f"{name} {degree}" for name, degree in mesh._asdict().items())
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree = {replicas} does not divide the {left} rank(s){words}. Set one of "
-            f"{_divisors(left)}."
+            f"the degrees of [parallelism] must multiply to the number of ranks, {world_size}: {product} is {mesh.ranks}. Set "
+            f"parallelism.data_parallel_shard_degree to -1 to let it follow, and the others to divisors of {world_size}. "
+            f"Or start a multiple of {others} ranks."
         )
-    if shards == -1:
-        shards = left // replicas
-    if replicas * shards != left:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {replicas} x {shards} must be "
-            f"the number of ranks{words}: {left}. Set the shard degree to -1 to let it follow."
-        )
-    return Topology(replicas, shards, **degrees)
+    return mesh
 
 
 def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ...], ...]:
-    """TorchTitan's module names of each virtual stage, as its `pipeline_llm` makes them; without a pipeline one has all.
+    """TorchTitan's module names of each stage, as its `pipeline_llm` makes them. Without a pipeline one stage has all.
 
     Raises: ValueError for layers that do not divide over the stages.
     """
-    given = getattr(parallel, "module_fqns_per_model_part", None)  # of TorchTitan's own entry
-    ranks, per_stage = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
-    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
-    schedule = parallel.pipeline_parallel_schedule
-    several, (whole,) = schedule in MULTI_STAGE, generate_llm_fqn_per_model_part(1, n_layers)
+    ranks, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
+    everything = generate_llm_fqn_per_model_part(1, n_layers)[0]
     # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
-    allowed = [2 * ranks] if schedule == ZBV else [2 * ranks, 3 * ranks] if several else [ranks]
+    allowed = [2 * ranks, 3 * ranks] if schedule == MULTI_STAGE else [ranks]
+    in_words = " or ".join(map(str, allowed))
+
+    given = getattr(parallel, "module_fqns_per_model_part", None)  # of TorchTitan's own entry
     if given is not None:
-        if ranks == 1 or len(given) not in allowed or not all(given) or [*itertools.chain(*given)] != whole:
+        named = [name for stage in given for name in stage]
+        if ranks == 1 or len(given) not in allowed or not all(given) or named != everything:
             raise ValueError(
-                f"parallelism.module_fqns_per_model_part = {given} must name {', '.join(whole)}, each once and in this order, "
-                f"in {' or '.join(map(str, allowed))} parts, and needs a pipeline. Or leave it out."
+                f"parallelism.module_fqns_per_model_part = {given} must name {', '.join(everything)}, each once and in this "
+                f"order, in {in_words} parts, and needs a pipeline. Or leave it out."
             )
-        return tuple(map(tuple, given))
+        return tuple(tuple(stage) for stage in given)
     if ranks == 1:
-        return (tuple(whole),)
-    weight, stages = n_layers + first + last, 2 * ranks if several else ranks
-    words = (
+        return (tuple(everything),)
+
+    first = parallel.pipeline_parallel_first_stage_less_layers
+    last = parallel.pipeline_parallel_last_stage_less_layers
+    layers = (
         f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
         f"{last} for the head (pipeline_parallel_last_stage_less_layers)"
     )
-    if per_stage is not None:
+    weight, stages = n_layers + first + last, allowed[0]
+    if per_stage := parallel.pipeline_parallel_layers_per_stage:
         stages = math.ceil(weight / per_stage)
         if stages not in allowed:
             raise ValueError(
-                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {words}: "
-                f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {' or '.join(map(str, allowed))}. Leave it "
-                f"out for {2 * ranks if several else ranks}."
+                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {layers}: "
+                f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {in_words}. Leave it out for {allowed[0]}."
             )
-    if max(first, last, 1) > weight // stages:
+    most = weight // max(first, last, 1)
+    if stages > most:
         raise ValueError(
-            f"{words}, cannot be divided over {stages} stages ({schedule} on "
-            f"parallelism.pipeline_parallel_degree = {ranks} ranks): at most {weight // max(first, last, 1)} are possible."
+            f"{layers}, cannot be divided over {stages} stages ({schedule} on parallelism.pipeline_parallel_degree = {ranks} "
+            f"ranks): at most {most} are possible."
         )
-    return tuple(map(tuple, generate_llm_fqn_per_model_part(stages, n_layers, first, last)))
+    return tuple(tuple(stage) for stage in generate_llm_fqn_per_model_part(stages, n_layers, first, last))
+
+
+def stages_of(rank: int, ranks: int, stages: int) -> range:
+    """The stages of a rank of the pipeline, of `stages` in all."""
+    return range(rank, stages, ranks)
 
 
 def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torch.device) -> None:
@@ -128,22 +132,11 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     if tensor > 1:
         with noting(problems):
             _refuse_for_tensor(tensor, context, config, lengths)
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    if parallel.enable_async_tensor_parallel and not (
-        tensor > 1 and compiled and job_config.compile.backend == "inductor"
-    ):
-        problems.append(
-            "parallelism.enable_async_tensor_parallel has no effect without tensor_parallel_degree above 1 and the model "
-            "compiled by inductor. Set --compile.enable, or leave it out."
-        )
     if training.enable_cpu_offload and (tensor > 1 or parallel.pipeline_parallel_degree > 1):
         problems.append(
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
             "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
         )
-    if parallel.pipeline_parallel_schedule in ZERO_BUBBLE and parallel.pipeline_parallel_degree > 1:
-        with noting(problems):
-            _refuse_for_zero_bubble(job_config)
     with noting(problems):
         refuse_for_pipelined_validation(job_config)
     refuse(problems)
@@ -151,63 +144,75 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
 
 def refuse_for_pipelined_validation(job_config: JobConfig) -> None:
     """Raises: ValueError for other micro-batches in validation than in training: a pipeline keeps their shapes."""
-    training, validation, problems = job_config.training, job_config.validation, []
-    if validation.enable and job_config.parallelism.pipeline_parallel_degree > 1:
-        for name in ("local_batch_size", "seq_len"):
-            if getattr(validation, name) != getattr(training, name):
-                problems.append(
-                    f"validation.{name} = {getattr(validation, name)} must be training.{name} = {getattr(training, name)} with "
-                    "parallelism.pipeline_parallel_degree above 1: a pipeline keeps the shapes of its micro-batches."
-                )
+    if not job_config.validation.enable or job_config.parallelism.pipeline_parallel_degree == 1:
+        return
+    problems = []
+    for name in ("local_batch_size", "seq_len"):
+        there, here = getattr(job_config.training, name), getattr(job_config.validation, name)
+        if here != there:
+            problems.append(
+                f"validation.{name} = {here} must be training.{name} = {there} with parallelism.pipeline_parallel_degree above "
+                "1: a pipeline keeps the shapes of its micro-batches."
+            )
     refuse(problems)
 
 
 def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -> None:
     """Raises: ValueError for sequences of a step that do not divide over the ranks that read samples, or a number of
-    micro-batches that the pipeline's schedule does not take."""
+    micro-batches that the pipeline's schedule does not take. It says which numbers these ranks can run."""
     local, schedule = job_config.training.local_batch_size, job_config.parallelism.pipeline_parallel_schedule
-    ranks, batch = mesh.data_ranks, f"training.global_batch_size = {global_batch} sequences"
-    wrong, micro_batches = global_batch % (local * ranks), global_batch // (local * ranks)
-    if wrong:
-        why = (
-            f"{batch} does not divide over {ranks} data-parallel rank(s) of training.local_batch_size = {local}: it must be a "
+    ranks, pipeline = mesh.data_ranks, mesh.pipeline
+    problem = f"training.global_batch_size = {global_batch} sequences"
+    micro_batches = global_batch // (local * ranks)
+    if global_batch % (local * ranks):
+        problem += (
+            f" does not divide over {ranks} data-parallel rank(s) of training.local_batch_size = {local}: it must be a "
             f"multiple of {local * ranks}."
         )
         if ranks > global_batch:
-            why += f" A step of {global_batch} sequences feeds at most {global_batch} ranks."
-    else:
-        rounds = micro_batches // mesh.pipeline
-        why = (
-            f"{batch}, {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on"
-            f" parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
-            + (f"a multiple of {rounds}, its rounds." if schedule in MULTI_STAGE else f"{mesh.pipeline} or more.")
+            problem += f" A step of {global_batch} sequences feeds at most {global_batch} ranks."
+    elif not runs_with(schedule, pipeline, micro_batches):
+        needed = f"{pipeline} or more"
+        if schedule == MULTI_STAGE:
+            needed = f"a multiple of {micro_batches // pipeline}, its rounds"
+        problem += (
+            f", {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on "
+            f"parallelism.pipeline_parallel_degree = {pipeline} ranks takes {needed}."
         )
-    if wrong or not runs_with(schedule, mesh.pipeline, micro_batches):
-        sequences, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
-        advice = f"--training.global_batch_size {sequences} " if sequences != global_batch else ""
-        advice += f"--training.local_batch_size {fits}"
-        if mesh.pipeline > 1 and job_config.validation.enable:
-            advice += f" --validation.local_batch_size {fits}"
-        raise ValueError(f"{why} These ranks can run {advice}.")
+    else:
+        return
+
+    # The smallest step that these ranks can run, from this one on, and the largest local batch for it.
+    sequences = math.ceil(global_batch / ranks)
+    while not (fits := _local_batches(sequences, local, schedule, pipeline)):
+        sequences += 1
+    advice = []
+    if sequences * ranks != global_batch:
+        advice.append(f"--training.global_batch_size {sequences * ranks}")
+    advice.append(f"--training.local_batch_size {max(fits)}")
+    if pipeline > 1 and job_config.validation.enable:
+        advice.append(f"--validation.local_batch_size {max(fits)}")
+    raise ValueError(f"{problem} These ranks can run {' '.join(advice)}.")
 
 
-def refuse_for_reduction(job_config: JobConfig, micro_batches: int) -> None:
+def _local_batches(sequences: int, most: int, schedule: str, pipeline: int) -> list[int]:
+    """Local batches, up to a size, that a rank's sequences of a step divide into."""
+    sizes = range(1, min(most, sequences) + 1)
+    return [n for n in sizes if sequences % n == 0 and runs_with(schedule, pipeline, sequences // n)]
+
+
+def refuse_for_reduction(training: Training, micro_batches: int, pipelined: bool) -> None:
     """Raises: ValueError for gradients that would be summed over ranks or micro-batches otherwise than the settings say."""
-    training, pipelined = job_config.training, job_config.parallelism.pipeline_parallel_degree > 1
     if pipelined and training.reduce_gradients == "micro-batch":
         raise ValueError(
             "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: "
-            "PyTorch's pipeline sums gradients once a step. Set auto or step."
+            "PyTorch's pipeline sums gradients once a step. Set step."
         )
-    if (
-        micro_batches > 1
-        and training.mixed_precision_reduce == "bf16"
-        and (pipelined or training.reduce_gradients == "step")
-    ):
+    if micro_batches > 1 and training.mixed_precision_reduce == "bf16" and training.reduce_gradients == "step":
+        instead = "Set float32" if pipelined else "Set training.reduce_gradients = micro-batch, or float32"
         raise ValueError(
-            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step (a pipeline, "
-            "or training.reduce_gradients = step): FSDP2 would add up the micro-batches in bf16, too. Set float32, or "
-            "reduce_gradients = auto without a pipeline."
+            f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step: FSDP2 would "
+            f"add up the micro-batches in bf16, too. {instead}."
         )
 
 
@@ -224,12 +229,6 @@ def refuse_for_micro_batches(job_config: JobConfig, size: int) -> None:
             f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
             f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
             f"multiple of {max(size, 1) * degree}, or another micro-batch."
-        )
-    if schedule in ZERO_BUBBLE:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {schedule}: the dynamics are computed in every forward pass under "
-            "TorchTitan's trainer, in one graph for all layers, which cannot go backward in two halves. Start with "
-            "./launch.sh, or choose 1F1B, GPipe or Interleaved1F1B."
         )
 
 
@@ -255,21 +254,11 @@ def plan_of_local_batches(job_config: JobConfig, size: int, ranks: int) -> JobCo
 
 def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
-    if ranks == 1 or schedule in ("GPipe", ZBV):
+    if ranks == 1 or schedule == "GPipe":
         return True
-    if schedule in MULTI_STAGE:
+    if schedule == MULTI_STAGE:
         return micro_batches % max(1, micro_batches // ranks) == 0
     return micro_batches >= ranks
-
-
-def _batch_that_divides(least: int, local: int, ranks: int, schedule: str, pipeline: int) -> tuple[int, int]:
-    """The smallest number of sequences per step, from `least` on, that these ranks can run, and the largest local batch."""
-    return next(
-        (each * ranks, n)
-        for each in itertools.count(math.ceil(least / ranks))
-        for n in range(min(local, each), 0, -1)
-        if each % n == 0 and runs_with(schedule, pipeline, each // n)
-    )
 
 
 def _refuse_for_context(
@@ -277,66 +266,46 @@ def _refuse_for_context(
 ) -> None:
     context, backend = job_config.parallelism.context_parallel_degree, value_of(job_config, "mixer.backend")
     degree = f"parallelism.context_parallel_degree = {context}"
-    recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
-    least = max(1, *(mixer.conv_past for mixer in config.mixers))
+    least = context * max(1, *(mixer.conv_past for mixer in config.mixers))
     for setting, length in lengths.items():
-        if length % context or length < context * least:
+        if length % context or length < least:
             raise ValueError(
                 f"{setting} = {length} tokens cannot be shared by {degree} ranks: every rank needs the same number, at least "
-                f"{least} (for the convolution of the next rank). Set a multiple of {context} that is {context * least} or "
+                f"{least // context} (for the convolution of the next rank). Set a multiple of {context} that is {least} or "
                 "more, or another degree."
             )
-    if recurrent and backend != "auto" and runs_as(backend, device) is None:
+    if not any(mixer.kind == "interdomain" for mixer in config.mixers):
+        return
+    if backend != "auto" and runs_as(backend, device) is None:
         raise ValueError(
             f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
             "chunkwise and chunkwise-torch."
         )
     shard = job_config.training.seq_len // context
-    if recurrent and shard % CHUNK:
+    if shard % CHUNK:
         logger.warning("%d tokens per rank are no multiple of the scan's %d: its last chunk is short", shard, CHUNK)
 
 
 def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> None:
-    fixed = {mixer.kind: state_shape(mixer, config.dim).heads for mixer in config.mixers if mixer.kind in FIXED_STATE}
-    others = [layer for layer in config.layers if layer.mixer.kind not in FIXED_STATE]
-    sizes = {f"the heads of {kind}'s state (mixer.state_heads sets them)": heads for kind, heads in fixed.items()}
-    if others:
-        sizes |= {"n_heads": config.n_heads, "n_kv_heads": math.gcd(*(layer.n_kv_heads for layer in others))}
-    sizes |= {
+    sizes = {
         "the feed-forward's width": config.ffn_hidden,
         "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
     }
-    shared = f" / context_parallel_degree {context}" if context > 1 else ""
-    sizes |= {f"{setting}{shared}": length // context for setting, length in lengths.items()}
+    for layer in dict.fromkeys(config.layers):
+        if layer.mixer.kind in FIXED_STATE:
+            name = f"the heads of {layer.mixer.kind}'s state (mixer.state_heads sets them)"
+            sizes[name] = state_shape(layer.mixer, config.dim).heads
+        else:
+            sizes["n_heads"] = config.n_heads
+            sizes["n_kv_heads"] = math.gcd(layer.n_kv_heads, sizes.get("n_kv_heads", 0))
+    for setting, length in lengths.items():
+        name = setting if context == 1 else f"{setting} / context_parallel_degree {context}"
+        sizes[name] = length // context
     wrong = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
     if wrong:
+        common = math.gcd(*sizes.values())
+        divisors = [str(n) for n in range(1, common + 1) if common % n == 0]
         raise ValueError(
             f"parallelism.tensor_parallel_degree = {tensor} does not divide {', '.join(wrong)}. Set one of "
-            f"{_divisors(math.gcd(*sizes.values()))}, or change those."
+            f"{', '.join(divisors)}, or change those."
         )
-
-
-def _refuse_for_zero_bubble(job_config: JobConfig) -> None:
-    """A schedule that goes backward in two halves: first by activations, later by weights, parameter by parameter."""
-    parallel, mode = job_config.parallelism, job_config.activation_checkpoint.mode
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    again = "a block would be computed again for each of its weights"
-    wrong = {
-        "compile.enable: a compiled block goes backward as one. Leave model out of compile.components": compiled,
-        f"activation_checkpoint.mode = {mode}: {again}. Set none": mode != "none",
-        "fsdp_reshard_after_forward = always: the weights are needed in both halves. Set default": (
-            parallel.fsdp_reshard_after_forward == "always"
-        ),
-        f"PyTorch {torch.__version__}, which fails at the second half behind operators of ours. Install 2.13 or later": (
-            torch.__version__ < "2.13"
-        ),
-    }
-    for words in (words for words, is_wrong in wrong.items() if is_wrong):
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule = {parallel.pipeline_parallel_schedule} is not possible with {words}; or "
-            "choose 1F1B, GPipe or Interleaved1F1B."
-        )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

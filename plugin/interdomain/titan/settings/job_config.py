@@ -69,6 +69,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--job.config_file", "--job.config-file", dest="path")
     path = file.parse_known_args(arguments)[0].path
+    _refuse_removed_flags(arguments)
     job, problems = _read_table(read_toml(path) if path else {})
     let_steps_win(job, arguments)
     job = tyro.cli(
@@ -102,6 +103,18 @@ def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
     """True if a layer of a table [mixer] reads n_basis: not softmax, and with state_heads, of the baselines mamba2 alone."""
     unread = {"softmax"} | ({*FIXED_STATE} - {"mamba2"} if mixer.get("state_heads") else set())
     return not unread.issuperset(mixer.get("layers") or [mixer.get("condition", "interdomain")])
+
+
+def _refuse_removed_flags(arguments: list[str]) -> None:
+    """Raises: ValueError for a flag, or a value of a flag, that an earlier version had."""
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if not flag.startswith("--"):
+            continue
+        name, has_value, value = flag[2:].partition("=")
+        setting = name.replace("-", "_").replace(".no_", ".")
+        value = value if has_value else following
+        if removal := removal_of(setting) or removal_of(f"{setting} = {value}"):
+            raise ValueError(removal)
 
 
 def names_of(flags: list[str]) -> set[str]:
@@ -301,6 +314,8 @@ def refuse_wrong_value(setting: str, value: Any, kind: Any) -> None:
     if get_origin(kind) is Annotated:
         bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
         kind = kind.__origin__
+    if removal := removal_of(f"{setting} = {value}"):
+        raise ValueError(removal)
     if not _fits(value, kind):
         words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
         raise ValueError(f"{setting} must be {words}: got {value!r}.")

@@ -58,7 +58,7 @@ CompileBackend = Annotated[
         lambda x: x == "inductor" or x in torch.compiler.list_backends(()),  # the list takes a second to import
     ),
 ]
-Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"))]
+Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
 
 
 def _with_settings_of_the_mixer(section: Section) -> Section:
@@ -219,11 +219,11 @@ class Training:
     #: paper. float32: everything in float32. The optimizer's parameters, the dynamics and the loss are always float32.
     precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
     #: When the gradients of a step with several micro-batches are summed over the shards and replicas. step: once, and every
-    #: rank holds whole gradients until then. micro-batch: after each one, which needs less memory and more network. auto: once
-    #: a step where that fits on 80 GB. A pipeline sums once a step.
-    reduce_gradients: Literal["auto", "step", "micro-batch"] = "auto"
-    #: Precision in which they are summed over the ranks. bf16 halves the bytes; micro-batches are added up in float32, so with
-    #: several of them they are summed after each, which a pipeline cannot.
+    #: rank holds whole gradients until then. micro-batch: after each one, which needs less memory and more network, and which
+    #: a pipeline cannot.
+    reduce_gradients: Literal["step", "micro-batch"] = "step"
+    #: Precision in which they are summed over the ranks. bf16 halves the bytes; with several micro-batches it needs
+    #: reduce_gradients = micro-batch, because these are added up in float32.
     mixed_precision_reduce: Literal["float32", "bf16"] = "float32"
     gc_freq: Count = 50  # Steps between two garbage collections of Python.
 
@@ -238,16 +238,12 @@ class Parallelism:
     context_parallel_degree: Count = 1
     #: Ranks that share heads, feed-forward layers and vocabulary, and the tokens between the mixers. Best on one machine.
     tensor_parallel_degree: Count = 1
-    #: Exchange tokens over the tensor axis while a product computes, piece by piece (torch.compile's micro-pipeline). It needs
-    #: GPUs that read each other's memory.
-    enable_async_tensor_parallel: bool = False
     #: Ranks that share the layers. The micro-batches of a step pass through them one after the other.
     pipeline_parallel_degree: Count = 1
-    #: 1F1B, GPipe; with several stages per rank Interleaved1F1B; and with less waiting, but no compile.enable and no
-    #: activation checkpointing, InterleavedZeroBubble and ZBVZeroBubble (two stages per rank).
+    #: 1F1B, GPipe; or Interleaved1F1B, in which a rank has several stages and waits less.
     pipeline_parallel_schedule: Schedule = "1F1B"
     #: Layers of a stage. The embedding and the head count as the next two settings say. Unset: one stage per rank with 1F1B
-    #: and GPipe, else two.
+    #: and GPipe, two with Interleaved1F1B.
     pipeline_parallel_layers_per_stage: Annotated[int | None, Bound("at least 1", lambda x: x is None or x >= 1)] = None
     pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # The first stage has so many layers less (embedding).
     pipeline_parallel_last_stage_less_layers: CountOr0 = 1  # The last stage has so many layers less (head).

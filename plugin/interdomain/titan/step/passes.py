@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -24,8 +23,8 @@ from .meshes import Meshes
 class Passes:
     """Passes through the whole model, one micro-batch after the other.
 
-    Under accumulation the gradients are summed over the ranks after each micro-batch (`RunPlan.reduces_each`), or once, after
-    the last. Until then every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
+    Under accumulation the gradients are summed over the ranks after each micro-batch, or once, after the last. Until then every
+    rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
     """
 
     together = 1  # micro-batches that `run` takes for validation
@@ -75,34 +74,17 @@ class Passes:
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, under FSDP2: it sums gradients over the ranks while it goes backward, and can go in two halves."""
+    """PyTorch's stage, under FSDP2: it sums gradients over the ranks while it goes backward."""
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """The last backward pass in one piece: each layer's gradients are summed while the layers before it go backward.
-        PyTorch begins when all have."""
-        if backward_type != "full" or not last_backward:
+        """Sum each layer's gradients while the layers before it go backward. PyTorch begins when all have."""
+        if not last_backward:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         model: Any = self.submod
         model.set_is_last_backward(True)
         model.set_reshard_after_backward(False)  # or FSDP2 gathers the last layer once more
         model.set_requires_gradient_sync(True)
         return stage_backward(**bwd_kwargs), None
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """The second half. FSDP2 adds up gradients in the dtype of their reduction, by hooks of which this half runs none:
-        those of several micro-batches would be added up in bf16."""
-        super().backward_weight_one_chunk(*args, **kwargs)
-        if self.has_backward:
-            state: Any = fully_shard.state(self.submod)
-            state._root_post_backward_final_callback()  # as PyTorch does in `perform_reduce_grad`
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Gradients for the rank's own stage before; PyTorch asks for them in validation, too."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class Pipeline(Passes):

@@ -18,6 +18,7 @@ from interdomain.markdown import markdown_rows
 from ..errors import stop
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
+from ..plan.dry_run import describe
 from ..plan.run_plan import RunPlan
 from ..settings.job_config import pairs
 from ..settings.schema import JobConfig
@@ -195,7 +196,7 @@ def overview(plan: RunPlan, job_config: Any) -> str:
 def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> dict[str, Any]:
     """Facts of a start of a run: its plan as text; hyperparameters, configuration and machine as tables."""
     return {
-        "plan": plan.describe(),
+        "plan": describe(plan, job_config),
         "hyperparameters": hyperparameters(plan, job_config) | {"fingerprints": fingerprints},
         "configuration": job_config.to_dict(),
         "environment": environment(device_here()),

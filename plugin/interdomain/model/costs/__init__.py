@@ -1,1 +1,0 @@
-"""FLOPs, memory and traffic of a model, by condition."""

@@ -1,0 +1,56 @@
+"""FLOPs per token, and the size of a layer's state. A multiply-add counts as two FLOPs.
+
+Each mixer counts its own core and state (`mixers.base.Mixer`). Here they are summed with the parts that all mixers share.
+"""
+
+import functools
+from collections import Counter
+
+import torch
+
+from .config import ModelConfig
+from .layers import Linear, ShortConv
+from .transformer import TransformerBlock, mixer_class
+
+
+def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]:
+    """FLOPs of one forward pass per token, by part: linear layers, output head, convolutions, mixer core.
+
+    Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
+    """
+    macs: Counter[str] = Counter()
+    for layer in config.layers:
+        macs += _block_macs(layer, seq_len)
+    return {
+        "linear": 2 * macs["linear"],
+        "head": 2 * config.dim * config.vocab_size,
+        "conv": 2 * macs["conv"],
+        "mixer": 2 * macs["mixer"],
+    }
+
+
+@functools.cache
+def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
+    """Multiply-adds per token of a block. A weight of a linear layer or a convolution makes one."""
+    macs: Counter[str] = Counter(mixer_class(layer.mixer).macs(layer, seq_len))
+    with torch.device("meta"):
+        block = TransformerBlock(layer, None)
+    for module in block.modules():
+        if isinstance(module, Linear):
+            macs["linear"] += module.weight.numel()
+        elif isinstance(module, ShortConv):
+            macs["conv"] += module.weight.numel()
+    return macs
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """FLOPs of forward and backward per token: three times the forward. Recomputation is not counted (model FLOPs)."""
+    return 3 * sum(forward_flops_per_token(config, seq_len).values())
+
+
+def state_size(layer: ModelConfig) -> int:
+    """Numbers of a layer's state per sequence (the paper's state budget); a complex number counts as two.
+
+    Of softmax without a window: numbers per sequence and token.
+    """
+    return mixer_class(layer.mixer).state_size(layer)
