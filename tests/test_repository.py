@@ -438,7 +438,8 @@ def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
         assert f"`{name}`" in changelog, name
         assert instead in changelog, name
         if "." in name:
-            assert main.main(["launch", f"--{name}=1"]) == 2
+            flag = name.replace(" = ", "=") if " = " in name else f"{name}=1"
+            assert main.main(["launch", f"--{flag}"]) == 2
             assert instead in capsys.readouterr().err
         else:
             assert main.main(["launch", name] if name.startswith("--") else [name]) == 2
