@@ -1,7 +1,6 @@
 """Upstream's training script with our layer: its arguments, what is refused before it starts, and the script itself."""
 
 import json
-import runpy
 import sys
 from types import SimpleNamespace
 
@@ -173,8 +172,3 @@ def test_without_megatron_core_or_with_another(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__="0.15.3"))
     with pytest.raises(ImportError, match=r"runs with megatron-core 0.16 to 0.19; found 0\.15\.3\."):
         require_megatron()
-
-
-def test_the_program_that_is_gone():
-    with pytest.raises(SystemExit, match=r"interdomain\.megatron\.run"):
-        runpy.run_module("interdomain.megatron." + "train", run_name="__main__")
