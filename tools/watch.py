@@ -88,7 +88,7 @@ class Watcher:
     def has_data(self) -> bool:
         """Read the data of tasks and corpora, if the run has a checkpoint with its tokenizer. Raises: as `read_data`."""
         if self.data is None and (steps := checkpoints.finished_steps(self.folder)):
-            tokenizer = open_checkpoint(steps[max(steps)], None)[1]
+            tokenizer = open_checkpoint(steps[max(steps)])[1]
             _, spans = self.data = evaluate.read_data(self.args, self.names, self.corpora, tokenizer)
             of_tasks = {name: getattr(self.args, name) for name in ("dtype", "limit", "max_length")}
             of_text = {"dtype": self.args.dtype, "lengths": sorted(set(self.args.lengths))}
@@ -190,7 +190,7 @@ class Watcher:
         options = convert.parse([str(milestone), "--output", str(folder)])
         if folder.exists():
             try:
-                convert.check_folder(folder, open_checkpoint(milestone, None)[0], options)
+                convert.check_folder(folder, open_checkpoint(milestone)[0], options)
             except ValueError as e:
                 raise ValueError(f"{folder} is there, and is not made of {milestone}. Give another --exports.") from e
         else:

@@ -1,7 +1,7 @@
 """What earlier versions had, and what to do instead. Standard library only.
 
 This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of a setting
-(with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md has the same sentences.
+or module (with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -25,6 +25,9 @@ REMOVED = {
     "data.stages": (
         "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
         "`checkpoint.initial_load_path`."
+    ),
+    "interdomain.megatron.train": (
+        "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
     ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
