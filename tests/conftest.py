@@ -1,8 +1,7 @@
-"""Choice of the tests that run, and their spread over pytest-xdist's workers: by file; a host's as one, for its ranks.
+"""Choice of the tests that run, and their spread over pytest-xdist's workers: by file; files that share ranks as one.
 
-A test marked `@pytest.mark.slow_group("kernels/", "tests/ptx/")` is skipped while nothing in these folders (or files) differs
-from main: neither a commit of this branch (on main: the last commit) nor a change that is not committed. `--all`, or CI or
-INTERDOMAIN_ALL_TESTS in the environment, runs every test; so does a folder that is no git clone. `.ci/run` runs them all.
+A test marked `slow` is left out only if the whole suite is asked for: it runs with `--all`, with CI in the environment, and
+whenever tests are named, by a path, -k or -m. The choice does not look at what has changed.
 
 Without their hosts tests/titan, tests/docs and tests/megatron are left out, so that a GPU machine that has PyTorch and Triton
 alone can run `pytest -m gpu`.
@@ -11,16 +10,15 @@ alone can run `pytest -m gpu`.
 import gc
 import importlib.util
 import os
+import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 TITAN, MEGATRON = "tests/titan/", "tests/megatron/"
-# A host's tests share ranks, but for the longest, which have processes of their own.
-UNITS = "tests/titan/test_study_run", TITAN, MEGATRON
+# Units that take the longest. They start first, so that all workers end together.
 LONGEST = (
     TITAN,
     "tests/ptx/",
@@ -56,46 +54,20 @@ def pytest_unconfigure():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the slow groups, too (conftest.py)")
-
-
-def changed_files():
-    """Paths that differ from main, from the repository's root; None if git cannot tell."""
-
-    def git(*command):
-        done = subprocess.run(["git", *command], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
-        return done.stdout.split("\n")[:-1] if done.returncode == 0 else None
-
-    try:
-        base = git("merge-base", "HEAD", "main") or git("merge-base", "HEAD", "origin/main")
-        if base and base == git("rev-parse", "HEAD"):
-            base = git("rev-parse", "HEAD~1")
-        committed = git("diff", "--name-only", *base) if base else None
-        new = git("ls-files", "--others", "--exclude-standard")
-    except FileNotFoundError:
-        return None
-    return None if committed is None or new is None else committed + new
-
-
-def run_all(config):
-    return config.getoption("--all") or any(os.environ.get(name) for name in ("CI", "INTERDOMAIN_ALL_TESTS"))
+    parser.addoption("--all", action="store_true", help="run the tests marked slow, too (conftest.py)")
 
 
 def pytest_report_header(config):
-    lines = [f"tests/{name}: left out, {HOSTS[name]} is not installed" for name in collect_ignore]
-    if not run_all(config):
-        lines.append("slow groups: skipped where their folders are as on main (listed at the end); run them with --all")
-    return lines
+    return [f"tests/{name}: left out, {HOSTS[name]} is not installed" for name in collect_ignore]
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skips slow groups. The longest units first: what comes last is short, so that both workers end together."""
-    groups = [(item, mark.args) for item in items for mark in item.iter_markers("slow_group")]
-    changed = changed_files() if groups and not run_all(config) else None
-    for item, folders in groups if changed is not None else ():
-        if not any(path.startswith(folders) for path in changed):
-            reason = f"slow group of {', '.join(folders)}, unchanged since main: run it with --all"
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Leaves slow tests out of the whole suite, and sorts by LONGEST."""
+    tests_are_named = config.args != config.getini("testpaths") or config.option.keyword or config.option.markexpr
+    if not (tests_are_named or config.getoption("--all") or "CI" in os.environ):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run it with --all, or name it"))
 
     def place(item):
         return next((i for i, unit in enumerate(LONGEST) if item.nodeid.startswith(unit)), len(LONGEST))
@@ -161,6 +133,11 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return next((unit for unit in UNITS if nodeid.startswith(unit)), nodeid.partition("::")[0])
+            """The unit of tests that one worker runs: a file, or all files whose tests share the ranks of a fixture."""
+            file = nodeid.partition("::")[0]
+            shares_ranks = file.startswith(TITAN) and re.search(r"def test_.*\bruns\b", Path(file).read_text())
+            if shares_ranks or file.startswith(MEGATRON):
+                return str(Path(file).parent)
+            return file
 
     return ByFile(config, log)

@@ -7,7 +7,7 @@
 - A block that begins with `# needs: ` says what this machine may lack. Its options must exist, its Python must parse.
 
 Small are: the corpus, 400 kB; and training, where a hundred steps of a command or a file are one, of two sequences. The pages
-beyond README and the first run are a slow group.
+beyond README and the first run are slow tests.
 """
 
 import glob
@@ -34,7 +34,7 @@ from .pages import PAGES, blocks, commands, prose, simple_commands
 
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 README, FIRST_RUN = REPOSITORY / "README.md", REPOSITORY / "docs/tutorials/first-run.md"
-SLOW = pytest.mark.slow_group("docs/", "tests/docs/", "tools/", "train_configs/")
+SLOW = pytest.mark.slow
 
 
 def name_of(page):

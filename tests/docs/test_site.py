@@ -13,7 +13,7 @@ import pytest
 from ..common import REPOSITORY
 from .pages import PAGES, blocks, prose
 
-pytestmark = pytest.mark.slow_group("docs/", "tests/docs/", "mkdocs.yml", "README.md")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

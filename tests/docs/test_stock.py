@@ -34,7 +34,7 @@ def checkout(folder):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow_group("docs/torchtitan.md", "plugin/interdomain/titan/", "tests/docs/", "train_configs/c4_test.toml")
+@pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES)
 def test_a_run_under_torchtitans_own_entry(tmp_path, story):
     begins, last, prompt = STORIES[story]

@@ -65,7 +65,7 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
 VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
 
 
-@pytest.mark.slow_group("plugin/interdomain/hf/", "plugin/interdomain/model/", "kernels/", "tests/hf/")
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get(VERSION_4), reason=f"{VERSION_4} names no folder with transformers 4")
 def test_the_others_on_transformers_4():
     """With one condition of each kind of state, for transformers calls all in the same way; without tests of PyTorch.

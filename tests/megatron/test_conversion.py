@@ -22,13 +22,7 @@ from . import ranks
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow_group(
-        "plugin/interdomain/megatron/",
-        "plugin/interdomain/model/",
-        "plugin/interdomain/data/",
-        "tools/convert",
-        "tests/megatron/",
-    ),
+    pytest.mark.slow,
 ]
 
 

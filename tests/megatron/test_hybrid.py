@@ -19,7 +19,7 @@ MEGATRON019 = "INTERDOMAIN_MEGATRON019"  # a folder with Megatron-Core 0.19; `./
 INSTALLED = importlib.util.find_spec("megatron.core.models").submodule_search_locations[0]
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "tests/megatron/"),
+    pytest.mark.slow,
 ]
 
 

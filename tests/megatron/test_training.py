@@ -14,7 +14,7 @@ from . import ranks
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/"),
+    pytest.mark.slow,
 ]
 LEGS = {name: leg for legs in ranks.LEGS.values() for name, leg in legs.items()}
 PACKED = [f"packed, {tensor} x {context}" for tensor, _, context in ranks.PACKED]

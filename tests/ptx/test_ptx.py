@@ -145,7 +145,7 @@ def test_loops_of_different_length():
     assert torch.equal(out[:64], (t * (t + 1) // 2).int())
 
 
-COMPILED = pytest.mark.slow_group("kernels/", "tests/ptx/", "tests/scan/", "tests/features/")
+COMPILED = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def test_check_kernels(group):
     assert not [row for row in rows if row["result"] != "PASS"]
 
 
-@pytest.mark.slow_group("kernels/", "tests/scan/", "tests/features/", "tests/rehearse.py")
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
 def test_in_the_interpreter():
     pytest.importorskip("triton")

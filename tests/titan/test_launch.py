@@ -17,7 +17,7 @@ from interdomain.tools._curves import curves_of, read_events
 from .. import slurm_stand_in
 from .runs import flags, run_disturbed, start_launcher
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow_group("plugin/interdomain/titan/", "tools/", "tests/titan/")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

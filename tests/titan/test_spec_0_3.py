@@ -35,7 +35,7 @@ from .test_spec import MICRO, STEPS, TOKENS, TOLERANCE, WINDOWS, own_data, toml_
 pytestmark = pytest.mark.e2e
 
 TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
-TITAN_03 = pytest.mark.slow_group("plugin/interdomain/titan/", "plugin/interdomain/model/", "tests/titan/")
+TITAN_03 = pytest.mark.slow
 OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
 WHOLE_WINDOWS = {"validation__local_batch_size": 8}
 PIPELINE_03 = parallel(pipeline=2) | MICRO

@@ -13,7 +13,7 @@ from interdomain.tools._study import definition
 from ..ranks import environment, forks, launch
 from .runs import TINY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow_group("plugin/interdomain/titan/", "tools/", "tests/titan/")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STUDY = """
 config = "{tiny}"
 output = "{folder}"

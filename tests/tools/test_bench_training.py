@@ -26,7 +26,7 @@ def results(folder):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow_group("tools/", "plugin/interdomain/titan/")
+@pytest.mark.slow
 def test_a_real_step(tmp_path, capsys):
     argv = ["--output", str(tmp_path), "--cases", "interdomain:eager:none", "--seq-len", "32", "--steps", "2"]
     assert bench_training.main([*argv, "--train-flags", "--mixer.backend", "chunkwise-torch"]) == 0

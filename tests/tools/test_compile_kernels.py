@@ -10,7 +10,7 @@ import pytest
 from ..common import TIMEOUT
 
 pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.slow_group("kernels/", "tools/")
+pytestmark = pytest.mark.slow
 COUNTS = re.compile(r"(\d+) kernels compiled, (\d+) read from the cache")
 
 

@@ -289,7 +289,7 @@ def write_task(folder, name, kind, rows, metrics, **more):
     (folder / f"{name}.yaml").write_text(json.dumps({**data, **task, "metadata": {"version": 1.0}, **more}))
 
 
-HARNESS = pytest.mark.slow_group("tools/", "plugin/interdomain/hf/", "plugin/interdomain/model/")
+HARNESS = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

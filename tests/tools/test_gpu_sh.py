@@ -15,7 +15,7 @@ from interdomain.tools._bench.pages import CHECK_FAILED
 
 from ..common import REPOSITORY, TIMEOUT
 
-pytestmark = pytest.mark.slow_group("benchmarks/", "tools/")
+pytestmark = pytest.mark.slow
 
 # The plan of the first call: the seconds of every row that a part measures, as estimated for an H200 with prepared kernels.
 PLAN = {
