@@ -331,26 +331,6 @@ def test_a_command_names_the_extra_that_it_lacks(wheel, tmp_path):
         assert f"-m pip install 'interdomain[{extra}]'" in err
 
 
-def test_a_container_starts_what_readme_starts():
-    """The container file's commands are those of README, and the commands of its head stand in docs/faq.md."""
-    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
-    readme, faq = ((REPOSITORY / name).read_text() for name in ("README.md", "docs/faq.md"))
-    head = [line[2:] for line in lines if line.startswith("# docker ")]
-    assert len(head) == 2
-    assert all(f"\n{command}\n" in faq for command in head)
-    (entry,) = [line.split()[1] for line in lines if line.startswith("ENTRYPOINT")]
-    assert entry == '["./launch.sh"]'
-    assert "\n./launch.sh " in readme
-    assert "RUN ./launch.sh --flags > /dev/null" in lines  # makes the environment
-
-
-def test_modules_of_extras_are_in_those_extras():
-    theirs = {"lm_eval": "lm-eval", "google": "protobuf"}
-    for extra, modules in _cli.EXTRAS.items():
-        listed = {re.match(r"[\w-]+", line)[0] for line in PYPROJECT["project"]["optional-dependencies"][extra]}
-        assert {theirs.get(module, module) for module in modules} <= listed
-
-
 def python(code, cwd, **env):
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -10,6 +10,8 @@ import torch
 
 from interdomain.features import input_features
 
+from ..scan.common import error
+
 EPS = 1e-5
 # Relative RMS. fp32: arithmetic throughout. bf16: rounded once at the end (1.7e-3 RMS), gradients too.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 6e-3}
@@ -30,11 +32,6 @@ class Case:
     strided: bool = False  # x and the cotangent are slices of wider tensors
     scale: float = 1.0  # of x
     seed: int = 0
-
-    def __str__(self):
-        stages = [f"conv{self.W}" if self.W else "", f"rope-{self.rope}" if self.rope else ""]
-        stages += [name for name in ("silu", "norm", "past", "documents", "strided") if getattr(self, name)]
-        return f"B{self.B}-T{self.T}-H{self.H}-R{self.R}-" + "-".join(s for s in stages if s)
 
 
 # What the mixers ask for.
@@ -144,17 +141,9 @@ def literal(case, leaves, rope, dy):
     return {"y": y.detach(), **{f"d{n}": grad for n, grad in zip(leaves, grads, strict=True)}}
 
 
-def errors(got, expected):
-    def rms(x):
-        return x.double().square().mean().sqrt().item()
-
-    assert got.keys() == expected.keys()
-    assert all(got[name].shape == value.shape for name, value in expected.items())
-    return {n: rms(got[n].cpu() - value) / max(rms(value), 1e-300) for n, value in expected.items()}
-
-
 def assert_agree(got, expected, bound):
-    relative = errors(got, expected)
+    assert got.keys() == expected.keys()
+    relative = {name: error(got[name].cpu(), value, "rms") for name, value in expected.items()}
     # `not <` instead of `>`: a NaN must fail.
     wrong = {name: f"{value:.1e}" for name, value in relative.items() if not value < bound}
-    assert not wrong, f"beyond {bound:.0e}: {wrong}; all: { {n: f'{e:.1e}' for n, e in relative.items()} }"
+    assert not wrong, f"beyond {bound:.0e}: {wrong}"

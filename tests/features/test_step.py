@@ -27,9 +27,6 @@ class Layer:
     W: int = 4
     B: int = 2
 
-    def __str__(self):
-        return f"{self.heads}-conv{self.conv}-rope{self.rotated}-silu{self.silu}-norm{self.norm}-R{self.R}-B{self.B}"
-
 
 LAYERS = {
     "interdomain": Layer(conv=6, rotated=6, silu=6, norm=6),
@@ -182,12 +179,9 @@ def test_compiles_without_a_graph_break():
     ("options", "message"),
     [
         (dict(x=X[None]), r"x has shape \(1, 2, 72\); expected \[B, H R\] with R = head_dim = 8"),
-        (dict(x=X.int()), "x is torch.int32"),
         (dict(conv=CONV), "conv and past are given together"),
         (dict(conv=CONV, past=PAST[:, 1:]), r"past has shapes \(\(2, 2, 48\),\); expected \(\(2, 3, 48\),\)"),
-        (dict(conv=tuple(t[..., 1:] for t in CONV), past=PAST[..., 1:]), "convolution of 47 channels"),
         (dict(rope=(TABLE, TABLE)), r"RoPE \(pairs\) of 0 heads"),
-        (dict(rotated=3), r"x holds 9 heads of 8; .* RoPE \(pairs\) of 3 heads"),
         (dict(silu=10), "SiLU of 10"),
         (dict(norm=(torch.zeros(8), torch.zeros(1, 8))), r"norm has shapes"),
         (dict(x=X.clone().requires_grad_()), "a step records no gradient"),

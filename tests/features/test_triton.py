@@ -85,23 +85,15 @@ def test_opcheck(mix):
     torch.library.opcheck(ops.features_backward, (dy, *args, EPS, past is not None), test_utils=tests[::2])
 
 
-def test_compiles_without_a_graph_break():
-    case = Case(T=6, past=True, **MIXES["k"])
-    problem = make(case, torch.bfloat16, device=DEVICE)
-    compiled = torch.compile(input_features, fullgraph=True, backend="aot_eager")
-    results = [run(case, *problem, function=function, backend="triton") for function in (compiled, input_features)]
-    assert all(torch.equal(results[0][n], results[1][n]) for n in results[1])
-
-
-def test_under_autocast_and_checkpointing():
+def test_under_autocast_and_checkpointing(monkeypatch):
     """Autocast does not reach in; a policy that lists the op by its name saves it, one that does not repeats it."""
     from interdomain.features import triton_launch
 
     case = Case(T=6, **MIXES["k"])
     problem = make(case, torch.bfloat16, torch.float32, DEVICE)
     expected = run(case, *problem, backend="triton")
-    calls = []
-    forward = triton_launch.forward
+    calls, forward = [], triton_launch.forward
+    monkeypatch.setattr(triton_launch, "forward", lambda *args: calls.append(1) or forward(*args))
 
     def checkpointed(*args, save, **kwargs):
         def policy(ctx, op, *args, **kwargs):
@@ -118,9 +110,7 @@ def test_under_autocast_and_checkpointing():
 
     for save in (True, False):
         calls.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton_launch, "forward", lambda *args: calls.append(1) or forward(*args))
-            got = run(case, *problem, function=checkpointed, save=save, backend="triton")
+        got = run(case, *problem, function=checkpointed, save=save, backend="triton")
         assert all(torch.equal(got[n], expected[n]) for n in expected)
         assert len(calls) == (1 if save else 2)
 

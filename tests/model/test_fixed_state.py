@@ -2,6 +2,7 @@
 
 import sys
 import types
+from itertools import pairwise
 
 import pytest
 import torch
@@ -196,13 +197,13 @@ def stand_in(monkeypatch):
             assert (scale, output_final_state) == (1.0, True)
             if cu_seqlens is None:
                 return per_token(**given, initial_state=initial_state)
-            assert len(tensors[0]) == 1
-            cuts = cu_seqlens.diff().tolist()
-            columns = [[None] * len(cuts) if x is None else x.split(cuts, 1) for x in given.values()]
-            columns.append(initial_state.split(1))
-            names_of = (*given, "initial_state")
-            each = [per_token(**dict(zip(names_of, row, strict=True))) for row in zip(*columns, strict=True)]
-            return torch.cat([o for o, _ in each], dim=1), torch.cat([S for _, S in each])
+            outputs, states = [], []
+            for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+                document = {name: None if x is None else x[:, start:end] for name, x in given.items()}
+                o, S = per_token(**document, initial_state=initial_state[i : i + 1])
+                outputs.append(o)
+                states.append(S)
+            return torch.cat(outputs, dim=1), torch.cat(states)
 
         return run
 
@@ -226,10 +227,6 @@ def test_the_op_around_the_package(stand_in, kind):
     assert_same(recurrence, inputs(kind, 33))
     documents = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([3, 1, 29])).expand(2, -1)
     assert_same(recurrence, inputs(kind, 33), documents + torch.tensor([[0], [1]]))
-    given = {name: x for name, x in inputs(kind, 33).items() if x is not None}
-    compiled = torch.compile(recurrence, fullgraph=True, backend="aot_eager")
-    for found, wanted in zip(compiled(**given), recurrence(**given, backend="chunkwise-torch"), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def test_when_the_package_computes():
@@ -239,9 +236,3 @@ def test_when_the_package_computes():
     assert not fla_kernels.chosen(None, torch.float32, "auto")[0]
     assert not fla_kernels.chosen(here, half, "auto")[0]
     assert fla_kernels.chosen(there, half, "auto")[0] == fla_kernels.INSTALLED
-    # Traced, too.
-    traced = torch.compile(
-        lambda x, dtype: x + fla_kernels.chosen(there, dtype, "auto")[0], fullgraph=True, backend="eager"
-    )
-    assert traced(torch.zeros(()), torch.float32) == 0
-    assert traced(torch.zeros(()), half) == fla_kernels.INSTALLED

@@ -41,18 +41,18 @@ def folder(tmp_path, tokenizer):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("max_shard_bytes", [1, 20_000])
-def test_round_trip_in_shards(tmp_path, tokenizer, max_shard_bytes):
+def test_round_trip_in_shards(tmp_path, tokenizer):
     model = small_model(**OPTIONS["all"])
-    count = write_folder(tmp_path / "model", model, tokenizer, max_shard_bytes=max_shard_bytes)
+    count = write_folder(tmp_path / "model", model, tokenizer, max_shard_bytes=20_000)
     assert count == len(model.state_dict())
     files = sorted(tmp_path.glob("model/*.safetensors"))
-    assert len(files) == (count if max_shard_bytes == 1 else len(files)) > 1
+    assert len(files) > 1
     index = json.loads((tmp_path / "model" / INDEX).read_text())
     assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in model.state_dict().values())
     for file in files:
-        assert len(held := load_file(file)) == 1 or sum(t.nbytes for t in held.values()) <= max_shard_bytes
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
     loaded, found = load_pretrained(tmp_path / "model")
     assert loaded.config == model.config
     assert found.sha256 == tokenizer.sha256
@@ -85,20 +85,14 @@ def test_a_damaged_sharded_folder_is_refused(tmp_path, tokenizer):
     folder = tmp_path / "model"
     write_folder(folder, small_model(), tokenizer, max_shard_bytes=20_000)
     first, shard, *_ = sorted(folder.glob("*.safetensors"))
-    whole, index = shard.read_bytes(), (folder / INDEX).read_text()
-    shard.unlink()
+    index = (folder / INDEX).read_text()
+    shard.rename(tmp_path / "secret.safetensors")
     with pytest.raises(FileNotFoundError, match=f"lacks {shard.name}"):
-        load_model(folder)
-    shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="truncated or damaged"):
         load_model(folder)
     shutil.copyfile(first, shard)
     with pytest.raises(ValueError, match="is missing"):
         load_model(folder)
-    shard.write_bytes(whole)
-    load_model(folder)
     # An index cannot point out of its folder.
-    (tmp_path / "secret.safetensors").write_bytes(whole)
     (folder / INDEX).write_text(index.replace(shard.name, "../secret.safetensors"))
     with pytest.raises(FileNotFoundError, match=r"lacks secret\.safetensors"):
         load_model(folder)
@@ -116,7 +110,6 @@ DAMAGE = {
         "tokenizer.*checksum differs",
     ),
     "config no JSON": (lambda f: (f / CONFIG).write_text("{"), "config.json is damaged"),
-    "config of another": (lambda f: (f / CONFIG).write_text('{"model_type": "llama"}'), "not of this project"),
     "newer version": (lambda f: edit_json(f / CONFIG, format_version=3), "version 3"),
     "other size": (lambda f: edit_json(f / CONFIG, num_hidden_layers=3), r"layers\.2\..*is missing"),
     "one bit of the weights": (lambda f: flip_a_bit(f / WEIGHTS), "model.safetensors.*checksum differs"),
@@ -131,7 +124,7 @@ DAMAGE = {
         "norm.weight is torch.int64",
     ),
 }
-for name, value in dict(num_hidden_layers=10**9, hidden_size=2**40, tokenizer=[1], weights=[1], facts=[1]).items():
+for name, value in dict(hidden_size=2**40, weights=[1]).items():
     wrong = {name: value}
     DAMAGE[str(wrong)] = (lambda f, wrong=wrong: edit_json(f / CONFIG, **wrong), "config.json is damaged")
 

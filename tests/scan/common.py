@@ -61,10 +61,6 @@ class Case:
     state: bool = True
     seed: int = 0
 
-    def __str__(self):
-        sizes = f"T{self.T}-G{self.G}-R{self.R}-D{self.D}-M{self.M}"
-        return f"{sizes}-{self.readout}-{self.C}-{self.decay}" + ("" if self.state else "-nostate")
-
 
 CASES = (
     Case(T=1, B=2, R=4, D=6),

@@ -3,8 +3,6 @@
 On a machine with a GPU these tests run there. Elsewhere test_triton_gpu.py runs this file in a process of its own.
 """
 
-import functools
-
 import pytest
 import torch
 
@@ -77,22 +75,18 @@ def test_strides(linear):
 
 
 @linear_or_query
-def test_autograd_and_compile(linear):
-    """No kernel where a gradient is recorded; to overwrite the state later does not change it. One node for torch.compile."""
+def test_autograd_and_opcheck(linear):
+    """No kernel where a gradient is recorded; to overwrite the state later does not change it."""
     (tokens, tables, state), step = problem(Case(T=1, B=2, R=8, D=9), torch.float32, linear), step_of(linear)
     before = state.clone()
     recorded = tables | {"log_decay": tables["log_decay"].clone().requires_grad_()}
     out, _ = step(**tokens, **recorded, state=state)
     assert out.requires_grad
-    expected = step(**tokens, **tables, state=state, inplace=True)
+    step(**tokens, **tables, state=state, inplace=True)
     (gradient,) = torch.autograd.grad(out.sum(), recorded["log_decay"])
     (wanted,) = torch.autograd.grad(step(**tokens, **recorded, state=before)[0].sum(), recorded["log_decay"])
     assert wanted.any()
     assert torch.equal(gradient, wanted)
-    torch._dynamo.reset()
-    compiled = torch.compile(functools.partial(step, inplace=True), fullgraph=True, backend="aot_eager")
-    got = compiled(**tokens, **tables, state=before.clone())
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
     op = torch.ops.interdomain.linear_step_ if linear else torch.ops.interdomain.scan_step_
     args = (*tokens.values(), *tables.values(), before)
     torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
