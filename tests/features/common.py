@@ -30,8 +30,6 @@ class Case:
     past: bool = False
     documents: bool = False  # two starts in every row: one in the middle, and one right after it
     strided: bool = False  # x and the cotangent are slices of wider tensors
-    scale: float = 1.0  # of x
-    seed: int = 0
 
 
 # What the mixers ask for.
@@ -51,7 +49,7 @@ MIXES = {
 
 def make(case, dtype=torch.float64, parameters=None, device="cpu"):
     """(leaves by name, (cos, sin) or None, cotangent); activations of dtype, parameters of another if given."""
-    g = torch.Generator().manual_seed(case.seed + case.T)
+    g = torch.Generator().manual_seed(case.T)
     B, T, H, R, W = case.B, case.T, case.H, case.R, case.W
     parameters = parameters or dtype
 
@@ -59,7 +57,7 @@ def make(case, dtype=torch.float64, parameters=None, device="cpu"):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).to(device)
 
     E = H * R
-    leaves = {"x": case.scale * normal(B, T, 3 * E)[..., E : 2 * E] if case.strided else case.scale * normal(B, T, E)}
+    leaves = {"x": normal(B, T, 3 * E)[..., E : 2 * E] if case.strided else normal(B, T, E)}
     dy = normal(B, T, H, R + 2)[..., 1:-1] if case.strided else normal(B, T, H, R)
     if W:
         leaves |= {"weight": normal(E, 1, W, dtype=parameters), "bias": normal(E, dtype=parameters)}

@@ -48,16 +48,13 @@ def test_compiles_without_a_graph_break(backend, linear):
         theta = scan.decay_exponent(torch.ones_like(log_decay[:, 0, 0]), (-log_decay[..., 0]).log(), log_decay[..., 1])
         return block(log_decay=theta, **inputs)
 
-    dynamic = backend == "chunkwise" and linear
-    compiled = torch.compile(tables_and_scan, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for T in (20, 70) if dynamic else (20,):
-        inputs, cotangents = op_inputs(
-            Case(T=T, H=1, G=1 if linear else 3, R=4, D=3, M=4), torch.float32, linear=linear
-        )
-        documents = packed(T)[:1] if T == 20 and backend == "chunkwise" else None
+    compiled = torch.compile(tables_and_scan, fullgraph=True, backend="aot_eager", dynamic=linear)
+    for T in (20, 70) if linear else (20,):
+        case = Case(T=T, H=1, G=1 if linear else 3, R=4, D=3, M=4)
+        inputs, cotangents = op_inputs(case, torch.float32, linear=linear)
         results = []
         for fn in (compiled, tables_and_scan):
-            outputs = fn(**inputs, documents=documents)
+            outputs = fn(**inputs, documents=packed(T)[:1] if backend == "chunkwise" else None)
             results.append(dict(enumerate(outputs)) | gradients(outputs, cotangents, inputs))
         assert_agree(*results, "float32")
 

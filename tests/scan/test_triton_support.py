@@ -32,11 +32,8 @@ def test_refusals(inputs, M, message, pretend_gpu, caplog):
     with pytest.raises(ValueError, match=f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"):
         scan._choose("chunkwise", inputs, M)
     assert scan._choose("chunkwise-torch", inputs, M) == "chunkwise-torch"
-    torch._dynamo.reset()
-    compiled = torch.compile(scan._choose, fullgraph=True, backend="eager")
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        assert [choose("auto", inputs, M) for choose in (compiled, scan._choose)] == ["chunkwise-torch"] * 2
-    assert len(caplog.records) == 1
+        assert scan._choose("auto", inputs, M) == "chunkwise-torch"
     assert message in caplog.text
 
 
