@@ -92,6 +92,28 @@ def test_linear_readout(case, dtype):
     check(case, dtype, linear=True)
 
 
+def test_tables_hold_phases_of_thousands_of_radians():
+    """In fp32 a phase would be off by 1e-4."""
+    from interdomain.scan.triton_launch import Launches
+    from interdomain.scan.triton_plan import make_plan
+
+    inputs, _ = op_inputs(Case(T=1, H=1, M=64, decay="s4d"), FP32)
+    theta, w = inputs["log_decay"].detach().to(DEVICE), 1 / torch.arange(1, 129, device=DEVICE)[None]
+    tables = Launches.build(make_plan(theta.device, FP32, 64, 0), theta, T=90, chunks=2, readout=w)  # chunks of 16
+    z = torch.view_as_complex(theta.double())[:, None] * torch.arange(-16, 65, device=DEVICE)[:, None]
+    power, w = torch.exp(z)[0], torch.complex(*w.double()[0].chunk(2))
+    E, T, i = power[8:24], power[range(24, 8, -1)], torch.arange(16, device=DEVICE)
+    D = (w * power[16 + (i[:, None] - i).clamp_min(0)]).sum(-1).real.tril()
+    step, segments = power[[16 + 9, 16 + 16]], power[[16 + 32, 16 + 26]]
+    complex_tables = (
+        *((tables.E[0], E), (tables.t[0], T), (tables.t_conj[0], T.conj()), (tables.t_conj_T[0].mT, T.conj())),
+        *((tables.rows[0], E * w), (tables.step[0], step), (tables.power[:, 0].mT.flatten(1), segments)),
+    )
+    for got, expected in complex_tables:
+        assert error(got, torch.cat((expected.real, expected.imag), dim=-1), "max") < 1e-6
+    assert error(tables.scores[0], D, "max") < 1e-6
+
+
 @linear_or_query
 def test_at_the_decay_bound(linear):
     """Tables span |Lambda|^-32 to |Lambda|^32; what lies above the diagonal holds up to e^63 and must not be read."""
