@@ -1,6 +1,6 @@
 """A rank that waits for jobs: many runs in one process group.
 
-A job is {"output", "args": the entry's flags, "probes": [...], "environment": {...}}. Each is parsed, built, trained and
+A job is {"output", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and
 closed as `trainer.run` does it; only the start of Python and of the process group is shared. What was seen is written to
 OUTPUT.rankN.pt:
 
@@ -9,7 +9,7 @@ OUTPUT.rankN.pt:
     samples          {step: one hash per sample that it got}   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
-    backward, folds  (probe "scan") runs of its backward implementation, and of a stage's dynamics, by step
+    folds            (probe "scan") computations of a stage's dynamics, by step
     traffic          (a probe) bytes received in the first step
     order            (a probe) what PyTorch's profiler has of the first step, by its beginning
     timeouts         (name, seconds) of all process groups at the end
@@ -24,7 +24,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -136,7 +135,7 @@ def spoil_losses(trainer, spoil):
 
 
 def watch_scan(trainer, stack, seen):
-    seen |= {"calls": {}, "backward": {}, "folds": {}, "dtypes": {}}
+    seen |= {"calls": {}, "folds": {}, "dtypes": {}}
 
     call, fold = ops._call, Transformer.dynamics
 
@@ -153,8 +152,6 @@ def watch_scan(trainer, stack, seen):
             note("calls")
             tensors = tuple(str(a.dtype) for a in args if isinstance(a, torch.Tensor))
             seen["dtypes"].setdefault(name, set()).add(tensors)
-        elif name.endswith("backward"):
-            note("backward")
         return call(backend, name, *args, **kwargs)
 
     def dynamics(module, args, output):
@@ -180,7 +177,6 @@ def build(job):
 def run(job):
     seen = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, job.get("environment", {})))
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
