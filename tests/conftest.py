@@ -133,11 +133,9 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            """The unit of tests that one worker runs: a file, or all files whose tests share the ranks of a fixture."""
+            """The unit of tests that one worker runs: a file, or all files that share the ranks of the fixture `runs`."""
             file = nodeid.partition("::")[0]
-            shares_ranks = file.startswith(TITAN) and re.search(
-                r"def test_.*\bruns\b", (config.rootpath / file).read_text()
-            )
+            shares_ranks = file.startswith(TITAN) and re.search(r"def .*\bruns\b", (config.rootpath / file).read_text())
             if shares_ranks or file.startswith(MEGATRON):
                 return str(Path(file).parent)
             return file
