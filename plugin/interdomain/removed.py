@@ -2,6 +2,8 @@
 
 This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of a setting
 (with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md has the same sentences.
+This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of another
+command's option (after the command's name), or of a setting (with a dot). CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -36,6 +38,9 @@ REMOVED = {
     "training.spike_deviations": NO_SPIKES,
     "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
     "and more network.",
+    "bench-training --trace": "Use `--train-flags --profiling.enable_profiling`, TorchTitan's own profiler.",
+    "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
+    "watch --exports": "Convert the milestone with `interdomain convert`.",
 }
 
 
