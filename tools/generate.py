@@ -13,7 +13,6 @@ Documentation: docs/checkpoints.md
 
 import sys
 import time
-from typing import Any
 
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import DTYPES, load_pretrained
@@ -67,10 +66,12 @@ def main(argv=None) -> int:
     _cli.require_at_least(args, max_tokens=1, prefill_chunk=1, top_k=0)
     if not -(2**63) <= args.seed < 2**64:
         raise ValueError(f"--seed must have at most 64 bits: got {args.seed}.")
-    sampling, device = Sampling(args.temperature, args.top_k, args.top_p), _cli.choose_device(args.device)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    device = _cli.choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))
     _cli.note_documents(args.folder, tokenizer)
+
     # A text begins as a document in training.
     texts = [tokenizer.documents.start + tokenizer.encode(prompt) for prompt in prompts]
     if not all(texts):
@@ -78,22 +79,37 @@ def main(argv=None) -> int:
             "in this model's training nothing stood before a text: an empty prompt has no tokens. Give one."
         )
     stop = None if args.no_stop else tokenizer.documents.stop
-    options: dict[str, Any] = dict(
-        max_tokens=args.max_tokens, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size
+    steps = generate(
+        model,
+        texts,
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+        prefill_chunk=args.prefill_chunk,
+        graph=False if args.no_graph else None,
     )
-    options |= dict(prefill_chunk=args.prefill_chunk, graph=False if args.no_graph else None)
-    steps = generate(model, texts, sampling=sampling, **options)
+
+    # One prompt is printed as it is written, several at the end.
     show = _cli.visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
-    stream = StreamDecoder(tokenizer, after=texts[0]) if len(prompts) == 1 else None
-    if stream:
+    stream = None
+    if len(prompts) == 1:
+        stream = StreamDecoder(tokenizer, after=texts[0])
         print(show(prompts[0]), end="", flush=True)
-    status, written, began, first = 0, 0, time.perf_counter(), 0.0
+    status = 0
+    written = 0
+    began = time.perf_counter()
+    first = began
     try:
         for row in steps:
-            first = first or time.perf_counter()  # after the prompts are read and the step is captured
-            written += sum(token is not None for token in row)
+            if not written:
+                first = time.perf_counter()  # after the prompts are read and the step is captured
             for text, token in zip(texts, row, strict=True):
-                if token is not None and token != stop:
+                if token is None:
+                    continue
+                written += 1
+                if token != stop:
                     text.append(token)
                     if stream:
                         print(show(stream.push(token)), end="", flush=True)
@@ -102,10 +118,10 @@ def main(argv=None) -> int:
     if stream:
         print(show(stream.flush()))
     else:
-        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            print(f"=== {i + 1}: {prompt!r}\n{show(tokenizer.decode(text))}\n")
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+            print(f"=== {i}: {prompt!r}\n{show(tokenizer.decode(text))}\n")
     now = time.perf_counter()
-    rate = (written - len(texts)) / (now - first) if written > len(texts) else 0
+    rate = max(0, written - len(texts)) / (now - first)
     print(f"[{written} tokens in {now - began:.1f} s, {rate:.1f} tokens/s after the first]", file=sys.stderr)
     return status
 
