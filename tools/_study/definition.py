@@ -16,8 +16,8 @@ from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
 from interdomain.files.run_folder import CHECKPOINTS, checkpoints_of, events_of
 from interdomain.files.run_folder import EVENTS as EVENTS_FOLDER
 from interdomain.folders import expand_path, write_whole
-from interdomain.model import count_parameters, meta_model
-from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
+from interdomain.removed import removal_of
+from interdomain.titan.plan.run_plan import RunPlan, make_plan
 from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
 from interdomain.tools._curves import EVENTS, curves_of, events_folder, facts_of, read_events
 
@@ -222,22 +222,17 @@ def _best_rate(runs: list[StudyRun], chosen: dict[str, str]) -> str | None:
 def _settings(table: dict[str, Any], chosen: dict[str, str]) -> dict[str, Any]:
     """The sections of a run's file: each table's over those before it."""
     settings: dict[str, Any] = {}
-    per_parameter = None
     layers = [{"config": table.get("config")}, table.get("all", {})]
     layers += [table[axis][name] for axis, name in chosen.items()]
     for layer in layers:
         own = dict(layer)
         if file := own.pop("config", None):
             _put(settings, read_toml(file))
-        per_parameter = own.pop("tokens_per_parameter", per_parameter)
         _put(settings, own)
     condition = dict(pairs(table["conditions"][chosen["conditions"]]))
     mixer = settings.get("mixer", {})
     if "mixer.n_basis" not in condition and not reads_n_basis(mixer):
         mixer.pop("n_basis", None)  # a setting of all conditions that these layers do not read
-    if per_parameter is not None:
-        parameters = count_parameters(meta_model(model_config(job_config_of(settings))))
-        settings.setdefault("training", {})["tokens"] = round(per_parameter * parameters)
     return settings
 
 
@@ -247,7 +242,8 @@ def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
     for name, value in layer_settings.items():
         section, _, key = name.partition(".")
         if not key:
-            raise ValueError(f"{name} = {value!r} is no setting: write section.name, as training.tokens.")
+            no_setting = f"{name} = {value!r} is no setting: write section.name, as training.tokens."
+            raise ValueError(removal_of(name) or no_setting)
         if name in IN_RUN and (Path(value).is_absolute() or ".." in Path(value).parts):
             raise ValueError(f"{name} = {value}: several runs would write into one folder. Name one within a run's.")
         settings.setdefault(section, {})[key] = deepcopy(value)

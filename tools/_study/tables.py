@@ -7,7 +7,6 @@ which are compared with each other.
 import bisect
 import functools
 import math
-import re
 import statistics
 import zlib
 from collections.abc import Iterable, Sequence
@@ -25,7 +24,6 @@ from interdomain.tools._study.intervals import Documents, interval_of, perplexit
 
 TRAINING = "loss_metrics/global_avg_loss"
 ACCURACY = "validation_metrics/accuracy"
-POSITION = re.compile(r"validation_position/(\d+)-(\d+)$")
 # Settings that two runs must share, in addition to the text and the tokens read, for their perplexities to be compared.
 SHARED = ("data.reset_state_at_documents", "validation.tokens", "validation.seq_len")
 # Settings that the runs of one cell must share, too.
@@ -44,7 +42,7 @@ NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
 where both read as many tokens of the same text. Of several learning rates the best of each condition is shown.
 95 %: by bootstrap over the validation documents and, of several, over the seeds; of the last validation.
-Training loss: mean over the last quarter of the run; runs of one seed read the same text. Position: of the last validation.
+Training loss: mean over the last quarter of the run; runs of one seed read the same text.
 6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
 
@@ -121,9 +119,7 @@ class Run:
         best = min(losses, key=lambda tokens: losses[tokens])
 
         text = {setting: _setting(configuration, setting) for setting in SHARED}
-        corpus = _setting(configuration, "data.corpus")
-        paths = {"train": corpus, "validation": _setting(configuration, "data.validation_corpus") or corpus}
-        read = facts.get("fingerprints") or paths  # older records have paths only
+        read = facts["fingerprints"]
         text |= {"the training text": read.get("train"), "the validation text": read.get("validation")}
 
         labels = record.get("run", {"size": facts["model"], "condition": facts["condition"]})
@@ -296,14 +292,13 @@ def _row(cell: Cell, cells: list[Cell]) -> dict[str, Any]:
     # A condition with a setting of its own has another name, and so no figure of the paper.
     paper = PAPER["validation_perplexity"].get(first.facts["model"], {})
     theirs = paper.get(first.facts["condition"])
-    state = first.facts.get("state")
     return {
         "group": cell.group,
         "condition": cell.name_among(cells, without="lr"),
         "lr": first.facts["lr"],
         "seeds": [run.seed for run in cell.runs],
         "parameters": first.facts["parameters"],
-        "state": describe_state(*state) if state else None,
+        "state": describe_state(*first.facts["state"]),
         "tokens": round(statistics.mean(run.trained for run in cell.runs)),
         "of_planned": statistics.mean(run.trained / run.facts["tokens"] for run in cell.runs),
         "compute": cell.compute,
@@ -405,8 +400,8 @@ def page(runs: list[Run]) -> str:
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels by group: what each condition reaches, how it came there by tokens, and the loss by position. Then a panel by
-    compute for each setting with several sizes. The measure is the accuracy if there is one, else the perplexity."""
+    """Panels by group: what each condition reaches, and how it came there by tokens. Then a panel by compute for each setting
+    with several sizes. The measure is the accuracy if there is one, else the perplexity."""
     drawn: dict[str, list[Panel | Dots]] = {}
     by_setting: dict[str, list[Cell]] = {}
     perplexity_label = "validation perplexity"
@@ -424,13 +419,6 @@ def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
                 curves.append(_curve(cell.name_among(cells), points))
             if max(len(curve.x) for curve in curves) > 1:
                 drawn[group].append(Panel(group, curves, "tokens (millions)", label, log_y=tag == VALIDATION))
-        tags = [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]
-        if len(tags) > 1:
-            curves = []
-            for cell in cells:
-                points = [(int(tag.rpartition("-")[2]) + 1, cell.last(tag)) for tag in tags]
-                curves.append(_curve(cell.name_among(cells), points))
-            drawn[group].append(Panel(group, curves, "position in the context, up to", "validation loss", log_x=True))
     for setting, cells in by_setting.items():
         if len({cell.runs[0].labels["size"] for cell in cells}) > 1:
             curves = []
@@ -477,8 +465,8 @@ def _perplexity(loss: Value) -> Value:
     return Value(math.exp(loss.mean), deviation)
 
 
-def _curve(label: str, points: Sequence[tuple[float, Value | None]]) -> Curve:
+def _curve(label: str, points: Sequence[tuple[float, Value]]) -> Curve:
     x = [position for position, _ in points]
-    y = [value.mean if value else math.nan for _, value in points]
-    errors = [value.deviation if value and value.deviation else math.nan for _, value in points]
+    y = [value.mean for _, value in points]
+    errors = [value.deviation or math.nan for _, value in points]
     return Curve(label, x, y, None if all(map(math.isnan, errors)) else errors)
