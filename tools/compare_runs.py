@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from interdomain.markdown import markdown_rows
 from interdomain.tools._cli import argument_parser, path_argument, user_errors
 from interdomain.tools._curves import curves_of, events_folder, facts_of, read_events
 
@@ -89,22 +90,24 @@ def only_in_one(a: Run, b: Run) -> list[str]:
     return lines
 
 
-def table(a: Run, b: Run, columns: list[str], steps: list[int], first: int) -> str:
+def table(a: Run, b: Run, columns: list[str], steps: list[int], first: int) -> list[str]:
     """The steps around the first difference, both runs side by side."""
-    lines = [f"{'step':>10}" + "".join(f"{column + ' A':>20}{column + ' B':>20}{'relative':>10}" for column in columns)]
+    head = ["step"]
+    for column in columns:
+        head += [f"{column} A", f"{column} B", "relative"]
+    rows = [head]
     at = steps.index(first)
     for step in steps[max(0, at - AROUND) : at + AROUND + 1]:
-        mark = "> " if step == first else ""
-        line = f"{mark}{step:,}".rjust(10)
+        row = [f"> {step:,}" if step == first else f"{step:,}"]
         for column in columns:
             x = a.curves[column].get(step)
             y = b.curves[column].get(step)
             if x is None or y is None:
-                line += " " * 50
+                row += ["", "", ""]
             else:
-                line += f"{x:>20.7g}{y:>20.7g}{relative(x, y):>10.1e}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+                row += [f"{x:.7g}", f"{y:.7g}", f"{relative(x, y):.1e}"]
+        rows.append(row)
+    return markdown_rows(rows)
 
 
 def parse(argv) -> argparse.Namespace:
@@ -147,7 +150,7 @@ def main(argv=None) -> int:
     for first in steps:
         beyond = {column: value for column, value in differences[first].items() if value > args.tolerance}
         if beyond:
-            print(f"\n{table(a, b, columns, steps, first)}\n")
+            print("", *table(a, b, columns, steps, first), "", sep="\n")
             names = ", ".join(f"{column} by {value:.1e}" for column, value in beyond.items())
             before = sum(step < first for step in with_loss)
             print(f"the first step that differs is {first:,}: {names}; the same {how} at the {before:,} before it")

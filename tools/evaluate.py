@@ -92,8 +92,6 @@ def check_options(args) -> list[str]:
     if args.tasks is None:
         args.tasks = [] if args.perplexity else ["paper"]
     names = task_table.task_names(args.tasks)
-    if names:
-        harness.require_harness()
     if length.NAME in args.perplexity and len(args.perplexity) > 1:
         raise ValueError(f"--perplexity {length.NAME} stands alone. Evaluate other corpora with a second command.")
     _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)

@@ -43,21 +43,16 @@ def parse(argv):
 
 
 def prompts_of(args) -> list[str]:
-    """Raises: ValueError for text that is not UTF-8, and for an empty standard input."""
-    try:
-        prompts = args.prompt
-        if not prompts:
-            print("[no --prompt: reading the text from standard input]", file=sys.stderr)
-            prompts = [sys.stdin.read().rstrip("\n")]
-        for prompt in prompts:
-            prompt.encode()  # what a shell hands over may be bytes in any encoding
-    except UnicodeError:
-        raise ValueError("the prompt is not UTF-8. Convert it first, as by iconv -f latin1 -t utf-8.") from None
-    if "" in prompts:
-        if not args.prompt:
-            raise ValueError("standard input is empty. Give a text, or --prompt '' for a text from nothing.")
-        print("[an empty prompt: the model begins a text]", file=sys.stderr)
-    return prompts
+    """Raises: ValueError for an empty standard input."""
+    if args.prompt:
+        if "" in args.prompt:
+            print("[an empty prompt: the model begins a text]", file=sys.stderr)
+        return args.prompt
+    print("[no --prompt: reading the text from standard input]", file=sys.stderr)
+    text = sys.stdin.read().rstrip("\n")
+    if not text:
+        raise ValueError("standard input is empty. Give a text, or --prompt '' for a text from nothing.")
+    return [text]
 
 
 @_cli.user_errors

@@ -7,7 +7,7 @@ A layer of interdomain attention also gets its pairing: which value a query read
 Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
 Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
 
-    interdomain inspect-model exports/debug --text-file README.md --max-tokens 9000 --layers 0
+    interdomain inspect-model exports/debug --text "$(cat README.md)" --max-tokens 9000 --layers 0
 
 Documentation: docs/inspect.md
 """
@@ -44,11 +44,9 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
-    p.add_argument("folder", type=_cli.path_argument, metavar="FOLDER", help=STANDALONE)
-    source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="TEXT", help="the text to look at")
-    source.add_argument("--text-file", type=_cli.path_argument, metavar="FILE", help="the same, from a file in UTF-8")
+    p = argument_parser(__doc__, "FOLDER --text TEXT")
+    p.add_argument("folder", type=_cli.path_or_name, metavar="FOLDER", help=STANDALONE)
+    p.add_argument("--text", required=True, metavar="TEXT", help='the text to look at; of a file: "$(cat FILE)"')
     p.add_argument("--output", type=_cli.path_argument, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
     p.add_argument("--layers", nargs="+", type=int, metavar="N", help="only these, counted from 0 (default: all)")
     text = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
@@ -61,14 +59,8 @@ def parse(argv) -> argparse.Namespace:
 def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
     """Token ids, after those that begin a text as in training, and the text that each completes. Raises: ValueError."""
     _cli.require_at_least(args, max_tokens=2)
-    text = args.text
-    if text is None:
-        try:
-            text = args.text_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{args.text_file} is not text in UTF-8: {e.reason} at byte {e.start:,}.") from e
     start = tokenizer.documents.start
-    tokens = tokenizer.encode(text)
+    tokens = tokenizer.encode(args.text)
     ids = start + tokens
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(

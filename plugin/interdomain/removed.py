@@ -40,6 +40,7 @@ REMOVED = {
     "and more network.",
     "bench-training --trace": "Use `--train-flags --profiling.enable_profiling`, TorchTitan's own profiler.",
     "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
+    "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
     "tokens_per_parameter": "Give each size of a study its `training.tokens`.",
     "watch --exports": "Convert the milestone with `interdomain convert`.",

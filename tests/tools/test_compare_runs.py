@@ -62,9 +62,9 @@ def test_the_first_step_that_differs_is_named_with_its_surroundings(write, compa
     status, out = compare(a, b)
     assert out[2:4] == ["configuration: 1 setting(s) differ", "  optimizer.lr  0.001  0.002"]
     assert "the first step that differs is 12: loss by 2.5e-04" in out[-1]
-    table = [line.split() for line in out if line.strip()[:1].isdigit() or ">" in line]
-    assert [row[:3] for row in table if ">" in row] == [[">", "12", "4"]]
-    assert [row[0] for row in table if ">" not in row] == ["9", "10", "11", "13", "14", "15"]
+    table = [line.split(" | ") for line in out if line.startswith("| ")][1:]
+    assert [row[0] for row in table] == ["| 9", "| 10", "| 11", "| > 12", "| 13", "| 14", "| 15"]
+    assert table[3][1:4] == ["4", "4.001", "2.5e-04"]
     assert (status, compare(a, b, "--tolerance", "1e-3")[0]) == (1, 0)
     status, out = compare(a, write("c", 1, [4.0] * 20, norm=1.5))
     assert "differs is 1: grad_norm by 3.3e-01" in out[-1]

@@ -3,7 +3,6 @@
 docs/evaluation.md lists the choices that change a figure. recall.py makes the tasks of the paper that the harness lacks.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +10,9 @@ from typing import Any
 
 import torch
 
-from interdomain.tools._cli import install_command
 from interdomain.tools._evaluate.task_table import SUITES, task_names
 
 BOOTSTRAP = 1000  # resamples for the standard error of what is not a mean
-
-
-def require_harness() -> None:
-    """Raises ValueError where something is not installed."""
-    missing = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        advice = f"The extra `eval` has it: {install_command('eval')}"
-        raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here. {advice}")
 
 
 def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetch: bool = False) -> dict[str, dict]:
@@ -34,7 +24,7 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
         tokenizer: Of the texts that are made to a length in tokens. Without one, tasks that make theirs are left out.
         fetch: Asks the hub for what is not on this machine.
     Raises:
-        ValueError: An unknown name, a task that lacks a package, or a mistake in a task's file.
+        ValueError: An unknown name, or a mistake in a task's file.
         FileNotFoundError: Data that cannot be had.
     """
     if not fetch:
