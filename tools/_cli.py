@@ -92,13 +92,21 @@ def path_or_name(text: str) -> str:
 
 
 def add_device(parser, text: str = DEVICE) -> None:
-    parser.add_argument("--device", default="auto", metavar="NAME", help=text)
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help=text,
+    )
 
 
 def add_dtype(parser, dtypes) -> None:
     """--dtype of a tool that reads a standalone folder."""
-    text = "data type of the weights; the recurrence's parameters stay float32 (default: as stored)"
-    parser.add_argument("--dtype", choices=dtypes, help=text)
+    parser.add_argument(
+        "--dtype",
+        choices=dtypes,
+        help="data type of the weights; the recurrence's parameters stay float32 (default: as stored)",
+    )
 
 
 def require_at_least(args: argparse.Namespace, **least: int) -> None:

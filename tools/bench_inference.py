@@ -188,14 +188,32 @@ def read_prompts(models, mode: Mode, device: torch.device, report: results.Repor
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "inference")
-    text = f"{', '.join(SIZES)}; the first at all batch sizes and with prompts (default: {' '.join(GPU.sizes)})"
-    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=text)
-    text = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
-    p.add_argument("--steps", type=int, metavar="N", help=text)
-    text = "sequences decoded at once (default: by device)"
-    p.add_argument("--batches", type=int, nargs="+", metavar="N", help=text)
-    text = "tokens before the step (default: by device)"
-    p.add_argument("--prefixes", type=int, nargs="+", metavar="N", help=text)
+    p.add_argument(
+        "--sizes",
+        nargs="+",
+        metavar="SIZE",
+        help=f"{', '.join(SIZES)}; the first at all batch sizes and with prompts (default: {' '.join(GPU.sizes)})",
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)",
+    )
+    p.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="sequences decoded at once (default: by device)",
+    )
+    p.add_argument(
+        "--prefixes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens before the step (default: by device)",
+    )
     p.add_argument("--quick", action="store_true", help="on a GPU: two sizes and few rounds, no prompts: one minute")
     return p.parse_args(argv)
 

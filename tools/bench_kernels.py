@@ -207,15 +207,35 @@ def run_case(
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "kernels")
-    text = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
-    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=text)
-    text = f"{', '.join(NAMES)} (default: all but {', '.join((*SLOW, *VARIANTS))}; on a CPU a few)"
-    p.add_argument("--mixers", nargs="+", metavar="NAME", help=text)
-    text = "of q, k and v (default: bfloat16)"
-    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
-    p.add_argument("--rounds", type=int, metavar="N", help="timed calls, at least 1 (default: 20; on a CPU 3)")
-    text = "leave flash-linear-attention's kernels one configuration each: tuning takes minutes"
-    p.add_argument("--untuned", action="store_true", help=text)
+    p.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="BxTxHxD",
+        help=f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})",
+    )
+    p.add_argument(
+        "--mixers",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(NAMES)} (default: all but {', '.join((*SLOW, *VARIANTS))}; on a CPU a few)",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of q, k and v (default: bfloat16)",
+    )
+    p.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="timed calls, at least 1 (default: 20; on a CPU 3)",
+    )
+    p.add_argument(
+        "--untuned",
+        action="store_true",
+        help="leave flash-linear-attention's kernels one configuration each: tuning takes minutes",
+    )
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
 

@@ -174,16 +174,57 @@ def figures(curves: Curves, run: Run) -> dict:
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "training", "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
-    p.add_argument("--sizes", nargs="+", metavar="SIZE", help="files in train_configs (default: 1.3B; on a CPU debug)")
-    p.add_argument("--seq-len", type=int, nargs="+", metavar="N", help="in tokens (default: 4096; on a CPU 64)")
-    p.add_argument("--tokens", type=int, metavar="N", help="tokens per step (default: 16384; on a CPU 128)")
-    p.add_argument("--steps", type=int, metavar="N", help="steps of a case, at least 1 (default: 20; on a CPU 3)")
-    text = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
-    p.add_argument("--cases", nargs="+", metavar="CASE", help=text)
-    p.add_argument("--ranks", type=int, default=1, metavar="N", help="processes; tokens/s and memory are of each (1)")
-    p.add_argument("--case-limit", type=float, default=600.0, metavar="S", help="seconds that a case may take")
-    text = "settings of every case, as --train-flags --mixer.backend fft; must come last"
-    p.add_argument("--train-flags", nargs=argparse.REMAINDER, default=[], help=text)
+    p.add_argument(
+        "--sizes",
+        nargs="+",
+        metavar="SIZE",
+        help="files in train_configs (default: 1.3B; on a CPU debug)",
+    )
+    p.add_argument(
+        "--seq-len",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="in tokens (default: 4096; on a CPU 64)",
+    )
+    p.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens per step (default: 16384; on a CPU 128)",
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps of a case, at least 1 (default: 20; on a CPU 3)",
+    )
+    p.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="CASE",
+        help=f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)",
+    )
+    p.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes; tokens/s and memory are of each (1)",
+    )
+    p.add_argument(
+        "--case-limit",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that a case may take",
+    )
+    p.add_argument(
+        "--train-flags",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="settings of every case, as --train-flags --mixer.backend fft; must come last",
+    )
     return p.parse_args(argv)
 
 

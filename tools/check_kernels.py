@@ -233,7 +233,12 @@ def severity(result: str) -> int:
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p, "check")
-    p.add_argument("--groups", nargs="+", metavar="NAME", help=f"{', '.join(groups(True))} (default: all)")
+    p.add_argument(
+        "--groups",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(groups(True))} (default: all)",
+    )
     return p.parse_args(argv)
 
 

@@ -112,10 +112,25 @@ def table(a: Run, b: Run, columns: list[str], steps: list[int], first: int) -> l
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "RUN_A RUN_B")
-    p.add_argument("run_a", type=path_argument, metavar="RUN_A", help="a run's folder (job.dump_folder)")
-    p.add_argument("run_b", type=path_argument, metavar="RUN_B", help="the same")
-    text = "largest relative difference that counts as equal; 0: equal to the last bit"
-    p.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=text)
+    p.add_argument(
+        "run_a",
+        type=path_argument,
+        metavar="RUN_A",
+        help="a run's folder (job.dump_folder)",
+    )
+    p.add_argument(
+        "run_b",
+        type=path_argument,
+        metavar="RUN_B",
+        help="the same",
+    )
+    p.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="largest relative difference that counts as equal; 0: equal to the last bit",
+    )
     p.add_argument("--common", action="store_true", help="ignore steps and curves that only one run has")
     args = p.parse_args(argv)
     if not args.tolerance >= 0:

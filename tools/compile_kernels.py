@@ -162,12 +162,25 @@ def run_decode_steps(size: str) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument(
-        "--cache", required=True, type=path_argument, metavar="DIR", help="made if it is not there; what it has stays"
+        "--cache",
+        required=True,
+        type=path_argument,
+        metavar="DIR",
+        help="made if it is not there; what it has stays",
     )
-    p.add_argument("--capability", default="9.0", metavar="X.Y", help="9.0 (default) is that of an H100 and an H200")
+    p.add_argument(
+        "--capability",
+        default="9.0",
+        metavar="X.Y",
+        help="9.0 (default) is that of an H100 and an H200",
+    )
     names = ", ".join(cases.groups(True))
-    text = f"only the check's groups with these names: {names} (default: all of the check and the benchmarks)"
-    p.add_argument("--groups", nargs="+", metavar="NAME", help=text)
+    p.add_argument(
+        "--groups",
+        nargs="+",
+        metavar="NAME",
+        help=f"only the check's groups with these names: {names} (default: all of the check and the benchmarks)",
+    )
     return p.parse_args(argv)
 
 

@@ -51,10 +51,19 @@ PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 def parse(argv) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
-    text = f"{_cli.STANDALONE}; before all options"
-    p.add_argument("folders", nargs="*", type=_cli.path_or_name, metavar="FOLDER", help=text)
-    text = f"{_cli.RESULTS} (default: outputs/evaluations/TIME)"
-    p.add_argument("--output", type=_cli.path_argument, metavar="DIR", help=text)
+    p.add_argument(
+        "folders",
+        nargs="*",
+        type=_cli.path_or_name,
+        metavar="FOLDER",
+        help=f"{_cli.STANDALONE}; before all options",
+    )
+    p.add_argument(
+        "--output",
+        type=_cli.path_argument,
+        metavar="DIR",
+        help=f"{_cli.RESULTS} (default: outputs/evaluations/TIME)",
+    )
     p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
     add_options(p)
     return p.parse_args(argv)
@@ -64,27 +73,76 @@ def add_options(p: argparse.ArgumentParser) -> None:
     """Options that say what is measured, and how: those of `check_options`, `corpora_of` and `read_data`."""
     _cli.add_device(p)
     _cli.add_dtype(p, DTYPES)
-    p.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts or windows at once, at least 1")
-    text = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
-    p.add_argument("--limit", type=int, metavar="N", help=text)
+    p.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="texts or windows at once, at least 1",
+    )
+    p.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="for a trial: only N samples of each task, and N windows (of the longest length) of each corpus",
+    )
     tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
     suites = ", ".join(task_table.SUITES)
-    text = f"suites ({suites}) or names of lm-evaluation-harness (default: paper, or none with --perplexity)"
-    tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=text)
-    text = "folders with task files of your own, in the harness's format"
-    tasks.add_argument("--include-path", nargs="+", type=_cli.path_argument, default=[], metavar="DIR", help=text)
-    text = "tokens that a model sees at most (default: the shortest length that one of the folders was trained at)"
-    tasks.add_argument("--max-length", type=int, metavar="N", help=text)
+    tasks.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="NAME",
+        help=f"suites ({suites}) or names of lm-evaluation-harness (default: paper, or none with --perplexity)",
+    )
+    tasks.add_argument(
+        "--include-path",
+        nargs="+",
+        type=_cli.path_argument,
+        default=[],
+        metavar="DIR",
+        help="folders with task files of your own, in the harness's format",
+    )
+    tasks.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens that a model sees at most (default: the shortest length that one of the folders was trained at)",
+    )
     windows = p.add_argument_group("perplexity against context length")
-    text = "corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or `paper`, alone"
-    windows.add_argument("--perplexity", nargs="+", type=_cli.path_or_name, default=[], metavar="CORPUS", help=text)
-    text = "context lengths in tokens, each at least 1"
-    windows.add_argument("--lengths", nargs="+", type=int, default=[*task_table.LENGTHS], metavar="N", help=text)
-    text = "join the documents of a corpus; without it, documents shorter than the longest length are left out"
-    windows.add_argument("--packed", action="store_true", help=text)
-    text = "where --fetch puts the corpora of `paper`"
-    windows.add_argument("--corpora", type=_cli.path_argument, default=Path("data/length"), metavar="DIR", help=text)
-    windows.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
+    windows.add_argument(
+        "--perplexity",
+        nargs="+",
+        type=_cli.path_or_name,
+        default=[],
+        metavar="CORPUS",
+        help="corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or only `paper`",
+    )
+    windows.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[*task_table.LENGTHS],
+        metavar="N",
+        help="context lengths in tokens, each at least 1",
+    )
+    windows.add_argument(
+        "--packed",
+        action="store_true",
+        help="join the documents of a corpus; without it, documents shorter than the longest length are left out",
+    )
+    windows.add_argument(
+        "--corpora",
+        type=_cli.path_argument,
+        default=Path("data/length"),
+        metavar="DIR",
+        help="where --fetch puts the corpora of `paper`",
+    )
+    windows.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="column or JSON field of the text",
+    )
 
 
 def check_options(args) -> list[str]:

@@ -22,22 +22,65 @@ from interdomain.tools import _cli
 
 def parse(argv):
     p = _cli.argument_parser(__doc__, "FOLDER")
-    p.add_argument("folder", type=_cli.path_argument, metavar="FOLDER", help=_cli.STANDALONE)
-    p.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: read standard input)")
-    p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to write per prompt, at least 1")
+    p.add_argument(
+        "folder",
+        type=_cli.path_or_name,
+        metavar="FOLDER",
+        help=_cli.STANDALONE,
+    )
+    p.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated (default: read standard input)",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to write per prompt, at least 1",
+    )
     p.add_argument("--no-stop", action="store_true", help="do not stop at the end-of-text token")
     sampling = p.add_argument_group("sampling")
-    text = "0 takes the most probable token; higher values give more varied text"
-    sampling.add_argument("--temperature", type=float, default=0.8, metavar="X", help=text)
-    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="of the N most probable tokens; 0: of all")
-    text = "sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1"
-    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help=text)
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0 takes the most probable token; higher values give more varied text",
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the N most probable tokens; 0: of all",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1",
+    )
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the random numbers",
+    )
     computation = p.add_argument_group("computation")
     _cli.add_device(computation)
     _cli.add_dtype(computation, DTYPES)
-    text = "tokens of a prompt that are read at a time, at least 1; fewer need less memory"
-    computation.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=text)
+    computation.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=PREFILL_CHUNK,
+        metavar="N",
+        help="tokens of a prompt that are read at a time, at least 1; fewer need less memory",
+    )
     computation.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
     return p.parse_args(argv)
 

@@ -45,14 +45,46 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "FOLDER --text TEXT")
-    p.add_argument("folder", type=_cli.path_or_name, metavar="FOLDER", help=STANDALONE)
-    p.add_argument("--text", required=True, metavar="TEXT", help='the text to look at; of a file: "$(cat FILE)"')
-    p.add_argument("--output", type=_cli.path_argument, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
-    p.add_argument("--layers", nargs="+", type=int, metavar="N", help="only these, counted from 0 (default: all)")
-    text = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
-    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=text)
+    p.add_argument(
+        "folder",
+        type=_cli.path_or_name,
+        metavar="FOLDER",
+        help=STANDALONE,
+    )
+    p.add_argument(
+        "--text",
+        required=True,
+        metavar="TEXT",
+        help='the text to look at; of a file: "$(cat FILE)"',
+    )
+    p.add_argument(
+        "--output",
+        type=_cli.path_argument,
+        default=Path("outputs/inspect"),
+        metavar="DIR",
+        help=OUTPUT,
+    )
+    p.add_argument(
+        "--layers",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="only these, counted from 0 (default: all)",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers",
+    )
     add_device(p)
-    p.add_argument("--dtype", choices=DTYPES, default="float64", help="data type to compute in")
+    p.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float64",
+        help="data type to compute in",
+    )
     return p.parse_args(argv)
 
 

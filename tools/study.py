@@ -47,19 +47,45 @@ def parse(argv) -> argparse.Namespace:
     more = " Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 left on a signal: run it again."
     run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
     for command in (plan, run):
-        text = "the study's file (format: docs/study.md)"
-        command.add_argument("study", type=path_argument, metavar="STUDY.toml", help=text)
-        command.add_argument("--only", default="*", metavar="PATTERN", help="only runs of such a name, as '*/seed-1'")
+        command.add_argument(
+            "study",
+            type=path_argument,
+            metavar="STUDY.toml",
+            help="the study's file (format: docs/study.md)",
+        )
+        command.add_argument(
+            "--only",
+            default="*",
+            metavar="PATTERN",
+            help="only runs of such a name, as '*/seed-1'",
+        )
     where = run.add_mutually_exclusive_group()
-    text = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
-    where.add_argument("--jobs", type=int, default=1, metavar="N", help=text)
-    text = "submit each run to SLURM instead, by this command and the run's TOML file, as 'sbatch tools/sites/requeue.sbatch'"
-    where.add_argument("--sbatch", metavar="COMMAND", help=text)
+    where.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs to train at a time, at least 1; they share the GPUs (or cores) of this machine",
+    )
+    where.add_argument(
+        "--sbatch",
+        metavar="COMMAND",
+        help="submit each run to SLURM instead, by this command and the run's file, as 'sbatch tools/sites/requeue.sbatch'",
+    )
     show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
-    text = "a study's file, or the folder of a run (job.dump_folder), finished or not"
-    show.add_argument("runs", nargs="+", type=path_argument, metavar="STUDY.toml|RUN", help=text)
-    text = f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png"
-    show.add_argument("--output", type=path_argument, metavar="DIR", help=text)
+    show.add_argument(
+        "runs",
+        nargs="+",
+        type=path_argument,
+        metavar="STUDY.toml|RUN",
+        help="a study's file, or the folder of a run (job.dump_folder), finished or not",
+    )
+    show.add_argument(
+        "--output",
+        type=path_argument,
+        metavar="DIR",
+        help=f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png",
+    )
     args = p.parse_args(argv)
     if args.command == "run":
         require_at_least(args, jobs=1)

@@ -35,8 +35,12 @@ LOOK_SECONDS = 30
 
 def parse(argv) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "RUN")
-    text = "a run's folder (job.dump_folder); before all options"
-    p.add_argument("run", type=_cli.path_argument, metavar="RUN", help=text)
+    p.add_argument(
+        "run",
+        type=_cli.path_argument,
+        metavar="RUN",
+        help="a run's folder (job.dump_folder); before all options",
+    )
     p.add_argument("--once", action="store_true", help="evaluate the milestones that are there, and end")
     text = "name of the results, evaluation-NAME: for the same milestones with other options, also at the same time"
     p.add_argument("--name", metavar="NAME", help=f"{text} (default: the results are called evaluation)")

@@ -68,9 +68,18 @@ def count_compilations() -> Compilations:
 
 def add_arguments(parser: argparse.ArgumentParser, name: str, device: str = _cli.DEVICE) -> None:
     """Add --output, --name and --device, which every tool has. name: the default of --name."""
-    parser.add_argument("--output", type=_cli.path_argument, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
-    text = f"the results are DIR/NAME.json (default: {name}), so that one folder can hold several runs of a tool"
-    parser.add_argument("--name", default=name, help=text)
+    parser.add_argument(
+        "--output",
+        type=_cli.path_argument,
+        default=RESULTS,
+        metavar="DIR",
+        help=_cli.RESULTS,
+    )
+    parser.add_argument(
+        "--name",
+        default=name,
+        help=f"the results are DIR/NAME.json (default: {name}), so that one folder can hold several runs of a tool",
+    )
     _cli.add_device(parser, device)
 
 
