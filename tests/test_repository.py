@@ -437,7 +437,10 @@ def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
     for name, instead in REMOVED.items():
         assert f"`{name}`" in changelog, name
         assert instead in changelog, name
-        if "." not in name:
+        if "." in name:
+            assert main.main(["launch", f"--{name}=1"]) == 2
+            assert instead in capsys.readouterr().err
+        else:
             assert main.main(["launch", name] if name.startswith("--") else name.split()) == 2
             assert instead in capsys.readouterr().err
         used = re.escape(name).replace(r"\ ", r"[^\n]* ")

@@ -219,7 +219,7 @@ class Folder:
 
 def open_folder(folder: str) -> Folder:
     """Opens an exported model. Raises: FileNotFoundError, ValueError if it is none, not whole, or not as it was written."""
-    path = local_folder(folder)
+    path = Path(folder)
     config, record = read_config(path)
     opened = Folder(path, config, record, load_checked_tokenizer(path, config, record))
     check_weights(path, record)

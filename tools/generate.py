@@ -24,7 +24,7 @@ def parse(argv):
     p = _cli.argument_parser(__doc__, "FOLDER")
     p.add_argument(
         "folder",
-        type=_cli.path_or_name,
+        type=_cli.path_argument,
         metavar="FOLDER",
         help=_cli.STANDALONE,
     )

@@ -47,7 +47,7 @@ def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "FOLDER --text TEXT")
     p.add_argument(
         "folder",
-        type=_cli.path_or_name,
+        type=_cli.path_argument,
         metavar="FOLDER",
         help=STANDALONE,
     )

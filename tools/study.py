@@ -112,7 +112,7 @@ def plan(study: "Study") -> str:
     flops = missing_flops = 0.0
     for run in study.runs:
         plan = run.plan
-        cost = plan.flops_at(plan.steps)
+        cost = plan.flops
         tokens += plan.tokens
         flops += cost
         if run.is_finished:

@@ -39,10 +39,21 @@ REMOVED = {
     "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
     "and more network.",
     "bench-training --trace": "Use `--train-flags --profiling.enable_profiling`, TorchTitan's own profiler.",
+    "checkpoint.copy_to": NO_STORES,
+    "checkpoint.copy_wait_seconds": NO_STORES,
     "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
+    "data.leave_out": NO_SPIKES,
+    "data.stages": (
+        "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
+        "`checkpoint.initial_load_path`."
+    ),
     "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
+    "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
+    "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
     "tokens_per_parameter": "Give each size of a study its `training.tokens`.",
+    "training.max_spikes": NO_SPIKES,
+    "training.spike_deviations": NO_SPIKES,
     "watch --exports": "Convert the milestone with `interdomain convert`.",
 }
 
