@@ -86,8 +86,9 @@ def parse(argv):
 
 
 def prompts_of(args) -> list[str]:
-    """Raises: ValueError for an empty standard input."""
+    """Raises: ValueError for an empty standard input, and for text that is not UTF-8."""
     if args.prompt:
+        "".join(args.prompt).encode()  # what a shell hands over may be bytes in any encoding
         if "" in args.prompt:
             print("[an empty prompt: the model begins a text]", file=sys.stderr)
         return args.prompt

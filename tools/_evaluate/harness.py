@@ -113,17 +113,11 @@ def evaluate_folder(folder: Path, named: dict, tokenizer, device, max_length: in
     model.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
     for name, loaded in named.items():
         torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
-        # Tasks whose texts are longer on purpose see all of them.
-        by_length: dict[int, dict] = {}
-        for task_name, task in loaded["tasks"].items():
-            length = max(max_length, getattr(task, "length", 0))
-            by_length.setdefault(length, {})[task_name] = task
         collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
-        for length, tasks in by_length.items():
+        for length, part in by_length(loaded, max_length).items():
             sees = model
             if length > max_length:
                 sees = FolderModel(pretrained=model.model, max_length=length, **options)
-            part = {"tasks": tasks, "groups": loaded.get("groups", {}) if length == max_length else {}}
             try:
                 out: Any = evaluate(sees, part, limit=args.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
             except RuntimeError:  # such as a GPU that is out of memory
@@ -135,6 +129,17 @@ def evaluate_folder(folder: Path, named: dict, tokenizer, device, max_length: in
             collected["versions"] |= out["versions"]
             collected["shots"] |= out["n-shot"]
         yield name, collected
+
+
+def by_length(tasks: dict, max_length: int) -> dict[int, dict]:
+    """Tasks by how many tokens the model sees: max_length, or more for texts that are longer on purpose."""
+    parts = {}
+    for name, task in tasks["tasks"].items():
+        length = max(max_length, getattr(task, "length", 0))
+        groups = tasks.get("groups", {}) if length == max_length else {}
+        part = parts.setdefault(length, {"tasks": {}, "groups": groups})
+        part["tasks"][name] = task
+    return parts
 
 
 def metrics(values: dict) -> dict:
