@@ -19,7 +19,6 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,13 +55,13 @@ ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
 STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
 SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
 # The scan with one entry of its plan changed, to see what that entry is worth; only if named. The check does not cover them.
-VARIANTS: dict[str, Callable[[Plan], Plan]] = {
-    "chunkwise-not-fused": lambda plan: plan._replace(fused=None),
-    "chunkwise-8-warps": lambda plan: plan._replace(contract=(8192, 8, 2), expand=(8192, 8, 2)),
-    "chunkwise-1-stage": lambda plan: plan._replace(contract=(8192, 4, 1), expand=(8192, 4, 1)),
-    "chunkwise-3-stages": lambda plan: plan._replace(contract=(8192, 4, 3), expand=(8192, 4, 3)),
-    "chunkwise-not-held": lambda plan: plan._replace(held=False),
-    "chunkwise-decay-2048": lambda plan: plan._replace(decay=2048),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chunkwise-not-fused": {"fused": None},
+    "chunkwise-8-warps": {"contract": (8192, 8, 2), "expand": (8192, 8, 2)},
+    "chunkwise-1-stage": {"contract": (8192, 4, 1), "expand": (8192, 4, 1)},
+    "chunkwise-3-stages": {"contract": (8192, 4, 3), "expand": (8192, 4, 3)},
+    "chunkwise-not-held": {"held": False},
+    "chunkwise-decay-2048": {"decay": 2048},
 }
 # In the order in which they run: those that a run which is cut should not lose come first.
 NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "features", "linear", "sdpa-default", "layer")
@@ -105,20 +104,19 @@ def candidate(name: str, shape: Shape, device: torch.device, dtype: torch.dtype 
         forward = lambda: scan.linear_scan(**inputs)[0]  # noqa: E731
     else:
         if device.type == "cuda":
-            change_plan(VARIANTS.get(name))
+            change_plan(VARIANTS.get(name, {}))
         backend = "chunkwise" if name in VARIANTS else name.removesuffix("-kept")
         inputs |= dict(backend=backend, recompute=name != "chunkwise-kept", final_state=False)
         forward = lambda: scan.interdomain_scan(**inputs)[0]  # noqa: E731
     return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
 
 
-def change_plan(change: Callable[[Plan], Plan] | None) -> None:
-    """Make this process plan its launches with a change from now on; without one as always."""
+def change_plan(changes: dict[str, Any]) -> None:
+    """Makes this process plan its launches with these entries from now on."""
     from interdomain.scan import triton_chunkwise
 
     def changed_plan(*args: Any) -> Plan:
-        plan = make_plan(*args)
-        return plan if change is None else change(plan)
+        return make_plan(*args)._replace(**changes)
 
     triton_chunkwise.make_plan = changed_plan
 

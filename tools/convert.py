@@ -57,26 +57,54 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 def parse(argv):
     p = argument_parser(__doc__, "SOURCE --output DIR")
-    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder"
-    p.add_argument("source", type=path_argument, metavar="SOURCE", help=text)
-    p.add_argument("--output", type=path_argument, required=True, metavar="DIR", help=OUTPUT)
-    text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
-    p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
-    text = "licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none"
-    p.add_argument("--license", metavar="NAME", help=text)
+    p.add_argument(
+        "source",
+        type=path_argument,
+        metavar="SOURCE",
+        help="checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder",
+    )
+    p.add_argument(
+        "--output",
+        type=path_argument,
+        required=True,
+        metavar="DIR",
+        help=OUTPUT,
+    )
+    p.add_argument(
+        "--dtype",
+        choices=pretrained.DTYPES,
+        help="data type to store the weights in (default: float32); the recurrence's parameters stay float32",
+    )
+    p.add_argument(
+        "--license",
+        metavar="NAME",
+        help="licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none",
+    )
     back = p.add_mutually_exclusive_group()
-    text = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
-    back.add_argument("--to-checkpoint", action="store_true", help=text)
-    text = (
-        "with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid"
+    back.add_argument(
+        "--to-checkpoint",
+        action="store_true",
+        help="write a checkpoint to train from (--checkpoint.initial_load_path DIR)",
     )
-    p.add_argument("--uptrain", type=path_argument, metavar="RUN.toml", help=text)
-    text = (
-        "write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel"
+    p.add_argument(
+        "--uptrain",
+        type=path_argument,
+        metavar="RUN.toml",
+        help="with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid",
     )
-    back.add_argument("--to-megatron", nargs="?", const="gpt", choices=("gpt", "hybrid"), help=text)
-    text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
-    p.add_argument("--tokenizer", type=path_argument, metavar="PATH", help=text)
+    back.add_argument(
+        "--to-megatron",
+        nargs="?",
+        const="gpt",
+        choices=("gpt", "hybrid"),
+        help="write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel",
+    )
+    p.add_argument(
+        "--tokenizer",
+        type=path_argument,
+        metavar="PATH",
+        help="tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only",
+    )
     args = p.parse_args(argv)
     if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license is not None):
         raise ValueError(
