@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from interdomain.files.distributed_checkpoint import KEEP
 from interdomain.files.run_folder import note_folders
 from interdomain.folders import kept_folder
-from interdomain.tools import convert, evaluate, watch
+from interdomain.tools import watch
 from interdomain.tools._curves import read_curves
 
 from .checkpoints import small_model, write_checkpoint
@@ -138,23 +137,19 @@ def test_a_killed_watcher_goes_on_and_repeats_nothing(ran):
 
 
 @HARNESS
-def test_the_curves_are_those_of_evaluate(ran):
-    """Beside the training's, which keep their folder."""
+def test_the_curves_are_the_results(ran):
+    """Those of `evaluate`, which made them, beside the training's, which keep their folder."""
     path, run = ran[0], ran[0] / "run"
     curves = read_curves(run / "tb" / "evaluation")
-    exported = [str(path / f"step-{step}") for step in (100, 400)]
-    for folder in exported:
-        assert convert.main([str(run / "checkpoint" / Path(folder).name), "--output", folder]) == 0
-    wanted = ["--perplexity", str(path / "text.md"), "--lengths", "30", "60", "--output", str(path / "out")]
-    assert evaluate.main([*exported, *wanted]) == 0
-    rows = json.loads((path / "out" / "evaluation.json").read_text())["perplexity"]
-    assert len(curves) == 3
-    assert {*curves["tasks/choice/acc"]} == {100, 200, 400}
-    for length in (30, 60):
-        curve = curves[f"perplexity/{path / 'text.md'}/{length}"]
-        values = [row["perplexity"] for row in rows if row["length"] == length]
-        assert [curve[100], curve[400]] == pytest.approx(values, rel=1e-6)
-        assert len({*curve.values()}) == 3
+    text = path / "text.md"
+    assert curves.keys() == {"tasks/choice/acc", *(f"perplexity/{text}/{length}" for length in (30, 60))}
+    for step in (100, 200, 400):
+        found = json.loads((run / "checkpoint" / f"step-{step}" / "evaluation.json").read_text())
+        assert (found["step"], found["tokens"]) == (step, 2048 * step)
+        assert curves["tasks/choice/acc"][step] == found["tasks"]["results"]["choice"]["acc"]["value"]
+        for row in found["perplexity"]:
+            assert curves[f"perplexity/{text}/{row['length']}"][step] == pytest.approx(row["perplexity"], rel=1e-6)
+    assert len({*curves[f"perplexity/{text}/60"].values()}) == 3
     assert read_curves(run / "tb") == {"loss": {1: 2.0}}
 
 
