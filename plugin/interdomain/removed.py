@@ -39,6 +39,7 @@ REMOVED = {
     "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
     "and more network.",
     "bench-training --trace": "Use `--train-flags --profiling.enable_profiling`, TorchTitan's own profiler.",
+    "bench-training --trace": "Start a short run with `--profiling.enable_profiling`, TorchTitan's own profiler.",
     "checkpoint.copy_to": NO_STORES,
     "checkpoint.copy_wait_seconds": NO_STORES,
     "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
