@@ -126,7 +126,12 @@ ALLOWED = {
         *("interdomain.files", "interdomain.launcher", "interdomain.markdown"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
-        *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
+        *(
+            "lm_eval",
+            "datasets",
+            "matplotlib",
+            "markdown",
+        ),  # late: what `evaluate`, the plots and a study's report need
         "interdomain.removed",
     },
 }

@@ -63,8 +63,10 @@ class Panel:
             axis.set_xticks(ticks, [f"{x:,.0f}" if x >= 1e4 else f"{x:,.4g}" for x in ticks], rotation=45)
         if self.log_y:
             axis.set_yscale("log")
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
-            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+            low, high = axis.get_ylim()
+            subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if high < 10 * low else (1, 3)
+            axis.yaxis.set_major_locator(LogLocator(subs=subs))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
             axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(visible=True, alpha=0.3, linewidth=0.5)
         axis.legend(fontsize="small", frameon=False, handlelength=1.8, loc="center left", bbox_to_anchor=(1, 0.5))

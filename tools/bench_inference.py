@@ -153,7 +153,7 @@ def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> d
 def decode_batch(models, size: str, batch: int, mode: Mode, device: torch.device, report: results.Report) -> None:
     """Rows of every prefix and path at one batch."""
     figures = PAPER["decode"].get(size, {}).get(str(batch), ())
-    paper = dict(zip(PAPER_PATHS, figures, strict=False))
+    paper: dict[str, str] = dict(zip(PAPER_PATHS, figures, strict=False))
     for prefix in mode.prefixes:
         fastest_softmax = None
         for path in mode.paths:

@@ -16,6 +16,7 @@ Documentation: docs/evaluation.md; for --perplexity docs/length.md
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,6 @@ from interdomain.tools._bench import results
 from interdomain.tools._bench.pages import page
 from interdomain.tools._bench.timing import release
 from interdomain.tools._evaluate import harness, length, perplexity, task_table
-from interdomain.tools._paper import CONDITIONS, SIZE
 
 MARKDOWN = "evaluation.md"
 RECORDED = ("dtype", "limit", "perplexity", "lengths", "packed")  # options that change figures
@@ -146,10 +146,12 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def check_options(args) -> list[str]:
-    """Checks what can be seen without any data. Returns: the names of --tasks. Raises: ValueError."""
+    """Checks what can be seen without any data. Returns: the names of --tasks. Raises: ValueError, ModuleNotFoundError."""
     if args.tasks is None:
         args.tasks = [] if args.perplexity else ["paper"]
     names = task_table.task_names(args.tasks)
+    if names and importlib.util.find_spec("lm_eval") is None:
+        raise ModuleNotFoundError(name="lm_eval")
     if length.NAME in args.perplexity and len(args.perplexity) > 1:
         raise ValueError(f"--perplexity {length.NAME} stands alone. Evaluate other corpora with a second command.")
     _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
@@ -230,17 +232,16 @@ def save(report: results.Report) -> None:
     """Writes JSON and Markdown, with the tables of what is known so far."""
     contents = report.contents
     folders = report.rows("folders")
+    cells = {(row["size"], row["condition"]) for row in folders}
     tables = {}
     if contents["tasks"]:
         by_folder = {name: out["results"] for name, out in contents["tasks"].items()}
-        tables["tasks"] = task_table.task_rows(by_folder, {(row["size"], row["condition"]) for row in folders})
+        tables["tasks"] = task_table.task_rows(by_folder, cells)
     if contents["perplexity"]:
         names = [row["folder"] for row in folders]
-        conditions = []
-        if "corpora" in contents:
-            conditions = [name for name in CONDITIONS if (SIZE, name) in {(r["size"], r["condition"]) for r in folders}]
         groups = corpus_groups(list(dict.fromkeys(row["corpus"] for row in contents["perplexity"])))
-        rows = task_table.perplexity_rows(contents["perplexity"], names, groups, conditions)
+        in_paper = cells if "corpora" in contents else set()
+        rows = task_table.perplexity_rows(contents["perplexity"], names, groups, in_paper)
         tables["perplexity by context length"] = rows
     for name, rows in tables.items():
         report.table(name, [*rows[0]])

@@ -46,16 +46,15 @@ def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dic
     tasks_in_paper = {key.partition(" ")[0] for key in in_paper}
     # Other metrics of the paper's tasks are left to the JSON file.
     others = [key for key in measured if key.partition(" ")[0] not in tasks_in_paper]
-    columns = []
-    if in_paper:
-        columns = [i for i, condition in enumerate(CONDITIONS) if (SIZE, condition) in cells]
+    conditions = conditions_in(cells) if in_paper else []
 
     def row(name: str, metric: str, values: list[dict | None], figures: Sequence[float]) -> dict[str, str]:
         unit = f"{metric} %" if metric in PERCENT else metric
-        texts = [_text(value, metric) for value in values]
-        out = {"task": name, "metric": unit, **dict(zip(results, texts, strict=True))}
-        for i in columns:
-            out[f"paper's {SIZE} {CONDITIONS[i]}"] = f"{figures[i]:g}" if figures else "-"
+        out = {"task": name, "metric": unit}
+        for model, value in zip(results, values, strict=True):
+            out[model] = _text(value, metric)
+        for condition in conditions:
+            out[f"paper's {SIZE} {condition}"] = f"{figures[CONDITIONS.index(condition)]:g}" if figures else "-"
         return out
 
     rows = []
@@ -68,6 +67,11 @@ def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dic
                 means = [mean_of(by_task, group) for by_task in results.values()]
                 rows.append(row(average["name"], metric, means, average["values"]))
     return rows
+
+
+def conditions_in(cells: set[tuple[str, str]]) -> list[str]:
+    """The conditions of the paper's figures that are among the models."""
+    return [condition for condition in CONDITIONS if (SIZE, condition) in cells]
 
 
 def mean_of(by_task: dict, group: str) -> dict | None:
@@ -93,20 +97,23 @@ def _text(measured: dict | None, metric: str) -> str:
 
 
 def perplexity_rows(
-    measured: list[dict[str, Any]], models: list[str], groups: dict[str, list[str]], conditions: list[str]
+    measured: list[dict[str, Any]],
+    models: list[str],
+    groups: dict[str, list[str]],
+    cells: set[tuple[str, str]],
 ) -> list[dict[str, str]]:
     """Rows of a table by corpus and length, with columns for each exported model.
 
     Args:
         measured: Rows of `perplexity.measure`, with "folder" and "corpus".
         groups: {title: its corpora}: a corpus, or several and their arithmetic mean.
-        conditions: Those whose figures from the paper get a column.
+        cells: (size, condition) of the models, as for `task_rows`.
     """
     by_place = {(row["folder"], row["corpus"], row["length"]): row for row in measured}
     lengths = list(dict.fromkeys(row["length"] for row in measured))
 
     def mean(model: str, corpora: list[str], length: int, kind: str, form: str) -> str:
-        values = [by_place.get((model, corpus, length), {}).get(kind) for corpus in corpora]
+        values: list[Any] = [by_place.get((model, corpus, length), {}).get(kind) for corpus in corpora]
         return "-" if None in values else format(sum(values) / len(values), form)
 
     rows = []
@@ -117,7 +124,7 @@ def perplexity_rows(
                 row[f"{model}, perplexity"] = mean(model, corpora, length, "perplexity", ".2f")
             for model in models:
                 row[f"{model}, bits per byte"] = mean(model, corpora, length, "bits per byte", ".4f")
-            for condition in conditions:
+            for condition in conditions_in(cells):
                 figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))
                 row[f"paper's {SIZE} {condition}"] = f"{figures[length]:.2f}" if length in figures else "-"
             rows.append(row)
