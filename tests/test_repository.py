@@ -126,12 +126,7 @@ ALLOWED = {
         *("interdomain.files", "interdomain.launcher", "interdomain.markdown"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
-        *(
-            "lm_eval",
-            "datasets",
-            "matplotlib",
-            "markdown",
-        ),  # late: what `evaluate`, the plots and a study's report need
+        *("lm_eval", "datasets", "matplotlib", "markdown"),  # late: what `evaluate`, plots and reports need
         "interdomain.removed",
     },
 }

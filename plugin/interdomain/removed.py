@@ -1,9 +1,8 @@
 """What earlier versions had, and what to do instead. Standard library only.
 
-This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of a setting
-(with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md has the same sentences.
 This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of another
-command's option (after the command's name), or of a setting (with a dot). CHANGELOG.md has the same sentences.
+command's option (after the command's name), of a setting (with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md
+has the same sentences.
 """
 
 NO_SPIKES = (
@@ -21,24 +20,6 @@ REMOVED = {
     "--network": NO_ESTIMATES,
     "--rewind": NO_SPIKES,
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
-    "checkpoint.copy_to": NO_STORES,
-    "checkpoint.copy_wait_seconds": NO_STORES,
-    "data.leave_out": NO_SPIKES,
-    "data.stages": (
-        "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
-        "`checkpoint.initial_load_path`."
-    ),
-    "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
-    "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
-    "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
-    "parallelism.pipeline_parallel_schedule = InterleavedZeroBubble": NO_ZERO_BUBBLE,
-    "parallelism.pipeline_parallel_schedule = ZBVZeroBubble": NO_ZERO_BUBBLE,
-    "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
-    "training.max_spikes": NO_SPIKES,
-    "training.spike_deviations": NO_SPIKES,
-    "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
-    "and more network.",
-    "bench-training --trace": "Use `--train-flags --profiling.enable_profiling`, TorchTitan's own profiler.",
     "bench-training --trace": "Start a short run with `--profiling.enable_profiling`, TorchTitan's own profiler.",
     "checkpoint.copy_to": NO_STORES,
     "checkpoint.copy_wait_seconds": NO_STORES,
@@ -51,10 +32,15 @@ REMOVED = {
     "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
+    "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
+    "parallelism.pipeline_parallel_schedule = InterleavedZeroBubble": NO_ZERO_BUBBLE,
+    "parallelism.pipeline_parallel_schedule = ZBVZeroBubble": NO_ZERO_BUBBLE,
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
     "tokens_per_parameter": "Give each size of a study its `training.tokens`.",
     "training.max_spikes": NO_SPIKES,
     "training.spike_deviations": NO_SPIKES,
+    "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
+    "and more network.",
     "watch --exports": "Convert the milestone with `interdomain convert`.",
 }
 
