@@ -9,7 +9,6 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -255,7 +254,8 @@ def test_the_runs_of_a_study(described, capsys):
     assert short.steps == 20
     assert short.config.mixer.linear_scale == 1
     file = runs["debug/softmax/seed-1"].write_config()  # what ./launch.sh reads is what was planned
-    assert replace(make_plan(read_job_config(["--job.config_file", str(file)]), 1), computed=first.computed) == first
+    again = make_plan(read_job_config(["--job.config_file", str(file)]), 1)
+    assert (again.steps, again.tokens, again.seed, again.config) == (40, first.tokens, 1, first.config)
     assert study.main(["plan", described(), "--only", "*/seed-42"]) == 0
     assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
 
