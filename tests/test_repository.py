@@ -5,6 +5,7 @@ import graphlib
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from interdomain import patches
 from interdomain.removed import REMOVED
 from interdomain.tools import _cli, main
 
@@ -79,6 +81,7 @@ ALLOWED = {
     "folders": set(),
     "launcher": set(),
     "markdown": set(),
+    "patches": {"torch", "tensorboard"},
     "removed": set(),
     "environment": {"torch"},
     "scan": {"torch", "triton"},
@@ -90,8 +93,8 @@ ALLOWED = {
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
     "files": {
         *("torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"),
-        "interdomain.markdown",
-        "tensorboard",  # late: what names event files
+        *("interdomain.markdown", "interdomain.patches"),
+        "tensorboard",  # late: what writes event files
     },
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),
@@ -102,11 +105,11 @@ ALLOWED = {
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.environment", "interdomain.files", "interdomain.launcher", "interdomain.markdown"),
-        "interdomain.removed",
+        *("interdomain.removed", "interdomain.patches"),
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
-        *("interdomain.model", "interdomain.files", "interdomain.folders"),
+        *("interdomain.model", "interdomain.files", "interdomain.folders", "interdomain.removed"),
     },
     "vllm": {
         *(
@@ -168,6 +171,60 @@ def test_folders_of_a_package_import_each_other_one_way():
             graph.setdefault(this, set()).update(imports - {None, this})
     assert len(graph) > 80
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules
+
+
+# What the package changes in others' modules, and which private names of PyTorch it reads
+
+PATCHES = {"patches.py", "titan/host/patches.py", "megatron/patches.py"}
+PUBLIC_SETTINGS = "torch.compiler.config."
+
+
+def other_projects_names(tree):
+    """{name in a module: full name}, of what a module imports from other projects."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                found |= {alias.asname: alias.name} if alias.asname else {top: top}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    own = {"interdomain", *sys.stdlib_module_names}
+    return {name: full for name, full in found.items() if full.partition(".")[0] not in own}
+
+
+def changed_and_read(tree):
+    """Full names of other projects' attributes that a module sets or deletes, and of all that it reads."""
+    names = other_projects_names(tree)
+    changed, read = set(), {*names.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, dot, rest = ast.unparse(node).partition(".")
+            if name in names:
+                (read if isinstance(node.ctx, ast.Load) else changed).add(names[name] + dot + rest)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "vars"):
+            name, dot, rest = ast.unparse(node.args[0]).partition(".")
+            if name in names:
+                changed.add(names[name] + dot + rest)
+    return changed, read
+
+
+def test_other_projects_are_changed_in_the_patches_files_alone():
+    """The private names of PyTorch that the other files read are a list with reasons."""
+    private = set()
+    for name, path in MODULES.items():
+        assert not any(full.startswith("unittest") for full in imports_of(path.read_text(), name, False)), name
+        if name.startswith("interdomain.tools."):  # programs, which end with their process
+            continue
+        changed, read = changed_and_read(ast.parse(path.read_text()))
+        if str(path.relative_to(PLUGIN / "interdomain")) not in PATCHES:
+            assert not {full for full in changed if not full.startswith(PUBLIC_SETTINGS)}, name
+            private |= {full for full in read if re.match(r"torch\..*\b_[a-z]", full, re.IGNORECASE)}
+    private = {full for full in private if not full.endswith("_C")}
+    unlisted = {full for full in private if not full.startswith(tuple(patches.PRIVATE_NAMES))}
+    assert not unlisted
+    unread = {listed for listed in patches.PRIVATE_NAMES if not any(full.startswith(listed) for full in private)}
+    assert not unread
 
 
 # What the package holds
@@ -437,8 +494,12 @@ def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
     for name, instead in REMOVED.items():
         assert f"`{name}`" in changelog, name
         assert instead in changelog, name
-        if "." in name:
-            assert main.main(["launch", f"--{name}=1"]) == 2
+        if name.startswith("interdomain."):
+            with pytest.raises(SystemExit, match=re.escape(instead)):
+                runpy.run_module(name, run_name="__main__")
+        elif "." in name:
+            flag = name.replace(" = ", "=") if " = " in name else f"{name}=1"
+            assert main.main(["launch", f"--{flag}"]) == 2
             assert instead in capsys.readouterr().err
         else:
             assert main.main(["launch", name] if name.startswith("--") else name.split()) == 2

@@ -28,16 +28,10 @@ from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import pretrained
 from interdomain.files.checkpoint import open_checkpoint
 from interdomain.files.checkpoint_index import read_tensors, write_tensors
-from interdomain.files.megatron_checkpoint import (
-    FLAGS,
-    MegatronCheckpoint,
-    find_checkpoint,
-    hybrid_pattern,
-    write_checkpoint,
-)
 from interdomain.files.model_card import write_card
 from interdomain.files.model_code import write_code
 from interdomain.folders import new_folder
+from interdomain.megatron import checkpoint as megatron
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
 from interdomain.model.initialize import initial_value
 from interdomain.tools._cli import (
@@ -122,7 +116,14 @@ def parse(argv):
 
 
 def to_folder(source: Path, output: Path, args) -> str:
-    checkpoint, tokenizer = open_checkpoint(source, args.tokenizer)
+    if megatron_folder := megatron.find_checkpoint(source):
+        checkpoint, tokenizer = megatron.open_checkpoint(megatron_folder, args.tokenizer)
+    elif args.tokenizer:
+        raise ValueError(
+            f"--tokenizer is for checkpoints of Megatron-Core. {source} has its own tokenizer: leave it out."
+        )
+    else:
+        checkpoint, tokenizer = open_checkpoint(source)
     config, record = checkpoint.config, checkpoint.record
     expected = meta_model(config).state_dict()
     checkpoint.check_bytes(list(expected))
@@ -196,17 +197,9 @@ def check_folder(folder: Path, checkpoint, args) -> str:
         allowed = f"allowed {LOGIT_TOLERANCE[args.dtype]:g} for {args.dtype}"
         raise ValueError(f"{differ}, {allowed}; nothing was kept. Convert with --dtype float32.")
     equal = f"logits equal to {difference:.2g}" if difference else "logits equal to the bit"
-    if not isinstance(checkpoint, MegatronCheckpoint):
-        return equal
-    if checkpoint.settings_recorded:
+    if isinstance(checkpoint, megatron.MegatronCheckpoint):
         return f"{equal} by the plain model, whose settings are those that Megatron recorded"
-    print(
-        f"note: {checkpoint.folder} records no Megatron settings: an earlier version wrote it. The folder has the run's logits "
-        f"only if the run had {FLAGS}, and none of --quick-geglu, --glu-linear-offset, --activation-func-clamp-value, "
-        "--apply-layernorm-1p and --use-mup.",
-        file=sys.stderr,
-    )
-    return "weights equal, logits not certified: the checkpoint records no Megatron settings"
+    return equal
 
 
 def require_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
@@ -228,13 +221,11 @@ def read_folder(folder: Path):
 def to_megatron(source: Path, output: Path, args) -> str:
     config, _, tensors, tokenizer = read_folder(source)
     hybrid = args.to_megatron == "hybrid"
-    pattern = f' --hybrid-layer-pattern "{hybrid_pattern(config)}"' if hybrid else ""
+    pattern = f' --hybrid-layer-pattern "{megatron.hybrid_pattern(config)}"' if hybrid else ""
     with new_folder(output) as folder:
         documents = tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
-        write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid, documents)
-        place = find_checkpoint(folder)
-        assert place is not None
-        written = MegatronCheckpoint(place)
+        megatron.write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid, documents)
+        written = megatron.MegatronCheckpoint(folder / "release")
         for name, tensor in tensors.items():
             require_same(name, written.read([name])[name], tensor)
     return f"{len(tensors)} tensors; start with Megatron's --load {args.output}{pattern}"

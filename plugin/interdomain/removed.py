@@ -1,8 +1,8 @@
 """What earlier versions had, and what to do instead. Standard library only.
 
 This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of another
-command's option (after the command's name), of a setting (with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md
-has the same sentences.
+command's option (after the command's name), of a setting or module (with a dot), or of a setting's value (SETTING = VALUE).
+CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -30,6 +30,9 @@ REMOVED = {
         "`checkpoint.initial_load_path`."
     ),
     "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
+    "interdomain.megatron.train": (
+        "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
+    ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
     "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,

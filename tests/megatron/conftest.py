@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 
-from interdomain.megatron import layer_spec, run, spec
+from interdomain.megatron import layer_spec, patches, spec
 from interdomain.tools import prepare_data
 
 from ..ranks import forks
@@ -90,7 +90,7 @@ def parse(monkeypatch):
     for module in (ModuleType("megatron.training"), arguments, training):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(spec, "interdomain", layer_spec("interdomain"))
-    run.install()
+    patches.install()
 
     def parse(line):
         return arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(line.split()), training

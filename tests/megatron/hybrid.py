@@ -21,16 +21,15 @@ LAYOUTS = {  # by name: ranks of tensor parallelism, stages, the layer pattern
     "tensor and sequence": (2, 1, "G-*-G-M-"),
     "stages": (1, 2, "G-*|-G-M-"),
 }
-
-
 PATTERNS = ("", "G", "G-G", "GG-", "G-X-", "G-E-", "D-G-")  # of no model that can be converted
 
 
+LAYERS = ("interdomain", "softmax", "interdomain", "mamba2")
+
+
 def config_of() -> ModelConfig:
-    layers = ("interdomain", "softmax", "interdomain", "mamba2")
-    return small_config(
-        "interdomain", layers=layers, n_layers=4, vocab_size=ranks.VOCAB, max_seq_len=ranks.T, **ranks.STATE
-    )
+    shape = dict(n_layers=4, vocab_size=ranks.VOCAB, max_seq_len=ranks.T)
+    return small_config("interdomain", layers=LAYERS, **shape, **ranks.STATE)
 
 
 def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tuple]:
@@ -38,21 +37,36 @@ def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tupl
     from megatron.core.models.hybrid.hybrid_model import HybridModel  # pyright: ignore[reportMissingImports]
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from interdomain.megatron import hybrid, train
+    from interdomain.megatron import hybrid
+    from tests.megatron.loop import Run
 
-    def model(megatron, spec, vocab_size, max_seq_len, first, last, **options):
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        options |= dict(hybrid_layer_pattern=pattern, pre_process=first, post_process=last, pg_collection=groups)
-        return HybridModel(megatron, spec, vocab_size, max_seq_len, **options)
+    def make_model(config, spec, megatron):
+        return HybridModel(
+            megatron,
+            spec,
+            config.vocab_size,
+            config.max_seq_len,
+            hybrid_layer_pattern=pattern,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=False,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
 
     parallel_state.initialize_model_parallel(tensor, stages)
-    train.GPTModel, train.transformer_config, train.block_spec = model, hybrid.hybrid_config, lambda _, spec: spec
-    layout = dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages, sequence_parallel=tensor > 1)
     spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, rope_theta=THETA, **ranks.STATE)
-    rates = dict(lr=ranks.LR, min_lr=0.0, ssm_lr=ranks.SSM_LR, steps=1, warmup_steps=0, global_batch=ranks.MICRO)
-    args = argparse.Namespace(bf16=False, seed=1, micro_batch=ranks.MICRO, **rates)
-    run = train.Run(config_of(), spec, args, **layout)
-    run.load(folder / "release")
+    run = Run(
+        config_of(),
+        spec,
+        **ranks.RATES,
+        min_lr=0.0,
+        warmup_steps=0,
+        megatron_config=hybrid.hybrid_config,
+        make_model=make_model,
+        sequence_parallel=tensor > 1,
+    )
+    run.load_weights(folder / "release")
     run.gradients(ranks.batches_of(ranks.tokens_of(0)))
     found = ranks.own_gradients(run)
     parallel_state.destroy_model_parallel()
@@ -70,21 +84,28 @@ def refusal(pattern: str) -> str:
 
 def flops(pattern: str) -> int:
     """FLOPs of a step of two sequences, as the log has them, at the width of the 125M model."""
-    from interdomain.megatron import run
+    from interdomain.megatron import patches
 
-    facts: dict = dict(
-        hidden_size=768, num_layers=len(pattern), num_attention_heads=12, kv_channels=64, layernorm_epsilon=1e-5
+    args = argparse.Namespace(
+        spec=["interdomain.megatron.hybrid", "interdomain"],
+        hybrid_layer_pattern=pattern,
+        hidden_size=768,
+        num_layers=len(pattern),
+        num_attention_heads=12,
+        kv_channels=64,
+        layernorm_epsilon=1e-5,
+        group_query_attention=False,
+        padded_vocab_size=1000,
+        seq_length=4096,
     )
-    facts |= dict(spec=["interdomain.megatron.hybrid", "interdomain"], hybrid_layer_pattern=pattern)
-    args = argparse.Namespace(**facts, group_query_attention=False, padded_vocab_size=1000, seq_length=4096)
-    return run.flops(args, 2)
+    return patches.flops(args, 2)
 
 
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     typing.override = typing_extensions.override  # 0.19 wants Python 3.12
     torch.set_num_threads(1)
-    from interdomain.megatron import cpu
+    from tests.megatron import cpu
 
     cpu.install()
     dist.init_process_group("gloo")

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import shutil
 import warnings
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -19,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from interdomain.data import PackedDataset, TokenCorpus
-from interdomain.files.megatron_checkpoint import RECORD, part_of, write_checkpoint
+from interdomain.megatron.checkpoint import RECORD, TRACKER, part_of, write_checkpoint
 from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config, meta_model
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
 from ..model.common import lively, random_tokens, small_config
-from ..ranks import become, forks, new_store
+from ..ranks import forks
 
 MATRIX = "INTERDOMAIN_MATRIX" in os.environ
 RANKS, MICRO = (8, 1) if MATRIX else (4, 2)
@@ -34,6 +33,7 @@ LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
 SEED = 42  # of TorchTitan's runs: debug.seed
 VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of packed documents
+PACKED = ((2, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2))  # layouts that have them
 
 WITHOUT = dict(sequence_parallel=False)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -84,8 +84,9 @@ LEGS = {
     (1, 2, 2): {
         "pipeline and context": ("start", 2, {}),
     },
-    **({(2, 2, 2): {"tensor, pipeline and context": ("start", 2, {})}} if MATRIX else {}),
 }
+if MATRIX:
+    LEGS[2, 2, 2] = {"tensor, pipeline and context": ("start", 2, {})}
 SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
 STATE = dict(n_basis=6, state_heads=4)
 # Models of which the first gradients are compared, on two tensor-parallel ranks.
@@ -105,10 +106,8 @@ CASES = {
     "hybrid, gated-deltanet": ("gated-deltanet", STATE | dict(softmax_every=2)),
     "hybrid": ("single-query", dict(softmax_every=2, window=7, n_kv_heads=2, c_form="diagonal")),
 }
-REFUSED = {
-    "kv1": ("interdomain", dict(n_kv_heads=1)),
-    "one head": ("gla", dict(n_basis=8)),
-}
+REFUSED = {"kv1": ("interdomain", dict(n_kv_heads=1))}
+RATES = dict(lr=LR, ssm_lr=SSM_LR, steps=STEPS, micro_batch=MICRO)
 
 
 def config_of(case="interdomain") -> ModelConfig:
@@ -141,34 +140,12 @@ def write_start(folder: Path, case="interdomain", hybrid=False) -> None:
     write_checkpoint(folder, model.config, model.state_dict(), hybrid=hybrid)
 
 
-def plain_steps() -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step: the same model, data and optimizer in plain PyTorch."""
-    model, found = plain_model(), []
-    ours = [p for n, p in model.named_parameters() if any(s in n for s in (".ssm.", "k_norm", "v_norm"))]
-    others = [p for p in model.parameters() if all(p is not q for q in ours)]
-    groups = [{"params": others, "peak": LR}, {"params": ours, "peak": SSM_LR, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = MIN_LR + (group["peak"] - MIN_LR) * (1 + math.cos(math.pi * step / (STEPS - 1))) / 2
-        tokens = tokens_of(step)
-        loss = model(tokens[:, :-1], labels=tokens[:, 1:]) / (BATCH * T)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        found.append((loss.item(), norm.item()))
-    return found
-
-
 def run_rank(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     from megatron.core import parallel_state
 
-    from interdomain.megatron import contiguous, cpu
-
-    from . import stand_ins
+    from . import cpu, stand_ins
 
     cpu.install()
     stand_ins.install()
@@ -179,11 +156,10 @@ def run_rank(rank: int, folder: Path) -> None:
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
             train(folder, name, seen, source, until, **options)
-        if context > 1 and pipeline == 1:
-            seen["packed", tensor, context] = packed_documents(open_run(), folder)
+        if (tensor, pipeline, context) in PACKED:
+            seen["gradients"][f"packed, {tensor} x {context}"] = packed_documents(folder)
         if context == 4:
             refusal(seen, "pieces", lambda: open_run(contiguous=False))
-            refusal(seen, "length", lambda: contiguous({"tokens": tokens_of(0)[:, :-2]}))
         if (tensor, pipeline, context) == (2, 1, 1):
             for case in CASES:
                 options = WITHOUT if case.endswith("no sequence") else {}
@@ -199,41 +175,28 @@ def run_rank(rank: int, folder: Path) -> None:
 
 
 def open_run(
-    case="interdomain",
-    contiguous=True,
-    min_lr=MIN_LR,
-    warmup_steps=0,
-    bf16=False,
-    kind=None,
-    transformer_engine=False,
-    tokenizer=None,
-    **settings,
-):
-    """settings: of TransformerConfig."""
-    from megatron.core import parallel_state as p
+    case="interdomain", *, kind=None, contiguous=True, transformer_engine=False, tokenizer=None, min_lr=MIN_LR,
+    warmup_steps=0, **settings,
+):  # fmt: skip
+    """A run of a case on these groups. kind: layer_spec's condition, if not that of the case; settings: of `Run`."""
+    from megatron.core import parallel_state
 
     from interdomain.megatron import layer_spec
-    from interdomain.megatron.train import Run
+
+    from .loop import Run
 
     config = config_of(case)
-    tensor = p.get_tensor_model_parallel_world_size()
-    rates = dict(lr=LR, min_lr=min_lr, ssm_lr=SSM_LR, steps=STEPS, warmup_steps=warmup_steps, global_batch=MICRO)
-    layout = dict(
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=tensor > 1,
-        pipeline_model_parallel_size=p.get_pipeline_model_parallel_world_size(),
-        context_parallel_size=p.get_context_parallel_world_size(),
-    )
-    facts = dict(
+    spec = layer_spec(
+        kind or config.mixers[0].kind,
         max_seq_len=config.max_seq_len,
         rope_theta=config.rope_theta,
         seed=7,
         contiguous=contiguous,
         transformer_engine=transformer_engine,
     )
-    spec = layer_spec(kind or config.mixers[0].kind, **facts)
     spec.submodules.self_attention.params |= {"mixers": config.mixers, "tokenizer": tokenizer}
-    return Run(config, spec, Namespace(bf16=bf16, seed=1, micro_batch=MICRO, **rates), **layout | settings)
+    settings = {"sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1} | settings
+    return Run(config, spec, **RATES | dict(min_lr=min_lr, warmup_steps=warmup_steps), **settings)
 
 
 def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -244,34 +207,38 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def train(folder, name, seen, source, until, *, case="interdomain", **options) -> None:
-    """Losses and gradient norms of the steps into seen["losses"][name]; life signs and gradients of the first step."""
-    from interdomain.megatron.watch import mixer_statistics
+    """Losses and gradient norms of the steps into seen["losses"][name]; statistics and gradients of the first step."""
+    from interdomain.megatron.patches import mixer_statistics
 
     run = open_run(case, **options)
-    run.load(folder / "start" / case / "release" if source == "start" else folder / source / "iter_0000005")
+    if source == "start":
+        run.load_weights(folder / "start" / case / "release")
+        seen["signs"][name] = case, mixer_statistics([run.ddp])
+    else:
+        run.load(folder / source / "iter_0000005")
     found = seen["losses"][name] = {}
-    corpus = folder / "corpus" if case == "torchtitan" else None
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
-    if source == "start":
-        seen["signs"][name] = case, mixer_statistics([run.ddp])
     while run.step < max(until, 1):
+        tokens = tokens_of(run.step, folder / "corpus" if case == "torchtitan" else None)
         with mock.patch.object(InterdomainMixer, "dynamics", side_effect=InterdomainMixer.dynamics) as folds:
-            loss = run.gradients(batches_of(tokens_of(run.step, corpus)))
+            loss = run.gradients(batches_of(tokens))
         seen["folds"].setdefault(name, []).append(folds.call_count)
         if run.step == 0 and name != "bf16":
             seen["gradients"][name] = own_gradients(run)
         if not until:
             break
         step, norm = run.step, run.update()
-        found[step] = None if loss is None else loss.item(), norm
+        found[step] = loss, norm
         if run.step == 5 and name in SOURCES:
-            run.save(folder / name)
+            run.save(folder / name / "iter_0000005")
+            (folder / name / TRACKER).write_text("5")
 
 
 def own_gradients(run) -> list[tuple]:
     """(Megatron's name, where it stands in the whole tensor, the shape of that, the numbers) of what this rank has."""
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -279,21 +246,19 @@ def own_gradients(run) -> list[tuple]:
         for bucket in buffer.buckets:  # the distributed optimizer has left each rank its share
             shares = list(bucket.grad_data.chunk(group.size()))
             dist.all_gather(shares, shares[group.rank()].clone(), group=group)
+    # A state has places of the parameters: they hold their gradients meanwhile.
     weights = [p.detach().clone() for p in run.model.parameters()]
     for p in run.model.parameters():
         p.data.copy_(p.main_grad)
     state = run.model.sharded_state_dict()
     apply_factories(state)
-    parts = [x for x in _leaves(state) if isinstance(x, ShardedTensor) and x.data.is_floating_point()]
-    found = [(x.key, x.global_offset, x.global_shape, x.data.detach().clone()) for x in parts]
+    found = []
+    for x in nested_values(state):
+        if isinstance(x, ShardedTensor) and x.data.is_floating_point():
+            found.append((x.key, x.global_offset, x.global_shape, x.data.detach().clone()))
     for p, weight in zip(run.model.parameters(), weights, strict=True):
         p.data.copy_(weight)
     return found
-
-
-def _leaves(tree):
-    for x in tree.values() if isinstance(tree, dict) else tree:
-        yield from _leaves(x) if isinstance(x, dict | list) else (x,)
 
 
 def whole_gradients(config: ModelConfig, parts: list[tuple], form=None) -> dict[str, torch.Tensor]:
@@ -301,28 +266,23 @@ def whole_gradients(config: ModelConfig, parts: list[tuple], form=None) -> dict[
     whole: dict = {}
     for key, offset, shape, data in parts:
         place = whole.setdefault(key, torch.full(shape, math.nan))
-        stacked = len(shape) - data.ndim
-        sizes = (1,) * stacked + tuple(data.shape)
+        sizes = (1,) * (len(shape) - data.ndim) + tuple(data.shape)  # a layer's, of stacked ones
         place[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = data.view(sizes)
-    names = (name for name in meta_model(config).state_dict() if not name.endswith("frequencies"))
     form = form or ("stacked" if len(config.mixers) == 1 else "by layer")
-    return {name: part_of(whole, name, form) for name in names}
+    return {name: part_of(whole, name, form) for name, _ in meta_model(config).named_parameters()}
 
 
-def packed_documents(run, folder: Path) -> tuple[torch.Tensor, list[tuple]]:
-    """Losses [1, S] of this rank's tokens, where documents end at ENDS, and the gradients of their mean."""
+def packed_documents(folder: Path) -> list[tuple]:
+    """Gradients of the mean loss of a sequence in which documents end at ENDS."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from interdomain.megatron import contiguous
-
-    run.load(folder / "start" / "interdomain" / "release")
-    tokens, ends = tokens_of(0)[:1], torch.tensor(ENDS, dtype=torch.int32)
+    run = open_run()
+    run.load_weights(folder / "start" / "interdomain" / "release")
+    ends = torch.tensor(ENDS, dtype=torch.int32)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T)
-    batch = contiguous({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
-    losses = run.model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=packed).detach()
-    with mock.patch.object(run.ddp, "forward", functools.partial(run.ddp.forward, packed_seq_params=packed)):
-        run.gradients([tokens])
-    return losses, own_gradients(run)
+    run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=packed)
+    run.gradients([tokens_of(0)[:1]])
+    return own_gradients(run)
 
 
 def refusal(seen: dict, name: str, function) -> None:
@@ -333,68 +293,57 @@ def refusal(seen: dict, name: str, function) -> None:
 
 
 def others(folder: Path, seen: dict) -> None:
-    """Initial values, packed documents, refusals."""
+    """Initial values, delayed gradients, refusals."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
     from . import stand_ins
 
     run = open_run()
-    own = run.model.decoder.layers[1].self_attention
-    rank = own.tp_group.rank()
+    attention = run.model.decoder.layers[1].self_attention
     plain = Transformer(config_of())
     plain.init_weights(7)
     mixer = plain.layers["1"].attention
-    parts = [getattr(mixer, name).weight.chunk(2)[rank] for name in ("wq", "wk", "wv")]
-    seen["initial"] = (
-        torch.equal(own.in_proj.weight, torch.cat(parts))
-        and torch.equal(own.out_proj.weight, mixer.wo.weight.chunk(2, 1)[rank])
-        and torch.equal(own.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank])
-        and torch.equal(own.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank])
-    )
-    seen["packed", 2, 1] = packed_documents(run, folder)
+    rank = attention.tp_group.rank()
+    rows = [getattr(mixer, name).weight.chunk(2)[rank] for name in ("wq", "wk", "wv")]
+    seen["initial"] = [
+        torch.equal(attention.in_proj.weight, torch.cat(rows)),
+        torch.equal(attention.out_proj.weight, mixer.wo.weight.chunk(2, 1)[rank]),
+        torch.equal(attention.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank]),
+        torch.equal(attention.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank]),
+    ]
+    with_engine = open_run(**ENGINE).model.decoder.layers[1].self_attention
+    with_engine.backward_dw()
+    seen["delayed"] = [with_engine.in_proj, with_engine.out_proj] == stand_ins.DELAYED
 
-    own = open_run(**ENGINE).model.decoder.layers[1].self_attention
-    own.backward_dw()
-    seen["delayed"] = [own.in_proj, own.out_proj] == stand_ins.DELAYED
-
-    tokens = tokens_of(0)[:1]
     with torch.no_grad():
         context = StaticInferenceContext(1, T)
         run.model.eval()
-        refusal(seen, "inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
+        tokens = tokens_of(0)[:1, :-1]
+        refusal(seen, "inference", lambda: run.model(tokens, None, None, inference_context=context))
     refusal(seen, "heads", lambda: open_run("kv1"))
-    refusal(seen, "heads of the state", lambda: open_run("one head"))
-    begun = folder / "tensor and sequence" / "iter_0000005"
-    refusal(seen, "rates", lambda: open_run(min_lr=2 * MIN_LR).load(begun))
     one, other = (open_run(tokenizer=x).model.decoder.layers[0].self_attention for x in ("one", "another"))
     loaded = {RECORD: other.record.clone()}  # as from a checkpoint, at the end of a sharded load
     refusal(seen, "another tokenizer", lambda: one.load_state_dict(loaded, strict=False))
     refusal(seen, "a norm within in_proj", lambda: open_run("mamba2", kind="interdomain", **ENGINE))
-    refusal(seen, "another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
+    refusal(seen, "another mixer", lambda: run.load_weights(folder / "start" / "hermitian" / "release"))
 
 
-def compute(folder: Path, corpus: Path) -> Path:
-    """Everything above, in four processes."""
+def compute(folder: Path, corpus: Path) -> None:
+    """Everything above: forks of one process that has imported Megatron-Core."""
     for case in ("interdomain", "torchtitan", *CASES):
         write_start(folder / "start" / case, case)
     shutil.copytree(corpus, folder / "corpus")
-    start(run_rank, RANKS, folder)
-    return folder
+    parent = forks().Process(target=fork_ranks, args=(folder,))
+    parent.start()
+    parent.join()
+    assert parent.exitcode == 0
 
 
-def run_own_program(argv: list[str], log: Path) -> str:
-    """Output of interdomain.megatron.train on two ranks."""
-    store = new_store()
-    start(run_own_program_rank, 2, store.port, argv, log)
-    return log.read_text()
+def fork_ranks(folder: Path) -> None:
+    from . import loop  # noqa: F401
 
-
-def run_own_program_rank(rank: int, port: int, argv: list[str], log: Path) -> None:
-    from interdomain.megatron import train
-
-    become(rank, 2, port, log)
-    save_from_forks()
-    train.main(argv)
+    gc.freeze()  # Megatron collects garbage at every save
+    torch.multiprocessing.start_processes(run_rank, (folder,), nprocs=RANKS, start_method="fork")
 
 
 def save_from_forks() -> None:
@@ -402,18 +351,3 @@ def save_from_forks() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-
-
-def start(target, ranks: int, *args) -> None:
-    """target(rank, *args) on each rank: forks of one process that has imported Megatron-Core."""
-    parent = forks().Process(target=fork_ranks, args=(target, ranks, args))
-    parent.start()
-    parent.join()
-    assert parent.exitcode == 0
-
-
-def fork_ranks(target, ranks: int, args: tuple) -> None:
-    import interdomain.megatron.train  # noqa: F401
-
-    gc.freeze()  # Megatron collects garbage at every save
-    torch.multiprocessing.start_processes(target, args, nprocs=ranks, start_method="fork")

@@ -8,8 +8,8 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from interdomain.files.megatron_checkpoint import BACKBONE
 from interdomain.megatron import layer_spec, spec
+from interdomain.megatron.checkpoint import BACKBONE
 from interdomain.megatron.settings import SETTINGS
 from interdomain.model import build_config
 

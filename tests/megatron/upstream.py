@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from interdomain.megatron import cpu, run
+from interdomain.megatron import run
+from tests.megatron import cpu
 
 DEVICE = SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36, multi_processor_count=1)
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from interdomain.model import loss, meta_model
 from interdomain.model.loss import IGNORE_INDEX
-from interdomain.model.shard import Part, one_gloo_thread, shard_of, split_dimension
+from interdomain.model.shard import Part, shard_of, split_dimension
+from interdomain.patches import one_gloo_thread
 
 from ..ranks import forks
 from .common import OPTIONS, lively, positions_of, random_tokens, small_config, variant

@@ -66,6 +66,13 @@ def test_memory_by_category():
     assert each["gradients"] == each["parameters"]
 
 
+def test_muon_has_one_moment_of_matrices():
+    settings = {"training__local_batch_size": 4, "model__n_layers": 2}
+    adamw, muon = (parse(optimizer__name=name, **settings) for name in ("AdamW", "Muon"))
+    optimizer = [cost_model(make_plan(job, 2), job).memory()["optimizer"] for job in (adamw, muon)]
+    assert optimizer[0] - optimizer[1] == 4 * 2 * (4 * 128 * 128 + 3 * 128 * 384) // 2
+
+
 def test_memory_falls_with_what_saves_it():
     none, selective, full = (total(activation_checkpoint__mode=mode) for mode in ("none", "selective", "full"))
     assert full < selective < none

@@ -29,7 +29,7 @@ STARTS = [
     [None],
 ]
 MILESTONES = {"checkpoint__keep_steps": [2, 4]}
-SPOIL = {"spoil": {5: "loss"}}
+SPOIL = {"spoil": {5: "gradient"}}
 
 
 def watching(run):

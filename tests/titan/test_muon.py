@@ -79,13 +79,3 @@ def test_settings_that_muon_refuses():
     ):
         with pytest.raises(ValueError, match=words):
             make_plan(read_job_config(flags("corpus", "folder", **settings)), 1)
-
-
-def test_the_plan_counts_one_moment():
-    adamw, muon = (
-        make_plan(
-            read_job_config(flags("corpus", "folder", optimizer__name=name, training__local_batch_size=4)), 2
-        ).memory["optimizer"]
-        for name in ("AdamW", "Muon")
-    )
-    assert adamw - muon == 4 * 2 * (4 * 128 * 128 + 3 * 128 * 384) // 2

@@ -166,7 +166,9 @@ def test_other_mixers_and_no_matplotlib(folders, tmp_path, capsys, monkeypatch):
     run(folders["softmax"], "--text", TEXT, "--output", tmp_path / "softmax")
     assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
     assert not list((tmp_path / "softmax").glob("*.png"))
-    monkeypatch.setattr(_maps, "CORES", [core for core in _maps.CORES if core.kind != "softmax"])  # no mixer of ours
+    monkeypatch.setattr(
+        _maps, "CORES", {f: core for f, core in _maps.CORES.items() if core.kind != "softmax"}
+    )  # no mixer of ours
     run(folders["hybrid"], "--text", TEXT, "--output", tmp_path / "hybrid")
     assert "layer 1: no map for this mixer (SoftmaxMixer)" in capsys.readouterr().out
     assert list(load_file(tmp_path / "hybrid" / "maps.safetensors")) == ["layer-00", "pairing-00"]

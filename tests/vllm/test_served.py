@@ -21,7 +21,6 @@ WIDE = dict(dim=128, n_heads=4, head_dim=32)  # vLLM's softmax on a CPU has no n
 STEPS = 12
 LENGTHS = (1, 2, 5, 40, 40, 50, 7, 7, 7, 33, 64, 3)
 HYBRID = "hybrid, window"
-NEAR = 0.2  # log probabilities in bfloat16 and in float32
 
 
 def made(exported_model, case):
@@ -73,19 +72,19 @@ def pages(llm):
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_texts(case, exported_model):
-    """With prefix caching and without, and with memory that held NaN before."""
+    """With prefix caching and without, and with memory that held NaN before.
+
+    Prefix caching is on by default: the second time, the whole blocks of a long prompt, of 16 to 128 tokens, are snapshots of
+    states.
+    """
     model, folder = made(exported_model, case)
+    given = prompts()
+    text = wanted(model, given)
     for caching in (True, False):
         with engine(folder, enable_prefix_caching=caching) as llm:
             for page in pages(llm):
                 page.fill_(torch.nan)
-            assert texts(llm, prompts()) == wanted(model, prompts())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_prompt_that_was_read_before(case, exported_model):
-    """Prefix caching is on by default: the second time all whole blocks, of 16 to 128 tokens, are snapshots of states."""
-    model, folder = made(exported_model, case)
+            assert texts(llm, given) == text
     given = prompts((300,))
     text = wanted(model, given)
     with engine(folder, max_model_len=512, max_num_batched_tokens=256) as llm:
@@ -123,37 +122,35 @@ def test_preempted_requests_are_computed_again(exported_model):
         assert texts(llm, given) == wanted(model, given)
 
 
-def test_logprobs_and_sampling(exported_model):
-    model, folder = made(exported_model, "interdomain")
-    (prompt,) = prompts((20,))
+def test_sampling(exported_model):
+    """Rows of a padded vocabulary are no tokens."""
+    _, folder = made(exported_model, "interdomain")
     with engine(folder) as llm:
-        options = vllm.SamplingParams(temperature=0, max_tokens=1, logprobs=5)
-        first = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].logprobs[0]
-        draws = texts(llm, [prompt] * 8, temperature=1.0, top_p=0.9)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt]))[0, -1, :TOKENS].log_softmax(-1)
-    assert {token: x.logprob for token, x in first.items()} == pytest.approx(
-        {token: logits[token].item() for token in first}, abs=1e-4
-    )
+        draws = texts(llm, prompts((20,)) * 8, temperature=1.0, top_p=0.9)
     assert len({tuple(text) for text in draws}) > 1
-    assert all(len(text) == STEPS and max(text) < TOKENS for text in draws)  # rows of the padding are no tokens
+    assert all(len(text) == STEPS and max(text) < TOKENS for text in draws)
 
 
-@pytest.mark.parametrize("case", ["interdomain", "s4d", HYBRID, "mamba2"])
-def test_bfloat16(case, exported_model):
-    """Log probabilities are near float32's: a text differs from float32's only where two tokens are as near to each other."""
+@pytest.mark.parametrize(
+    ("case", "dtype", "near"),
+    [
+        ("interdomain", "float32", 1e-4),
+        *((case, "bfloat16", 0.2) for case in ("interdomain", "s4d", HYBRID, "mamba2")),
+    ],
+)
+def test_log_probabilities(case, dtype, near, exported_model):
+    """They are near those of the native model in float32: a text differs only where two tokens are as near to each other."""
     model, folder = made(exported_model, case)
-    with engine(folder, dtype="bfloat16") as llm:
-        options = vllm.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=5)
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
-        found = [out.outputs[0] for out in llm.generate(asked, options, use_tqdm=False)]
-    for prompt, text in zip(prompts(), found, strict=True):
+    given = prompts()
+    with engine(folder, dtype=dtype) as llm:
+        found = [answer.outputs[0] for answer in outputs(llm, given, logprobs=5)]
+    for prompt, text in zip(given, found, strict=True):
         with torch.no_grad():
             exact = model(torch.tensor([[*prompt, *text.token_ids]]))[0, len(prompt) - 1 : -1, :TOKENS].log_softmax(-1)
-        for step, (token, by_token) in enumerate(zip(text.token_ids, text.logprobs, strict=True)):
-            assert exact[step].max() - exact[step, token] < NEAR
-            for other, x in by_token.items():
-                assert x.logprob == pytest.approx(exact[step, other].item(), abs=NEAR)
+        for token, wanted_here, by_token in zip(text.token_ids, exact, text.logprobs, strict=True):
+            assert wanted_here.max() - wanted_here[token] < near
+            for other, found_here in by_token.items():
+                assert found_here.logprob == pytest.approx(wanted_here[other].item(), abs=near)
 
 
 def test_prompts_of_unequal_length_are_read_together():

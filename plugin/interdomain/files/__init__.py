@@ -2,7 +2,6 @@
 
     pretrained                 exported folders: config.json, weights, tokenizer
     distributed_checkpoint     checkpoints of our training, read without trusting them
-    megatron_checkpoint        checkpoints of Megatron-Core, read and written without Megatron
     checkpoint                 a checkpoint of either kind, opened with its tokenizer
     model_card                 README.md of an exported folder
 

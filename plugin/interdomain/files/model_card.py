@@ -172,8 +172,6 @@ def write_card(
         rows["validation accuracy of answers"] = f"{validation['accuracy']:.4f}"
     if origin := _origins(run):
         rows["started from"] = origin
-    if not run.get("settings_recorded", True):
-        rows["Megatron's settings"] = "not recorded: the run's logits may differ from this folder's"
     linears = {
         name.rpartition(".")[2]
         for name, module in meta_model(config).layers.named_modules()

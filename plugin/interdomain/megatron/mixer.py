@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from interdomain.files.megatron_checkpoint import RECORD, read_record, record_of
 from interdomain.model.config import FIXED_STATE, Execution, MixerConfig, ModelConfig, state_shape
 from interdomain.model.feature_maps import KeptInFloat32
 from interdomain.model.initialize import initial_value
@@ -29,8 +28,9 @@ from interdomain.model.layers import InputNorm, Linear, rope_of
 from interdomain.model.shard import Part
 from interdomain.model.transformer import mixer_class
 
-from .dynamics import DynamicsOnce
+from .checkpoint import RECORD, read_record, record_of
 from .settings import refuse
+from .training import DynamicsOnce
 
 # By all heads, so by all ranks; every other parameter of interdomain attention is per head.
 SHARED = ("k_norm.weight", "v_norm.weight", "o_norm.weight")
@@ -92,7 +92,7 @@ class InterdomainAttention(MegatronModule):
     Args:
         mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
         seed: of the initial values: `initial_value` of the whole tensors, of which each rank takes its part.
-        contiguous: whether context-parallel ranks have the sequences' pieces in order (`context.contiguous`).
+        contiguous: whether context-parallel ranks have the sequences' pieces in order (`training.contiguous`).
         mlp_apart: whether layer_number counts a mixer and its MLP as two, as HybridModel does.
         tokenizer: the sha256 of the corpus's, for the record in a checkpoint.
         documents: how documents begin and end in the corpus, likewise.
@@ -117,14 +117,19 @@ class InterdomainAttention(MegatronModule):
         **_: Any,  # of attention, in some versions
     ) -> None:
         super().__init__(config)
-        self.pg_collection, self.tp_group = pg_collection, pg_collection.tp
-        tp, heads, groups = self.tp_group.size(), config.num_attention_heads, config.num_query_groups
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        tp = self.tp_group.size()
+        heads, groups = config.num_attention_heads, config.num_query_groups
         whole = plain_config(config, groups, mixers, mlp_apart, rope_theta=rope_theta, max_seq_len=max_seq_len)
-        self.layer = (layer_number - 1) // (2 if mlp_apart else 1)
         _refuse(config, tp, whole, contiguous)
+        self.layer = (layer_number - 1) // (2 if mlp_apart else 1)
         self.whole = whole.layers[self.layer]  # as of a model all of whose layers are like this one
+
+        # The mixer of this rank's heads. One with a fixed state is that of all heads, and computes a part of them.
         fixed = self.whole.mixer.kind in FIXED_STATE
-        local, split = self.whole, tp  # ranks by which in_proj's rows are split that the local mixer has
+        local = self.whole
+        split = tp  # the ranks that share the rows of the local mixer's projections
         if not fixed:
             local_mixer = replace(self.whole.mixer, n_kv_heads=groups // tp if groups != heads else None)
             local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,))
@@ -133,7 +138,10 @@ class InterdomainAttention(MegatronModule):
             core: Any = mixer_class(local.mixer)(local, execution)
             if fixed and tp > 1:
                 core.heads = Part(self.tp_group.group_name, self.tp_group.rank(), tp)
-            self.parts, self.of_all_heads = {}, {}  # by projection, its rows on this rank
+
+            # Its projections are elsewhere: in in_proj, in `_of_all_heads`, and in out_proj.
+            self.parts: dict[str, int] = {}  # rows of in_proj on this rank
+            self.of_all_heads: dict[str, int] = {}  # rows of the products that every rank needs all of
             for name in ("wq", "wk", "wv", "wg"):
                 if isinstance(projection := getattr(core, name, None), Linear) and not projection.whole:
                     self.parts[name] = projection.out_features // split
@@ -142,7 +150,8 @@ class InterdomainAttention(MegatronModule):
                 if isinstance(projection := getattr(core, name, None), Linear):
                     self.of_all_heads[name] = projection.out_features
                     setattr(core, name, Computed(name, projection.weight))
-            width, core.wo = core.wo.in_features // split, nn.Identity()
+            width = core.wo.in_features // split
+            core.wo = nn.Identity()
             for name in ("k_norm", "v_norm"):
                 if getattr(core, name, None) is not None:
                     setattr(core, name, Float32Norm(local.n_kv_heads, local.head_dim, local.norm_eps))
@@ -150,6 +159,8 @@ class InterdomainAttention(MegatronModule):
         self.core = core.to_empty(device=device)
         if config.context_parallel_size > 1:
             core.shard = Part(pg_collection.cp.group_name, pg_collection.cp.rank(), pg_collection.cp.size())
+
+        # The projections.
         same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
         self.in_proj: Any = build_module(
             submodules.in_proj,
@@ -176,10 +187,12 @@ class InterdomainAttention(MegatronModule):
             tp_comm_buffer_name="proj",
             **same,
         )
+
+        # The parameters that every rank has all of: Megatron sums their gradients under sequence parallelism.
         self.shared = tuple(name for name, _ in core.named_parameters() if fixed or name in SHARED)
         for name, p in core.named_parameters():
             if name in self.shared:
-                p.sequence_parallel = config.sequence_parallel  # then Megatron sums its gradients over the ranks
+                p.sequence_parallel = config.sequence_parallel
             else:
                 set_tensor_model_parallel_attributes(p, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization:
@@ -221,7 +234,8 @@ class InterdomainAttention(MegatronModule):
         x, _ = self.in_proj(hidden_states)
         if self.of_all_heads:
             x = torch.cat([x, self._of_all_heads(hidden_states)], dim=-1)
-        order, shard = torch.arange(x.shape[0], device=x.device), self.core.shard
+        order = torch.arange(x.shape[0], device=x.device)
+        shard = self.core.shard
         if shard is not None:
             order = order + shard.rank * len(order)
         positions = None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
@@ -254,12 +268,14 @@ class InterdomainAttention(MegatronModule):
                 for name, p in self.core.named_parameters()
                 if name in self.shared
             }
-        sizes, once, dynamics = self.parts | self.of_all_heads, self.config.finalize_model_grads_func, None
-        if self.training and isinstance(once, DynamicsOnce):
-            x, dynamics = once.enter(self, x)
+        dynamics = None
+        dynamics_once = self.config.finalize_model_grads_func
+        if self.training and isinstance(dynamics_once, DynamicsOnce):
+            x, dynamics = dynamics_once.enter(self, x)
+        sizes = self.parts | self.of_all_heads
         parts = x.transpose(0, 1).split(list(sizes.values()), dim=-1)  # at once: one copy in the backward pass
-        args = dict(zip(sizes, parts, strict=True)), rope, dynamics, None, packing
-        o = torch.func.functional_call(self.core, shared, args)
+        products = dict(zip(sizes, parts, strict=True))
+        o = torch.func.functional_call(self.core, shared, (products, rope, dynamics, None, packing))
         return o.to(x.dtype).transpose(0, 1).contiguous()
 
     def backward_dw(self) -> None:
@@ -293,13 +309,13 @@ class InterdomainAttention(MegatronModule):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         record = state_dict.pop(prefix + RECORD, None)
         if record is not None:
-            same = dict(vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)  # of no matter to a layer
             loaded = read_record(record)
-            theirs = loaded.tokenizer
-            ours = read_record(self.record).tokenizer
-            if (there := replace(loaded.config, **same)) != self.whole:
-                raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
-            if theirs and ours and theirs != ours:
+            # A layer knows neither of them.
+            theirs = replace(loaded.config, vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)
+            if theirs != self.whole:
+                raise ValueError(f"the checkpoint is of another model: {theirs}; this one is {self.whole}.")
+            tokenizer = read_record(self.record).tokenizer
+            if loaded.tokenizer and tokenizer and loaded.tokenizer != tokenizer:
                 raise ValueError(
                     "the checkpoint is of another tokenizer: its tokens mean other texts. Give a corpus of that one."
                 )
@@ -350,7 +366,8 @@ def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
     @torch.no_grad()
     def build(key, t, replica_id, flattened_range):
         rows = replace(bare, key=key, data=t, dtype=t.dtype, replica_id=replica_id, flattened_range=flattened_range)
-        pieces, start = [], 0
+        pieces = []
+        start = 0
         for name, size in parts.items():
             for piece in rows.narrow(0, start, size):
                 piece.key = f"{key}.{name}"

@@ -1,6 +1,6 @@
 """The settings of Megatron that this model does not have, in one table: all that is refused, and docs/megatron.md lists it.
 
-`megatron.run` checks the command line before anything is built, and every layer its configuration when it is made, so that a
+`arguments.check` checks the command line before anything is built, and every layer its configuration when it is made, so that a
 training loop of a user's own is checked too.
 """
 
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.enums import AttnBackend
 
-from interdomain.files.megatron_checkpoint import BACKBONE
 from interdomain.model.config import ModelConfig
+
+from .checkpoint import BACKBONE
 
 
 class Setting(NamedTuple):

@@ -65,7 +65,7 @@ def layer_spec(
         layers, softmax_every: of a hybrid, as in `build_config`; every layer takes its mixer by its number. It needs n_layers,
             if these are not 12, and hetereogenous_dist_checkpoint=True in Megatron's configuration.
         seed: of the mixers' initial values, which are the plain model's.
-        contiguous: True if context-parallel ranks cut their batches by `context.contiguous`, as they must.
+        contiguous: True if context-parallel ranks cut their batches by `training.contiguous`, as they must.
         transformer_engine: as in `submodules`.
     Raises: ValueError for an unknown condition or setting, for a combination that no mixer has, or as `submodules`.
     """

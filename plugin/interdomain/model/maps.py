@@ -6,20 +6,18 @@ the interdomain mixer w_tj = Re(b_t^T Lambda^(t-j)), where b_t is the query's re
 formula is written a second time, so windows, grouped heads and every readout are what the model computes.
 """
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from interdomain.scan import interdomain_scan, linear_scan
+
 from .feature_maps import GATES
-from .mixers import fixed_state, softmax
-from .mixers import interdomain as mixer
+from .mixers.fixed_state import recurrence
+from .mixers.softmax import _attention, _in_blocks
 from .pairing import pairing
 from .transformer import Transformer
 
@@ -29,24 +27,22 @@ from .transformer import Transformer
 class Core(NamedTuple):
     """A function that mixers call, linear in one argument v.
 
-    kind: of its mixers, for the reader; empty for their class. where, name: the module that they find it in. v: the place of v
-    among the arguments. heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
+    kind: the mixers' name for the reader; None for their class. v: the place of v among the arguments. heads: the dimension of
+    heads in v and in the output; time is the other of 1 and 2.
     """
 
-    kind: str
-    where: Any
-    name: str
+    kind: str | None
     v: int = 2
     heads: int = 2
 
 
-CORES = (
-    Core("interdomain", mixer, "interdomain_scan"),
-    Core("linear readout", mixer, "linear_scan", v=0),
-    Core("softmax", softmax, "_in_blocks", heads=1),  # of a sliding window; it calls the other, with parts of v
-    Core("softmax", softmax, "_attention", heads=1),
-    Core("", fixed_state, "recurrence"),
-)
+CORES: dict[Any, Core] = {
+    interdomain_scan: Core("interdomain"),
+    linear_scan: Core("linear readout", v=0),
+    _attention: Core("softmax", heads=1),
+    _in_blocks: Core("softmax", heads=1),
+    recurrence: Core(None),
+}
 
 
 class Call(NamedTuple):
@@ -98,15 +94,14 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
     layers = {}
     for i in wanted:
         attention: Any = model.layers[str(i)].attention
-        with _recorded() as calls:
-            attention(*inputs[attention])
-        kind = calls[0].core.kind if calls else ""
-        layer = layers[i] = Layer(kind or type(attention).__name__, attention)
+        call = _core_call(attention, inputs[attention])
+        layer = layers[i] = Layer(type(attention).__name__, attention)
         if wo := getattr(attention, "wo", None):
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
-        if calls:
-            layer.weights, layer.error = _weights(calls[0], attention, inputs)  # the outermost
-        if kind == "interdomain":
+        if call is not None:
+            layer.kind = call.core.kind or layer.kind
+            layer.weights, layer.error = _weights(call, attention, inputs)
+        if layer.kind == "interdomain":
             layer.pairing = pairing(attention)
     return layers
 
@@ -126,19 +121,21 @@ def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tens
     return weights, ((weights @ v - o).abs().max() / o.abs().max()).item()
 
 
-@contextlib.contextmanager
-def _recorded() -> Iterator[list[Call]]:
+def _core_call(attention: Any, inputs: tuple) -> Call | None:
+    """The call of the mixer's core in a forward pass; None for a mixer that calls none of `CORES`."""
     calls: list[Call] = []
 
-    def record(core: Core, function: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(Call(core, function, args, kwargs))
+    def call_core(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function in CORES:
+            calls.append(Call(CORES[function], function, args, kwargs))
         return function(*args, **kwargs)
 
-    with contextlib.ExitStack() as stack:
-        for core in CORES:
-            recorder = functools.partial(record, core, getattr(core.where, core.name))
-            stack.enter_context(mock.patch.object(core.where, core.name, recorder))
-        yield calls
+    attention.call_core = call_core
+    try:
+        attention(*inputs)
+    finally:
+        del attention.call_core
+    return calls[0] if calls else None
 
 
 def share(weights: Tensor) -> Tensor:

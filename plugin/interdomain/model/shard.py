@@ -5,7 +5,6 @@ PyTorch's functional collectives with a gradient, so torch.compile and CommDebug
 all that is computed before `receive`; in the backward pass the other way round.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -144,27 +143,3 @@ def _scattered(x: Tensor, dim: int, part: Part) -> Tensor:
     """The sum over the ranks, of which each gets its piece along a dimension."""
     x = x if dim == 0 else torch.cat(x.chunk(part.size, dim))
     return c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group))
-
-
-def one_gloo_thread() -> None:
-    """Give each group over gloo that is made from now on one worker thread, unless it is made with options.
-
-    PyTorch gives it two, which both write the name of the last work to one string, without a lock (`pgStatus_` in 2.13.0). The
-    longest name, that of an all-gather, lies on the heap: a thread may write to it after the other has freed it. Three of about
-    eighty short starts of four ranks, on two busy cores, died in malloc.
-    """
-    import torch.distributed as dist
-
-    Gloo: Any = dist.ProcessGroupGloo
-    standard = Gloo.__init__
-
-    def init(self: Any, *place: Any, timeout: Any = None, **others: Any) -> None:
-        if timeout is not None:
-            others["options"] = options = Gloo._Options()
-            options._threads, options._timeout = 1, timeout
-            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-            devices = [Gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else []
-            options._devices = devices or [Gloo.create_default_device()]
-        standard(self, *place, **others)
-
-    Gloo.__init__ = init

@@ -24,7 +24,7 @@ from .host import (
     titan_tokenizer,
     titan_validate,
 )
-from .plan.device import use_cpu_if_alone
+from .host.patches import use_cpu_if_alone
 from .settings.job_config import (
     PATHS,
     drop_unread_n_basis,

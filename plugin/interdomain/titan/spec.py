@@ -37,7 +37,6 @@ from .host import (
     BaseModelArgs,
     MetricsProcessor,
     TrainSpec,
-    Validator,
     build_cross_entropy_loss,
     build_hf_tokenizer,
     build_text_dataloader,
@@ -46,7 +45,8 @@ from .host import (
     pipeline_llm,
     register_train_spec,
 )
-from .plan.device import device_here, refuse_for_device, use_cpu_if_alone
+from .host.patches import use_cpu_if_alone, validator_of_windows
+from .plan.device import device_here, refuse_for_device
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import plan_of_local_batches, refuse_for_micro_batches, refuse_for_pipelined_validation
 from .settings.job_config import (
@@ -319,9 +319,7 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
             "validation off."
         )
     job_config.validation.steps = len(windows.batches)
-    validator = Validator.__new__(Validator)  # its __init__ would open a data set of its own
-    vars(validator).update(parts, validation_dataloader=windows)
-    return validator
+    return validator_of_windows(parts, windows)
 
 
 class VariantMetrics(VariantCurves, MetricsProcessor):

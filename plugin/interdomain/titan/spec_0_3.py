@@ -26,7 +26,7 @@ from .host import (
     pipeline_llm,
     titan_tokenizer,
 )
-from .plan.device import use_cpu_if_alone
+from .host.patches import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import plan_of_local_batches
 from .settings.job_config import (

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from interdomain.launcher import ENDED, tell_launcher
 from interdomain.model import Transformer, meta_model
-from interdomain.model.shard import one_gloo_thread
+from interdomain.patches import one_gloo_thread
 
 from .data.dataloader import Batch, open_data
 from .data.folders import data_record, text_fingerprint
@@ -33,11 +33,11 @@ from .host import (
     logger,
     set_determinism,
     set_pg_timeouts,
-    take_meshes,
     translate,
 )
+from .host.patches import take_meshes, use_cpu_if_alone
 from .parallelize import parallelize, set_initial_values
-from .plan.device import local_device, use_cpu_if_alone
+from .plan.device import local_device
 from .plan.run_plan import RunPlan, make_plan
 from .plan.schedule import refuse_jump
 from .resume.checkpoint import SelfDescribingCheckpoints, describe_run

@@ -20,7 +20,8 @@ from interdomain.model.initialize import initialize
 from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
 from .errors import user_errors
-from .host import StateDictAdapter, show_meshes
+from .host import StateDictAdapter
+from .host.patches import show_meshes
 from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan

@@ -23,9 +23,14 @@ class ServedConfig(InterdomainConfig):
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
-        states = [kind == "linear_attention" for kind in self.layer_types]
-        all_, hybrid, softmax = ARCHITECTURES
-        self.architectures = [all_ if all(states) else hybrid if any(states) else softmax]
+        states_only, hybrid, softmax_only = ARCHITECTURES
+        kinds = set(self.layer_types)
+        if kinds == {"linear_attention"}:
+            self.architectures = [states_only]
+        elif "linear_attention" in kinds:
+            self.architectures = [hybrid]
+        else:
+            self.architectures = [softmax_only]
 
 
 def model_config(config: PretrainedConfig) -> ModelConfig:
@@ -48,25 +53,28 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 
 def refuse(vllm_config: Any, config: ModelConfig) -> None:
     """Raises: ValueError for settings of vLLM that these models would ignore, and for ranks that do not divide the heads."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    has_keys = any(layer.mixer.kind == "softmax" for layer in config.layers)
-    wrong = {
-        f"quantization = {vllm_config.model_config.quantization}": vllm_config.quant_config is not None,
-        f"kv_cache_dtype = {cache.cache_dtype}": cache.cache_dtype != "auto" and not has_keys,
-        # States are float32, and the convolutions' inputs have the model's type.
-        f"mamba_cache_dtype = {cache.mamba_cache_dtype}": cache.mamba_cache_dtype != "auto",
-        f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}": cache.mamba_ssm_cache_dtype
-        not in ("auto", "float32"),
-        "speculative decoding": vllm_config.speculative_config is not None,
-    }
-    if settings := [setting for setting, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(f"this model has no {', '.join(settings)} under vLLM. Leave that out.")
-    ranks, fixed = parallel.tensor_parallel_size, [x for x in config.layers if x.mixer.kind in FIXED_STATE]
-    heads = {
-        config.n_heads,
-        *(x.n_kv_heads for x in config.layers),
-        *(state_shape(x.mixer, x.dim).heads for x in fixed),
-    }
+    cache = vllm_config.cache_config
+    wrong = []
+    if vllm_config.quant_config is not None:
+        wrong.append(f"quantization = {vllm_config.model_config.quantization}")
+    if cache.cache_dtype != "auto" and all(layer.mixer.kind != "softmax" for layer in config.layers):
+        wrong.append(f"kv_cache_dtype = {cache.cache_dtype}")
+    # States are float32, and the convolutions' inputs have the model's type.
+    if cache.mamba_cache_dtype != "auto":
+        wrong.append(f"mamba_cache_dtype = {cache.mamba_cache_dtype}")
+    if cache.mamba_ssm_cache_dtype not in ("auto", "float32"):
+        wrong.append(f"mamba_ssm_cache_dtype = {cache.mamba_ssm_cache_dtype}")
+    if vllm_config.speculative_config is not None:
+        wrong.append("speculative decoding")
+    if wrong:
+        raise ValueError(f"this model has no {', '.join(wrong)} under vLLM. Leave that out.")
+
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    heads = {config.n_heads}
+    for layer in config.layers:
+        heads.add(layer.n_kv_heads)
+        if layer.mixer.kind in FIXED_STATE:
+            heads.add(state_shape(layer.mixer, layer.dim).heads)
     if any(n % ranks for n in heads) or config.ffn_hidden % ranks:
         raise ValueError(
             f"tensor_parallel_size = {ranks} must divide the heads, {sorted(heads)}, and the feed-forward's width, "

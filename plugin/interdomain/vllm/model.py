@@ -47,8 +47,10 @@ class Recurrent(MambaBase):
     def prepare(self, dynamics: Any) -> None:
         """Make what steps read of the parameters: once, for the weights that are loaded. For a part of the heads, where there
         is no step function, a step is a piece of one token."""
-        weight, self.dynamics, self.prepared = self.mixer.wo.weight, dynamics, None
+        self.dynamics = dynamics
+        self.prepared = None
         if self.mixer.heads is None:
+            weight = self.mixer.wo.weight
             self.prepared = self.mixer.init_state(1, 0, weight.dtype, weight.device, dynamics).prepared
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -61,12 +63,18 @@ class Recurrent(MambaBase):
             past = conv[pages] if self.has_conv else conv.new_empty(len(pages), 0, 0)
             state = MixerState(past, ssm[pages], self.prepared)
             if fresh is not None:
-                state.conv[fresh], state.ssm[fresh] = 0, 0
-            of_tokens = None if rope is None else (rope[0][tokens], rope[1][tokens])
-            inputs, documents = x[tokens], None
+                state.conv[fresh] = 0
+                state.ssm[fresh] = 0
+            rope_of_tokens = None
+            if rope is not None:
+                cos, sin = rope
+                rope_of_tokens = cos[tokens], sin[tokens]
+            inputs = x[tokens]
+            documents = None
             if padding is not None:  # a document of its own, of zeros: no state and no convolution goes on from it
-                inputs, documents = inputs.masked_fill(padding[..., None], 0), (~padding).int()
-            y = self.mixer(inputs, of_tokens, self.dynamics, state, documents)
+                inputs = inputs.masked_fill(padding[..., None], 0)
+                documents = (~padding).int()
+            y = self.mixer(inputs, rope_of_tokens, self.dynamics, state, documents)
             if padding is None:
                 out[tokens] = y
             else:
@@ -84,10 +92,15 @@ class Softmax(nn.Module):
         super().__init__()
         self.mixer: Any
         self.__dict__["mixer"] = mixer  # whose parameters are the Transformer's
-        width, ranks = config.head_dim, vllm_config.parallel_config.tensor_parallel_size
-        shared = dict(num_kv_heads=config.n_kv_heads // ranks, cache_config=vllm_config.cache_config, prefix=name)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
         self.attention = Attention(
-            config.n_heads // ranks, width, width**-0.5, per_layer_sliding_window=mixer.window, **shared
+            config.n_heads // ranks,
+            config.head_dim,
+            config.head_dim**-0.5,
+            num_kv_heads=config.n_kv_heads // ranks,
+            cache_config=vllm_config.cache_config,
+            per_layer_sliding_window=mixer.window,
+            prefix=name,
         )
 
     def prepare(self, dynamics: Any) -> None:
@@ -95,10 +108,9 @@ class Softmax(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         cos, sin = (table[None] for table in rope)
-        q, k = (
-            input_features(project(x)[None], self.mixer.head_dim, rope=(cos, sin))[0].flatten(1)
-            for project in (self.mixer.wq, self.mixer.wk)
-        )
+        width = self.mixer.head_dim
+        q = input_features(self.mixer.wq(x)[None], width, rope=(cos, sin))[0].flatten(1)
+        k = input_features(self.mixer.wk(x)[None], width, rope=(cos, sin))[0].flatten(1)
         return self.mixer.wo(self.attention(q, k, self.mixer.wv(x)))
 
 
@@ -110,7 +122,9 @@ class Served(nn.Module):
         settings = vllm_config.model_config
         self.own, self.dtype = model_config(settings.hf_config), settings.dtype
         refuse(vllm_config, self.own)
-        self.model, self.ready, group = Transformer(self.own), False, get_tp_group()
+        self.model = Transformer(self.own)
+        self.ready = False  # whether mixers have been prepared for the weights
+        group = get_tp_group()
         self.part = Part(group.device_group.group_name, group.rank_in_group, group.world_size)
         if self.part.size > 1:  # the heads and the feed-forward's width are divided, embedding and head are not
             self.model.set_parts(heads=self.part)
@@ -121,14 +135,11 @@ class Served(nn.Module):
         generation: Any = settings.try_get_generation_config()
         suppressed = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
         self.no_tokens = [token for token in suppressed if token < self.own.vocab_size]
+        self.blocks: list[Any] = list(self.model.layers.values())
         self.mixers: list[Any] = []
         for i, (block, layer) in enumerate(zip(self.blocks, self.own.layers, strict=True)):
             kind = Softmax if layer.mixer.kind == "softmax" else Recurrent
             self.mixers.append(kind(block.attention, layer, vllm_config, f"layers.{i}.attention"))
-
-    @property
-    def blocks(self) -> list[Any]:
-        return [*self.model.layers.values()]
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple:

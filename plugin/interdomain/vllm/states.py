@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,11 +37,10 @@ class Metadata(BaseMambaAttentionMetadata):
             pages = self.state_indices_tensor_d[:n, 0].long()
             batches.append(Batch(torch.arange(n, device=pages.device)[:, None], pages.clamp_min(NULL_PAGE), None))
         if self.num_prefills:
-            start, of_prefills, seen = self.query_start_loc_p, self.state_indices_tensor_p, self.has_initial_states_p
-            assert start is not None
-            assert of_prefills is not None
-            assert seen is not None
-            lengths, fresh = start.diff(), ~seen.bool()
+            start: Any = self.query_start_loc_p
+            pages_of_prefills: Any = self.state_indices_tensor_p
+            continued: Any = self.has_initial_states_p
+            lengths, fresh = start.diff(), ~continued.bool()
             rounded = lengths.log2().ceil().exp2().long()
             groups = torch.where(fresh, -rounded, lengths)
             for group in groups.unique().tolist():
@@ -50,7 +49,7 @@ class Metadata(BaseMambaAttentionMetadata):
                 order = torch.arange(int(own.max()), device=rows.device) - (own.max() - own)
                 tokens = n + start[rows].long()[:, None] + order.clamp_min(0)
                 padding = order < 0 if (own != own.max()).any() else None
-                batches.append(Batch(tokens, of_prefills[rows].long(), fresh[rows], padding))
+                batches.append(Batch(tokens, pages_of_prefills[rows].long(), fresh[rows], padding))
         return batches
 
 

@@ -4,6 +4,7 @@ A `config` is that of a model all of whose layers are alike, so `config.mixer` i
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ class Mixer(nn.Module):
         """Tensors that are constant over the sequence, of mixers with the same settings: computed once per forward. By default
         there are none."""
         return [()] * len(mixers)
+
+    def call_core(self, core: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Calls the function of the queries, keys and values, which is linear in the values.
+
+        The inspector (`model/maps.py`) gives a mixer another method of this name for one forward pass, to see the call.
+        """
+        return core(*args, **options)
 
     @staticmethod
     def packing(

@@ -275,7 +275,9 @@ class GLAMixer(LocalParameters, FixedStateMixer):
     def _core(self, x, q, k, v, dynamics, **options):
         gate = widened(self.gate_up(self.gate_down(x))) + self.local("gate_bias")
         decay = F.logsigmoid(shard_of(gate, self.heads, -1)) / LOW_RANK
-        return recurrence(q * q.shape[-1] ** -0.5, k, v, decay.unflatten(-1, (-1, k.shape[-1])), **options)
+        return self.call_core(
+            recurrence, q * q.shape[-1] ** -0.5, k, v, decay.unflatten(-1, (-1, k.shape[-1])), **options
+        )
 
 
 class DeltaNetMixer(FixedStateMixer):
@@ -288,7 +290,7 @@ class DeltaNetMixer(FixedStateMixer):
         assert self.wb is not None
         q, k = (l2_normed(widened(y)).to(v.dtype) for y in (q, k))
         beta = torch.sigmoid(widened(shard_of(self.wb(x), self.heads, -1)))
-        return recurrence(q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
+        return self.call_core(recurrence, q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
 
     def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor | None:
         return None
@@ -325,7 +327,7 @@ class Mamba2Mixer(FixedStateMixer):
     def _core(self, x, q, k, v, dynamics, **options):
         A_log, dt_bias, D = dynamics
         dt = F.softplus(widened(shard_of(self.wa(x), self.heads, -1)) + dt_bias)
-        o, S = recurrence(q, k, (v * dt[..., None]).to(v.dtype), -A_log.exp() * dt, **options)
+        o, S = self.call_core(recurrence, q, k, (v * dt[..., None]).to(v.dtype), -A_log.exp() * dt, **options)
         return (o + D[:, None] * v).to(v.dtype), S
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:

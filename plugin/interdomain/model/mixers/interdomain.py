@@ -173,9 +173,10 @@ class InterdomainMixer(Mixer):
             group=group,
         )
         if not self.config.query_readout:
-            return linear_scan(features["z"], *dynamics, **options)
+            return self.call_core(linear_scan, features["z"], *dynamics, **options)
         q, k, v = (features[name] for name in "qkv")
-        o, final = interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
+        options |= {"recompute": self.execution.recompute}
+        o, final = self.call_core(interdomain_scan, q, k, v, *dynamics, **options)
         return divided(o, v) if self.config.normalize else o, final
 
     @staticmethod

@@ -103,9 +103,9 @@ class SoftmaxMixer(Mixer):
             k, v = _up_to_here(k, v, self.shard, self.window)
         k, v = k.to(q.dtype), v.to(q.dtype)
         if blocks is None or self.window is None:
-            o = _attention(q, k, v, mask)
+            o = self.call_core(_attention, q, k, v, mask)
         else:
-            o = _in_blocks(q, k, v, mask, blocks, self.window)
+            o = self.call_core(_in_blocks, q, k, v, mask, blocks, self.window)
         return self.wo(o.transpose(1, 2).flatten(2))
 
     def init_state(

@@ -2,26 +2,14 @@
 
 # ruff: noqa: F403 (one module has every name)
 
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-torch_compile = torch.compile
+from .patches import compile_at_first_call
 
-
-def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile at the first call. TorchTitan compiles attention of its own at import, which costs a second."""
-    compiled = functools.cache(lambda: torch_compile(function, **options))
-    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
-
-
-torch.compile = compile_later
-try:
+with compile_at_first_call():
     import torchtitan
-finally:
-    torch.compile = torch_compile
 
 VERSION = torchtitan.__version__
 

@@ -37,18 +37,6 @@ TORCHTITAN_SETTINGS = JobConfig().to_dict()  # by section
 DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiling)  # modules that hold the device by name
 
 
-def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
-    """Give TorchTitan meshes in place of those that it would build at the first question. axes: of one dimension, by name."""
-    vars(dims).update(_meshes=axes, _world_mesh=axes["shards"])  # of the world's mesh only the device is read
-
-
-def show_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
-    """Let TorchTitan set the time limits of these groups with those of its own. axes: meshes of one dimension, by name."""
-    # The first question builds TorchTitan's own.
-    dims.get_all_one_dimensional_meshes()
-    dims._meshes.update(axes)
-
-
 def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     """What tokenizer_config.json says of TorchTitan's tokenizer; nothing if there is no such file."""
     return tokenizer.config or {}

@@ -89,19 +89,6 @@ def apply_compile(model: nn.Module, settings: Any) -> None:
     titan_compile.apply_compile(model, compile_config=compiled, parallel_dims=no_tensor_axis)
 
 
-def take_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
-    """Give TorchTitan meshes in place of those that it would build at the first question. axes: of one dimension, by name."""
-    # Only the device is read of the world's mesh.
-    vars(dims).update(_single_axis_meshes=axes, _world_mesh=axes["shards"])
-
-
-def show_meshes(dims: ParallelDims, axes: dict[str, Any]) -> None:
-    """Let TorchTitan set the time limits of these groups with those of its own. axes: meshes of one dimension, by name."""
-    # The first question builds TorchTitan's own.
-    dims.get_all_one_dimensional_meshes()
-    dims._single_axis_meshes.update(axes)
-
-
 def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     """What tokenizer_config.json says of TorchTitan's tokenizer; nothing if there is no such file."""
     return tokenizer._hf_config or {}

@@ -1,7 +1,7 @@
 """Estimates for the dry run: memory by category, bytes received by axis, and how long a pipeline's ranks wait.
 
 Nothing in training reads them. docs/parallelism.md says how far they were right. Left out: the keys and values of other shards,
-masks of packed documents, Muon (its state and messages are taken for AdamW's), validation, and checkpoints.
+masks of packed documents, Muon's messages, validation, and checkpoints.
 """
 
 import functools
@@ -13,6 +13,7 @@ from interdomain.model.loss import piece_tokens
 from interdomain.model.shard import split_dimension
 from interdomain.model.transformer import mixer_class
 
+from .parameter_groups import group_of
 from .run_plan import RunPlan
 
 
@@ -22,7 +23,7 @@ class Share:
 
     Attributes:
         blocks: without their dynamics. head: with the last norm.
-        dynamics: whole on every rank.
+        dynamics: whole on every rank. matrices: of `blocks`, those that Muon updates.
     """
 
     layers: list[ModelConfig] = field(default_factory=list)
@@ -30,6 +31,7 @@ class Share:
     embedding: int = 0
     head: int = 0
     dynamics: int = 0
+    matrices: int = 0
 
     @property
     def sharded(self) -> int:
@@ -56,6 +58,8 @@ def share_of(config: ModelConfig, modules: tuple[str, ...], tensor: int = 1) -> 
                 share.embedding += size
             else:
                 share.head += size
+            if group_of(name, p, "Muon") == "matrices":
+                share.matrices += size
     return share
 
 
@@ -66,7 +70,7 @@ class CostModel:
     Attributes:
         checkpointing: none, selective or full. compiled: whether blocks are compiled.
         stays_gathered: whether a block's weights stay gathered after its forward pass.
-        reduced: bytes of a number in the sums of gradients.
+        reduced: bytes of a number in the sums of gradients. muon: whether matrices have one moment.
     """
 
     plan: RunPlan
@@ -74,6 +78,7 @@ class CostModel:
     compiled: bool = False
     stays_gathered: bool = False
     reduced: int = 4
+    muon: bool = False
 
     @property
     def stored(self) -> int:
@@ -165,7 +170,7 @@ class CostModel:
         return {
             "parameters": own,
             "gradients": gradients,
-            "optimizer": 2 * own,
+            "optimizer": 2 * own - 4 * self.muon * share.matrices // shards,
             "gathered": gathered,
             "activations": activations,
             "loss": loss,

@@ -72,6 +72,7 @@ def cost_model(plan: RunPlan, job_config: JobConfig) -> CostModel:
         compiled=job_config.compile.enable and "model" in job_config.compile.components,
         stays_gathered=reshard == "never" or (reshard == "default" and plan.topology.pipeline > 1),
         reduced=2 if job_config.training.mixed_precision_reduce == "bf16" else 4,
+        muon=job_config.optimizer.name == "Muon",
     )
 
 

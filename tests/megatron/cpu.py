@@ -1,0 +1,69 @@
+"""Megatron-Core without CUDA, over gloo. Call `install` before process groups are made.
+
+Megatron asks for CUDA where it seeds, allocates buffers and steps the optimizer; `install` replaces functions of torch.cuda and
+of Megatron in this process. Softmax attention of Megatron's own does not run here; this project's does.
+"""
+
+import functools
+
+import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import random
+from torch import Tensor
+
+from interdomain.patches import one_gloo_thread
+
+FACTORIES = ["arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like"]
+
+
+def on_cpu(factory, *args, device=None, **options):
+    return factory(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
+
+
+def type_as_of_cuda(x, *args, tensor_type=Tensor.type, **options):
+    """Tensor.type, whose text Megatron compares with those of CUDA."""
+    given = tensor_type(x, *args, **options)
+    return given.replace("torch.", "torch.cuda.", 1) if isinstance(given, str) else given
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW that keeps its step with the group, as Apex's and Transformer Engine's do: without either of these, Megatron cannot
+    load the state of its distributed optimizer."""
+
+    def __init__(self, params, adam_w_mode, **defaults):
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            t = group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            lr = group["lr"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                root = (state["exp_avg_sq"].sqrt() / (1 - beta2**t) ** 0.5).add_(group["eps"])
+                p.mul_(1 - lr * group["weight_decay"]).addcdiv_(state["exp_avg"], root, value=-lr / (1 - beta1**t))
+
+
+def install():
+    one_gloo_thread()
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
+    cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = torch.default_generator.manual_seed  # torch.manual_seed keeps a traceback of each call
+    cuda.synchronize = lambda *args, **kwargs: None
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    for name in FACTORIES:
+        setattr(torch, name, functools.partial(on_cpu, getattr(torch, name)))
+    Tensor.cuda = lambda x, *_, **__: x
+    Tensor.pin_memory = lambda x, *_, **__: x
+    Tensor.type = type_as_of_cuda
