@@ -8,8 +8,10 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from interdomain.folders import expand_path
+from interdomain.removed import removal_of
 
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
@@ -24,37 +26,50 @@ EXTRAS = {
 }
 
 
-class Help(argparse.HelpFormatter):
-    """Keeps paragraphs and the lines of examples, and adds its default to the text of an option."""
-
-    def _fill_text(self, text, width, indent):
-        paragraphs = text.split("\n\n")
-        return "\n\n".join(p if "\n  " in p else "\n".join(self._split_lines(p, width)) for p in paragraphs)
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a docstring, and adds its default to the text of an option."""
 
     def _split_lines(self, text, width):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _get_help_string(self, action):
-        text, default = action.help or "", action.default
-        if default is not None and default not in ([], argparse.SUPPRESS) and not isinstance(default, bool):
-            text += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
+        text = action.help or ""
+        default = action.default
+        if isinstance(default, list):
+            default = " ".join(map(str, default))
+        if default not in (None, "", argparse.SUPPRESS) and not isinstance(default, bool):
+            text += f" (default: {default})"
         return text.replace("%", "%%")
 
 
-def argument_parser(doc: str | None, usage: str = "") -> argparse.ArgumentParser:
-    """A tool's parser. doc: its module's docstring; usage: what the command needs, before [OPTIONS].
+class Parser(argparse.ArgumentParser):
+    def parse_args(self, args=None, namespace=None) -> Any:
+        """Raises: ValueError for an option that an earlier version had."""
+        words = sys.argv[1:] if args is None else args
+        command = self.prog.removeprefix("interdomain ")
+        for word in words:
+            if removal := removal_of(f"{command} {word.partition('=')[0]}"):
+                raise ValueError(removal)
+        return super().parse_args(words, namespace)
 
-    The docstring has a line to paste, then paragraphs above the options, more lines to paste (indented), and paragraphs below.
+
+def argument_parser(doc: str | None, usage: str = "") -> Parser:
+    """A tool's parser.
+
+    Args:
+        doc: Its module's docstring: a line to paste, paragraphs above the options, more lines to paste (indented), and
+            paragraphs below the options.
+        usage: What the command needs, before [OPTIONS].
     """
     assert doc is not None
-    line, *paragraphs = doc.strip().split("\n\n")
-    n = next(i for i, paragraph in enumerate(paragraphs) if paragraph.startswith("    "))
+    line, _, text = doc.strip().partition("\n\n")
+    above, _, below = text.partition("\n\n    ")
     name = " ".join(line.split()[:2])  # interdomain COMMAND
-    return argparse.ArgumentParser(
+    return Parser(
         name,
         usage=" ".join([name, *usage.split(), "[OPTIONS]"]),
-        description="\n\n".join(paragraphs[:n]),
-        epilog="\n\n".join([f"examples:\n    {line}\n{paragraphs[n]}", *paragraphs[n + 1 :]]),
+        description=above,
+        epilog=f"examples:\n    {line}\n    {below}",
         formatter_class=Help,
         allow_abbrev=False,  # an option of an older version must not pass for the beginning of another
     )
@@ -77,20 +92,29 @@ def path_or_name(text: str) -> str:
 
 
 def add_device(parser, text: str = DEVICE) -> None:
-    parser.add_argument("--device", default="auto", metavar="NAME", help=text)
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help=text,
+    )
 
 
 def add_dtype(parser, dtypes) -> None:
     """--dtype of a tool that reads a standalone folder."""
-    text = "data type of the weights; the recurrence's parameters stay float32 (default: as stored)"
-    parser.add_argument("--dtype", choices=dtypes, help=text)
+    parser.add_argument(
+        "--dtype",
+        choices=dtypes,
+        help="data type of the weights; the recurrence's parameters stay float32 (default: as stored)",
+    )
 
 
 def require_at_least(args: argparse.Namespace, **least: int) -> None:
     """Raises: ValueError for a number, or one of a list, below the least that its option allows."""
     for name, low in least.items():
         option = getattr(args, name)
-        for value in option if isinstance(option, list) else [option]:
+        values = option if isinstance(option, list) else [option]
+        for value in values:
             if isinstance(value, int) and value < low:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {low}: got {value}.")
 
@@ -99,15 +123,15 @@ def choose_device(name: str):
     """The torch.device that --device names, made the current one. Raises: ValueError for one that is not there."""
     import torch
 
-    choices = ["cpu"]
+    gpus = []
     if torch.cuda.is_available():
-        choices = ["cuda", "cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if name == "auto":
-        name = choices[0]
-    if name not in choices:
+        name = "cuda" if gpus else "cpu"
+    if name != "cpu" and name not in gpus and not (name == "cuda" and gpus):
         raise ValueError(
-            f"--device {name} cannot be used here: PyTorch sees {', '.join(choices[2:]) or 'no GPU(s)'}. Choose cpu, one of "
-            "these, or auto. If this machine has a GPU, install a CUDA build of PyTorch that fits the driver."
+            f"--device {name} cannot be used here: PyTorch sees {', '.join(gpus) or 'no GPU(s)'}. Choose cpu, one of these, "
+            "or auto. If this machine has a GPU, install a CUDA build of PyTorch that fits the driver."
         )
     device = torch.device(name)
     if device.index is not None:
@@ -151,7 +175,7 @@ def visible(text: str) -> str:
 
 
 def user_errors(main):
-    """Decorate a tool's `main`: ValueError, OSError and a package that an extra has say what was wrong, with exit status 2.
+    """Decorates a tool's `main`: ValueError, OSError and a package that an extra has say what was wrong, with exit status 2.
 
     Anything else is ours and keeps its traceback.
     """
@@ -165,18 +189,24 @@ def user_errors(main):
             return 128 + signal.SIGPIPE
         except ModuleNotFoundError as e:
             module = str(e.name).partition(".")[0]
-            extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
-            if extra is None:
-                raise
-            missing = f"error: this needs {module}, which is not installed. The extra `{extra}` has it"
-            print(f"{missing}: {install_command(extra)}", file=sys.stderr)
-            return 2
-        except (ValueError, OSError) as e:
-            message = str(e)
-            if isinstance(e, OSError) and e.strerror:  # Python's own
-                check = ". Check this path, its permissions and the space on its disk"
-                message = f"{e.strerror}." if e.filename is None else f"{e.filename}: {e.strerror}{check}."
-            print(f"error: {visible(message)}", file=sys.stderr)
-            return 2
+            for extra, modules in EXTRAS.items():
+                if module in modules:
+                    message = f"this needs {module}, which is not installed. The extra `{extra}` has it"
+                    return report(f"{message}: {install_command(extra)}")
+            raise
+        except OSError as e:
+            if not e.strerror:  # one of ours
+                return report(str(e))
+            if e.filename is None:
+                return report(f"{e.strerror}.")
+            return report(f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk.")
+        except ValueError as e:
+            return report(str(e))
 
     return guarded
+
+
+def report(error: str) -> int:
+    """Prints an error. Returns: its exit status."""
+    print(f"error: {visible(error)}", file=sys.stderr)
+    return 2

@@ -2,16 +2,10 @@
 
 import json
 import logging
-import struct
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from interdomain.files.event_files import EVENTS
 from interdomain.files.run_folder import events_of
-
-HEADER_BYTES = 12  # of a record in an event file: its length (8), and a checksum of the length (4)
-CHECKSUM_BYTES = 4  # behind a record's data
 
 Curves = dict[str, dict[int, float]]  # {tag: {step: value}}
 
@@ -29,52 +23,9 @@ def events_folder(run: Path) -> Path:
 def read_events(folder: Path):
     """TensorBoard's accumulator over all files of `folder`, nothing sampled away, steps that were run again once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-
-    class Events(EventAccumulator):
-        def Reload(self):
-            """Read all files. TensorBoard's own passes over the rest of a file that is damaged at one place, in silence."""
-            for file in sorted(folder.glob(EVENTS)):
-                for record in read_records(file):
-                    self._ProcessEvent(Event.FromString(record))
-            return self
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every restart
-    return Events(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}).Reload()
-
-
-def read_records(file: Path) -> Iterator[bytes]:
-    """The data of an event file's records.
-
-    A damaged record is left out, with a note on stderr. A record that is cut off at the end of the file is what a run leaves
-    that is killed while it writes.
-    """
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    contents = file.read_bytes()
-    first_damaged = None
-    place = 0
-    while place + HEADER_BYTES <= len(contents):
-        length, checksum = struct.unpack_from("<QI", contents, place)
-        if masked_crc32c(contents[place : place + 8]) != checksum:
-            # Where the next record begins is not known: it is searched byte by byte.
-            first_damaged = place if first_damaged is None else first_damaged
-            place += 1
-            continue
-        begin = place + HEADER_BYTES
-        end = begin + length
-        if end + CHECKSUM_BYTES > len(contents):
-            break
-        data = contents[begin:end]
-        (checksum,) = struct.unpack_from("<I", contents, end)
-        if masked_crc32c(data) == checksum:
-            yield data
-        else:
-            first_damaged = place if first_damaged is None else first_damaged
-        place = end + CHECKSUM_BYTES
-    if first_damaged is not None:
-        note = f"note: {file} is damaged at byte {first_damaged:,}. What cannot be read there is left out."
-        print(note, file=sys.stderr)
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}).Reload()
 
 
 def curves_of(events) -> Curves:

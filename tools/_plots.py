@@ -4,22 +4,33 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Told apart on white and on black, beside each other too; the first seven also by colour-blind readers.
 COLOURS = (
-    *("#3b82c4", "#e06a0d", "#15803d", "#c93ad6", "#8a919c", "#c2a008", "#7c3aed"),
-    *("#d6202f", "#17a2b8", "#9c5b33", "#7fb83a", "#f2789f"),
+    "#3b82c4",
+    "#e06a0d",
+    "#15803d",
+    "#c93ad6",
+    "#8a919c",
+    "#c2a008",
+    "#7c3aed",
+    "#d6202f",
+    "#17a2b8",
+    "#9c5b33",
+    "#7fb83a",
+    "#f2789f",
 )
 
 
 @dataclass(frozen=True)
 class Curve:
+    """NaN in y is a gap; error: drawn as bars."""
+
     label: str
     x: Sequence[float]
-    y: Sequence[float | None]  # None is a gap
-    error: Sequence[float | None] | None = None  # of y, drawn as bars
+    y: Sequence[float]
+    error: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -36,60 +47,75 @@ class Panel:
         return [curve.label for curve in self.curves]
 
     def draw(self, axis: Any, looks: dict[str, dict]) -> None:
-        """Curves, and beside them their names, in the order in which the curves end."""
-        for curve in sorted(self.curves, key=lambda curve: -next((y for y in reversed(curve.y) if y is not None), 0)):
-            y, error = ([math.nan if v is None else v for v in of] for of in (curve.y, curve.error or ()))
+        """Draws the curves, and beside them their names in the order in which the curves end."""
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+        def last(curve: Curve) -> float:
+            return next((y for y in reversed(curve.y) if not math.isnan(y)), 0.0)
+
+        for curve in sorted(self.curves, key=last, reverse=True):
             look = dict(marker="o", markersize=3, linewidth=1.5, capsize=2, elinewidth=0.8) | looks[curve.label]
-            axis.errorbar(curve.x, y, yerr=error or None, label=curve.label, **look)
+            axis.errorbar(curve.x, curve.y, yerr=curve.error, label=curve.label, **look)
         axis.set(xlabel=self.x_label, ylabel=self.y_label)
         if self.log_x:
             ticks = sorted({x for curve in self.curves for x in curve.x})
             axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{x:,.4g}" if x < 1e4 else f"{x:,.0f}" for x in ticks], rotation=45)
+            axis.set_xticks(ticks, [f"{x:,.0f}" if x >= 1e4 else f"{x:,.4g}" for x in ticks], rotation=45)
         if self.log_y:
             axis.set_yscale("log")
             low, high = axis.get_ylim()
-            wide = itertools.product(range(-3, 12), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8))
-            ticks = [tick for power, digit in wide if low <= (tick := digit * 10.0**power) <= high]
-            axis.set_yticks(ticks := ticks[:: 1 + len(ticks) // 10], [f"{tick:,.4g}" for tick in ticks])
-            axis.minorticks_off()
+            subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if high < 10 * low else (1, 3)
+            axis.yaxis.set_major_locator(LogLocator(subs=subs))
+            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(visible=True, alpha=0.3, linewidth=0.5)
-        place = dict(loc="center left", bbox_to_anchor=(1, 0.5))
-        axis.legend(fontsize="small", frameon=False, handlelength=1.8, **place)
+        axis.legend(fontsize="small", frameon=False, handlelength=1.8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+class Dot(NamedTuple):
+    """A value with its interval. label: chooses the colour; name: what stands beside it."""
+
+    label: str
+    value: float
+    interval: tuple[float, float] | None
+    name: str
 
 
 @dataclass(frozen=True)
 class Dots:
-    """A value of each label, the best on top. dots: (label, value, its interval); a row is named by its entry of names."""
+    """A row for each dot, the first on top."""
 
     title: str
-    dots: Sequence[tuple[str, float, tuple[float, float] | None]]
-    names: Sequence[str]
+    dots: Sequence[Dot]
     x_label: str
 
     @property
     def labels(self) -> list[str]:
-        return [label for label, _, _ in self.dots]
+        return [dot.label for dot in self.dots]
 
     def draw(self, axis: Any, looks: dict[str, dict]) -> None:
-        for i, (label, value, interval) in enumerate(self.dots):
-            look = dict(color=looks[label]["color"], markersize=6)
-            axis.plot(value, i, "o", **look)
-            axis.plot(interval or [], [i, i] if interval else [], "|-", **look)
+        for i, dot in enumerate(self.dots):
+            colour = looks[dot.label]["color"]
+            axis.plot(dot.value, i, "o", color=colour, markersize=6)
+            if dot.interval:
+                axis.plot(dot.interval, [i, i], "|-", color=colour, markersize=6)
             place = dict(xytext=(0, 6), textcoords="offset points", fontsize="x-small", ha="center")
-            axis.annotate(f"{value:.2f}", (value, i), **place)
-        axis.set_yticks(range(len(self.names)), self.names)
+            axis.annotate(f"{dot.value:.2f}", (dot.value, i), **place)
+        axis.set_yticks(range(len(self.dots)), [dot.name for dot in self.dots])
         axis.set_xlabel(self.x_label, loc="right")
-        axis.set_ylim(len(self.names) - 0.4, -0.8)
+        axis.set_ylim(len(self.dots) - 0.4, -0.8)
         axis.margins(x=0.12)
         axis.grid(axis="x", alpha=0.3, linewidth=0.5)
 
 
 def looks_of(panels: Iterable[Panel | Dots]) -> dict[str, dict]:
-    """Colour and line of each label: the same in all panels; beyond the colours there are, dashes."""
+    """Colour and line of each label: the same in all panels. Dashes when the colours run out."""
     labels = dict.fromkeys(label for panel in panels for label in panel.labels)
-    pairs = itertools.product(("-", "--", ":", "-."), COLOURS)
-    return {label: dict(color=colour, linestyle=line) for label, (line, colour) in zip(labels, pairs, strict=False)}
+    looks = {}
+    for i, label in enumerate(labels):
+        line = ("-", "--", ":", "-.")[i // len(COLOURS) % 4]
+        looks[label] = dict(color=COLOURS[i % len(COLOURS)], linestyle=line)
+    return looks
 
 
 def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | None = None):
@@ -97,10 +123,12 @@ def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | N
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
     looks = looks or looks_of(itertools.chain(*rows))
+    columns = max(len(row) for row in rows)
     heights = [max(3.0, 0.6 + 0.24 * max(len(panel.labels) for panel in row)) for row in rows]
-    width = 5.2 + 0.06 * max(0, max(map(len, looks)) - 20)  # names stand beside the curves
-    figure = Figure(figsize=(width * max(map(len, rows)), sum(heights) + 0.3), dpi=150, layout="constrained")
-    grid = figure.add_gridspec(len(rows), max(map(len, rows)), height_ratios=heights)
+    longest_name = max(len(label) for label in looks)  # names stand beside the curves
+    width = 5.2 + 0.06 * max(0, longest_name - 20)
+    figure = Figure(figsize=(width * columns, sum(heights) + 0.3), dpi=150, layout="constrained")
+    grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):
             axis = figure.add_subplot(grid[i, j])
@@ -108,13 +136,3 @@ def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | N
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_title(panel.title, loc="left", fontweight="bold", fontsize="medium")
     return figure
-
-
-def draw(path: Path | str, panels: Sequence[Panel]) -> Path | None:
-    """One image of all panels, two side by side. Returns: the path, or None where matplotlib is not installed."""
-    try:
-        figure = figure_of([panels[i : i + 2] for i in range(0, len(panels), 2)])
-    except ImportError:
-        return None
-    figure.savefig(path)
-    return Path(path)

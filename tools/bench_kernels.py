@@ -19,7 +19,6 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ from interdomain.tools._bench.cases import Case, Shape, make_inputs
 from interdomain.tools._bench.peers import PEERS, UNTUNED, leave_untuned, peer, time_refused_kernels
 from interdomain.tools._bench.timing import (
     TARGET_SHAPE,
-    TARGETS,
     Call,
+    gpu_of,
     measure,
     peak_memory,
     ratio,
@@ -56,13 +55,13 @@ ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
 STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
 SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
 # The scan with one entry of its plan changed, to see what that entry is worth; only if named. The check does not cover them.
-VARIANTS: dict[str, Callable[[Plan], Plan]] = {
-    "chunkwise-not-fused": lambda plan: plan._replace(fused=None),
-    "chunkwise-8-warps": lambda plan: plan._replace(contract=(8192, 8, 2), expand=(8192, 8, 2)),
-    "chunkwise-1-stage": lambda plan: plan._replace(contract=(8192, 4, 1), expand=(8192, 4, 1)),
-    "chunkwise-3-stages": lambda plan: plan._replace(contract=(8192, 4, 3), expand=(8192, 4, 3)),
-    "chunkwise-not-held": lambda plan: plan._replace(held=False),
-    "chunkwise-decay-2048": lambda plan: plan._replace(decay=2048),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chunkwise-not-fused": {"fused": None},
+    "chunkwise-8-warps": {"contract": (8192, 8, 2), "expand": (8192, 8, 2)},
+    "chunkwise-1-stage": {"contract": (8192, 4, 1), "expand": (8192, 4, 1)},
+    "chunkwise-3-stages": {"contract": (8192, 4, 3), "expand": (8192, 4, 3)},
+    "chunkwise-not-held": {"held": False},
+    "chunkwise-decay-2048": {"decay": 2048},
 }
 # In the order in which they run: those that a run which is cut should not lose come first.
 NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "features", "linear", "sdpa-default", "layer")
@@ -101,23 +100,23 @@ def candidate(name: str, shape: Shape, device: torch.device, dtype: torch.dtype 
     elif name in PEERS:
         forward, leaves = peer(name, inputs["q"], inputs["k"], inputs["v"])
     elif name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
-        forward = lambda: scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]  # noqa: E731
+        inputs |= dict(final_state=False, backend="chunkwise")
+        forward = lambda: scan.linear_scan(**inputs)[0]  # noqa: E731
     else:
         if device.type == "cuda":
-            change_plan(VARIANTS.get(name))
+            change_plan(VARIANTS.get(name, {}))
         backend = "chunkwise" if name in VARIANTS else name.removesuffix("-kept")
         inputs |= dict(backend=backend, recompute=name != "chunkwise-kept", final_state=False)
         forward = lambda: scan.interdomain_scan(**inputs)[0]  # noqa: E731
     return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
 
 
-def change_plan(change: Callable[[Plan], Plan] | None) -> None:
-    """Make this process plan its launches with a change from now on; without one as always."""
+def change_plan(changes: dict[str, Any]) -> None:
+    """Makes this process plan its launches with these entries from now on."""
     from interdomain.scan import triton_chunkwise
 
     def changed_plan(*args: Any) -> Plan:
-        plan = make_plan(*args)
-        return plan if change is None else change(plan)
+        return make_plan(*args)._replace(**changes)
 
     triton_chunkwise.make_plan = changed_plan
 
@@ -128,17 +127,23 @@ def features(s: Shape, device: torch.device, dtype: torch.dtype) -> Call:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype).requires_grad_()
 
-    E, angles = s.H * s.d, torch.rand(s.T, 1, s.d // 2, device=device)
-    x, d_y = [normal(s.B, s.T, E) for _ in "qkv"], [normal(s.B, s.T, s.H, s.d).detach() for _ in "qkv"]
-    conv, norm = [(normal(E, 4), normal(E)) for _ in "qk"], [(normal(s.d), normal(s.H, s.d)) for _ in "kv"]
-    mapped = dict(rope=(angles.cos(), angles.sin()), silu=True)
-    stages: list[dict[str, Any]] = [
-        mapped | dict(conv=conv[0]),
-        mapped | dict(conv=conv[1], norm=norm[0]),
-        dict(norm=norm[1]),
-    ]
-    leaves = [*x, *itertools.chain(*conv, *norm)]
-    forward = lambda: [input_features(one, s.d, **stage) for one, stage in zip(x, stages, strict=True)]  # noqa: E731
+    E = s.H * s.d
+    angles = torch.rand(s.T, 1, s.d // 2, device=device)
+    rope = (angles.cos(), angles.sin())
+    x = [normal(s.B, s.T, E) for _ in range(3)]
+    q_conv = (normal(E, 4), normal(E))
+    k_conv = (normal(E, 4), normal(E))
+    k_norm = (normal(s.d), normal(s.H, s.d))
+    v_norm = (normal(s.d), normal(s.H, s.d))
+    leaves = [*x, *q_conv, *k_conv, *k_norm, *v_norm]
+    d_y = [torch.randn(s.B, s.T, s.H, s.d, device=device, dtype=dtype) for _ in range(3)]
+
+    def forward() -> list[Tensor]:
+        q = input_features(x[0], s.d, rope=rope, silu=True, conv=q_conv)
+        k = input_features(x[1], s.d, rope=rope, silu=True, conv=k_conv, norm=k_norm)
+        v = input_features(x[2], s.d, norm=v_norm)
+        return [q, k, v]
+
     return forward, lambda y: torch.autograd.grad(y, leaves, d_y)
 
 
@@ -154,7 +159,8 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     Per token and head, in rows of d bf16 numbers: q, k, v in and o out, then q, k, v, do in and dq, dk, dv out. `linear` has z
     of two rows in place of q, k, v and o; `features` three times x in and y out, then x and dy in and dx out.
     """
-    rows, macs = {"linear": 10, "features": 15}.get(name, 11), 0
+    rows = {"linear": 10, "features": 15}.get(name, 11)
+    macs = 0
     if name in ALL_ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
         macs = 7 * (s.T + 1) * s.d // 2
     if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
@@ -199,15 +205,35 @@ def run_case(
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "kernels")
-    text = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
-    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=text)
-    text = f"{', '.join(NAMES)} (default: all but {', '.join((*SLOW, *VARIANTS))}; on a CPU a few)"
-    p.add_argument("--mixers", nargs="+", metavar="NAME", help=text)
-    text = "of q, k and v (default: bfloat16)"
-    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
-    p.add_argument("--rounds", type=int, metavar="N", help="timed calls, at least 1 (default: 20; on a CPU 3)")
-    text = "leave flash-linear-attention's kernels one configuration each: tuning takes minutes"
-    p.add_argument("--untuned", action="store_true", help=text)
+    p.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="BxTxHxD",
+        help=f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})",
+    )
+    p.add_argument(
+        "--mixers",
+        nargs="+",
+        metavar="NAME",
+        help=f"{', '.join(NAMES)} (default: all but {', '.join((*SLOW, *VARIANTS))}; on a CPU a few)",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of q, k and v (default: bfloat16)",
+    )
+    p.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="timed calls, at least 1 (default: 20; on a CPU 3)",
+    )
+    p.add_argument(
+        "--untuned",
+        action="store_true",
+        help="leave flash-linear-attention's kernels one configuration each: tuning takes minutes",
+    )
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
 
@@ -219,8 +245,9 @@ def kernel_times(call: Call, device: torch.device) -> dict[str, float]:
         run_once(call)
         if cuda:
             torch.cuda.synchronize()
-    events = profile.key_averages()
-    ms = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e3 for e in events}
+    ms = {}
+    for event in profile.key_averages():
+        ms[event.key] = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
     return dict(sorted(ms.items(), key=lambda item: -item[1]))
 
 
@@ -230,13 +257,13 @@ def main(argv=None) -> int:
     if args.once:  # without PyTorch's pools a sanitizer sees an access beyond a tensor's end
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     device = results.choose_device(args.device)
-    cuda = device.type == "cuda"
-    default = [name for name in NAMES if name not in (*SLOW, *VARIANTS)] if cuda else ON_CPU
-    names = results.choose("--mixers", args.mixers or default, NAMES)
     named = bool(args.shapes)
-    results.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
+    on_gpu = [name for name in NAMES if name not in (*SLOW, *VARIANTS)]
+    results.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY), mixers=(on_gpu, ON_CPU))
+    names = results.choose("--mixers", args.mixers, NAMES)
     shapes = [parse_shape(text) for text in args.shapes]
-    cases, dtype = list(itertools.product(names, shapes)), getattr(torch, args.dtype)
+    cases = list(itertools.product(names, shapes))
+    dtype = getattr(torch, args.dtype)
     if args.once:
         for name, shape in cases:
             run_once(candidate(name, shape, device, dtype))
@@ -245,8 +272,9 @@ def main(argv=None) -> int:
 
     options = {"mixers": names, "rounds": args.rounds, "dtype": args.dtype}
     report = results.Report(args.name, args.output, device, options, named=named)
-    if target := TARGETS.get(torch.cuda.get_device_name(device) if cuda else ""):
-        report.note(f"The goal on this card, at {TARGET_SHAPE}: at most {target} of the fastest attention's time.")
+    gpu = gpu_of(device)
+    if gpu is not None and gpu.goal:
+        report.note(f"The goal on this card, at {TARGET_SHAPE}: at most {gpu.goal} of the fastest attention's time.")
     report.note(
         "Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates, in bf16."
     )
@@ -254,13 +282,14 @@ def main(argv=None) -> int:
         report.table(str(shape), COLUMNS)
 
     def add(case: tuple[str, Shape], row: dict | str) -> None:
-        name, table = map(str, case)
-        row = {"mixer": name, "remark": row} if isinstance(row, str) else row
-        rows = [*report.rows(table), row]
-        best = min((r["both ms"] for r in rows if r["mixer"] in ALL_ATTENTION and "both ms" in r), default=None)
-        for r in rows:
-            r["of best attention"] = ratio(r.get("both ms"), best)
-        report.add(table, row)
+        name, shape = case
+        if isinstance(row, str):
+            row = {"mixer": name, "remark": row}
+        rows = [*report.rows(str(shape)), row]
+        attention_ms = [each["both ms"] for each in rows if each["mixer"] in ALL_ATTENTION and "both ms" in each]
+        for each in rows:
+            each["of best attention"] = ratio(each.get("both ms"), min(attention_ms, default=None))
+        report.add(str(shape), row)
 
     run = functools.partial(run_case, rounds=args.rounds, dtype=dtype, untuned=args.untuned)
     results.work(device, [cases], run, add)

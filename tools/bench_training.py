@@ -18,13 +18,11 @@ Documentation: docs/benchmarks.md
 import argparse
 import importlib
 import itertools
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,13 +38,12 @@ from interdomain.tools._start import torchrun
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 # Scalars of a run.
-SPEED, MFU = "throughput(tps)", "mfu(%)"
-MEMORY, LOSS = "memory/max_reserved(GiB)", "loss_metrics/global_avg_loss"
+SPEED = "throughput(tps)"
+MFU = "mfu(%)"
+MEMORY = "memory/max_reserved(GiB)"
+LOSS = "loss_metrics/global_avg_loss"
 COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", "MFU %", "GiB reserved", "loss", "remark"]
 LAST_LINES = 40  # of a failed run's output, on standard error
-TRACED, TRACE_WARMUP = 3, 2  # steps
-TOP_KERNELS = 20
-KERNEL_COLUMNS = ["kernel", "ms a step", "% of GPU time", "calls a step"]
 
 # A run that is cut should not lose the first ones. Softmax before what is compared with it.
 CASES = (
@@ -59,23 +56,50 @@ CASE = "CONDITION:compile|eager:none|selective|full"  # compilation, activation 
 CHOICES = (tuple(CONDITIONS), ("compile", "eager"), ("none", "selective", "full"))
 
 
-def flags(run: argparse.Namespace, data: Path, output: Path) -> list[str]:
+@dataclass(frozen=True)
+class Run:
+    """One case at one size and length."""
+
+    case: str
+    config: Path
+    batch_size: int
+    seq_len: int
+    steps: int
+    log_freq: int
+    ranks: int
+    limit: float  # seconds
+    train_flags: list[str]
+
+
+def flags(run: Run, data: Path, output: Path) -> list[str]:
     """Flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
     condition, mode, checkpointing = run.case.split(":")
-    values = {"job.dump_folder": output, "mixer.condition": condition, "activation_checkpoint.mode": checkpointing}
-    values |= {"data.corpus": data / "random", "data.tokenizer": data / "tokenizer.model"}
-    values |= {"training.seq_len": run.seq_len, "training.steps": run.steps, "training.tokens": 0}
-    values |= {"training.local_batch_size": run.batch_size, "training.global_batch_size": run.batch_size}
-    values |= {"lr_scheduler.warmup_tokens": 0, "lr_scheduler.warmup_steps": 1}
-    values |= {"metrics.log_freq": run.log_freq, "metrics.mixer_freq": 0}
-    switches = ["validation.no-enable", "checkpoint.no-enable", "metrics.enable_tensorboard"]
-    switches += ["metrics.disable_color_printing", "compile.enable" if mode == "compile" else "compile.no-enable"]
-    if run.trace:  # TorchTitan's own profiler, on the last steps, after those that are timed
-        switches += ["profiling.enable_profiling"]
-        values |= {"profiling.save_traces_folder": "traces", "profiling.profile_freq": run.steps}
-        values |= {"profiling.profiler_active": TRACED, "profiling.profiler_warmup": TRACE_WARMUP}
-    pairs = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return [*(f"--{name}" for name in switches), *pairs, *run.train_flags]
+    values = {
+        "job.dump_folder": output,
+        "mixer.condition": condition,
+        "activation_checkpoint.mode": checkpointing,
+        "data.corpus": data / "random",
+        "data.tokenizer": data / "tokenizer.model",
+        "training.seq_len": run.seq_len,
+        "training.steps": run.steps,
+        "training.tokens": 0,
+        "training.local_batch_size": run.batch_size,
+        "training.global_batch_size": run.batch_size,
+        "lr_scheduler.warmup_tokens": 0,
+        "lr_scheduler.warmup_steps": 1,
+        "metrics.log_freq": run.log_freq,
+        "metrics.mixer_freq": 0,
+    }
+    words = [
+        "--validation.no-enable",
+        "--checkpoint.no-enable",
+        "--metrics.enable_tensorboard",
+        "--metrics.disable_color_printing",
+        "--compile.enable" if mode == "compile" else "--compile.no-enable",
+    ]
+    for name, value in values.items():
+        words += [f"--{name}", str(value)]
+    return [*words, *run.train_flags]
 
 
 def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
@@ -91,18 +115,22 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 
 
-def run_case(run: argparse.Namespace, data: Path, output: Path) -> dict:
+def run_case(run: Run, data: Path, output: Path) -> dict:
     """One run from start to end: a row of the table."""
     command = torchrun.torchrun_command(str(run.config), flags(run, data, output), run.ranks)
-    env, log, problem = torchrun.environment(run.ranks) | {"TQDM_DISABLE": "1"}, data / "log.txt", None
+    env = torchrun.environment(run.ranks) | {"TQDM_DISABLE": "1"}
+    log = data / "log.txt"
+    problem = None
     with open(log, "w") as f:
         try:
-            done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.case_limit)
-            problem = f"exit status {done.returncode}" if done.returncode else None
+            done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.limit)
+            if done.returncode:
+                problem = f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:  # torchrun was killed, and its ranks die with it
-            problem = f"cut after {run.case_limit:.0f} s"
+            problem = f"cut after {run.limit:.0f} s"
     events = events_of(output)
-    row = {"case": run.case} | figures(read_curves(events) if any(events.glob(EVENTS)) else {}, run)
+    curves = read_curves(events) if any(events.glob(EVENTS)) else {}
+    row = {"case": run.case, **figures(curves, run)}
     if problem:
         output_of_run = log.read_text(errors="replace")
         row["remark"] = explain(problem, output_of_run)
@@ -122,56 +150,81 @@ def explain(problem: str, log: str) -> str:
     return results.without_paths(f"{problem}: {(errors or lines or ['no word'])[-1]}")[:300]
 
 
-def figures(curves: Curves, run: argparse.Namespace) -> dict:
+def figures(curves: Curves, run: Run) -> dict:
     """Medians over the steady windows between two logs; the highest memory; the last loss.
 
     A run logs after its first step and then every `log_freq`; what comes before the second of these is compilation,
     autotuning and growing memory pools, and is left out.
     """
-    last = run.steps - TRACED - TRACE_WARMUP if run.trace else run.steps
-    speed, loss = ({step: x for step, x in curves.get(tag, {}).items() if step <= last} for tag in (SPEED, LOSS))
-    memory = max(curves.get(MEMORY, {}).values(), default=None)
-    row = {"GiB reserved": memory, "loss": loss[max(loss)] if loss else None}
-    if steady := [step for step in speed if step > run.log_freq]:
+    speed = curves.get(SPEED, {})
+    loss = curves.get(LOSS, {})
+    row = {
+        "GiB reserved": max(curves.get(MEMORY, {}).values(), default=None),
+        "loss": loss[max(loss)] if loss else None,
+    }
+    steady = [step for step in speed if step > run.log_freq]
+    if steady:
         row["tokens/s"] = statistics.median(speed[step] for step in steady)
         row["ms a step"] = 1e3 * run.batch_size * run.seq_len / (row["tokens/s"] * run.ranks)
-        if torch.cuda.is_available() and MFU in curves:  # there is none of a CPU
+        if torch.cuda.is_available() and MFU in curves:  # a CPU has none
             row["MFU %"] = statistics.median(curves[MFU][step] for step in steady)
     return row
-
-
-def add_kernels(report: results.Report, case: str, table: str, output: Path) -> None:
-    """The kernels that took most GPU time in a run's trace by torch.profiler, and the trace itself beside the results."""
-    for trace in sorted(output.glob("traces/**/*.json"))[-1:]:
-        ms, calls = Counter(), Counter()
-        for event in json.loads(trace.read_text())["traceEvents"]:
-            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-                ms[event["name"]] += event.get("dur", 0) / 1e3
-                calls[event["name"]] += 1
-        name = f"{TOP_KERNELS} kernels, {case}, {table}"
-        report.table(name, KERNEL_COLUMNS)
-        for kernel, taken in ms.most_common(TOP_KERNELS):
-            cells = (kernel[:120], taken / TRACED, 100 * taken / ms.total(), calls[kernel] / TRACED)
-            report.add(name, dict(zip(KERNEL_COLUMNS, cells, strict=True)))
-        with zipfile.ZipFile(report.folder / "traces.zip", "a", zipfile.ZIP_DEFLATED) as archive:
-            archive.write(trace, f"{case.replace(':', '-')}.json")
 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "training", "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
-    p.add_argument("--sizes", nargs="+", metavar="SIZE", help="files in train_configs (default: 1.3B; on a CPU debug)")
-    p.add_argument("--seq-len", type=int, nargs="+", metavar="N", help="in tokens (default: 4096; on a CPU 64)")
-    p.add_argument("--tokens", type=int, metavar="N", help="tokens per step (default: 16384; on a CPU 128)")
-    p.add_argument("--steps", type=int, metavar="N", help="steps of a case, at least 1 (default: 20; on a CPU 3)")
-    text = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
-    p.add_argument("--cases", nargs="+", metavar="CASE", help=text)
-    p.add_argument("--ranks", type=int, default=1, metavar="N", help="processes; tokens/s and memory are of each (1)")
-    p.add_argument("--case-limit", type=float, default=600.0, metavar="S", help="seconds that a case may take")
-    text = f"on a GPU, for the first size and length: record {TRACED} steps and list the {TOP_KERNELS} slowest kernels"
-    p.add_argument("--trace", action="store_true", help=text)
-    text = "settings of every case, as --train-flags --mixer.backend fft; must come last"
-    p.add_argument("--train-flags", nargs=argparse.REMAINDER, default=[], help=text)
+    p.add_argument(
+        "--sizes",
+        nargs="+",
+        metavar="SIZE",
+        help="files in train_configs (default: 1.3B; on a CPU debug)",
+    )
+    p.add_argument(
+        "--seq-len",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="in tokens (default: 4096; on a CPU 64)",
+    )
+    p.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="tokens per step (default: 16384; on a CPU 128)",
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps of a case, at least 1 (default: 20; on a CPU 3)",
+    )
+    p.add_argument(
+        "--cases",
+        nargs="+",
+        metavar="CASE",
+        help=f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)",
+    )
+    p.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes; tokens/s and memory are of each (1)",
+    )
+    p.add_argument(
+        "--case-limit",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that a case may take",
+    )
+    p.add_argument(
+        "--train-flags",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="settings of every case, as --train-flags --mixer.backend fft; must come last",
+    )
     return p.parse_args(argv)
 
 
@@ -183,48 +236,59 @@ def main(argv=None) -> int:
         raise ValueError(f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU.")
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
     results.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
-    args.trace, args.log_freq = args.trace and device.type == "cuda", 5 if device.type == "cuda" else 1
     for case in args.cases:
         if tuple(case.split(":")) not in itertools.product(*CHOICES):
             raise ValueError(f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}.")
-    configs = {p.stem: p for p in sorted(CONFIGS.glob("*.toml"))}
-    configs = {size: configs[size] for size in results.choose("--sizes", args.sizes, configs)}
+    configs = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
+    results.choose("--sizes", args.sizes, configs)
     shown = ("sizes", "seq_len", "tokens", "steps", "ranks", "train_flags")
-    report = results.Report(args.name, args.output, device, {k: getattr(args, k) for k in shown})
+    report = results.Report(args.name, args.output, device, {name: getattr(args, name) for name in shown})
+
+    # The sizes of the vocabularies. This imports TorchTitan and what it imports, some of it only to read a configuration.
     try:
         for name in ("tensorboard", "torchdata"):
             importlib.import_module(name)
-        # Imports TorchTitan and what it imports, some of it only to read a configuration.
         from interdomain.titan.plan.run_plan import model_config
 
-        vocabularies = {size: model_config(launch.job_config(str(p), [])).vocab_size for size, p in configs.items()}
+        vocabularies = {}
+        for size in args.sizes:
+            vocabularies[size] = model_config(launch.job_config(str(configs[size]), [])).vocab_size
     except ImportError as e:
         report.note(f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
-    measured, softmax = 0, {}  # softmax: tokens/s
-    runs = list(itertools.product(args.sizes, args.seq_len, args.cases))
-    for i, (size, length, case) in enumerate(runs):
-        trace, batch = args.trace and i < len(args.cases), max(1, args.tokens // length)
-        here = {"config": configs[size], "case": case, "seq_len": length, "batch_size": batch, "trace": trace}
-        run = argparse.Namespace(**vars(args) | here)
+
+    cases = list(itertools.product(args.sizes, args.seq_len, args.cases))
+    measured = 0
+    softmax = {}  # tokens/s by table and settings
+    for i, (size, length, case) in enumerate(cases, 1):
+        batch = max(1, args.tokens // length)
         table = f"{size}, {batch} x {length:,} tokens per step"
         if case == args.cases[0]:
             report.table(table, COLUMNS)
+        print(f"{table}, {i} of {len(cases)}: {case}", file=sys.stderr, flush=True)
+        run = Run(
+            case=case,
+            config=configs[size],
+            batch_size=batch,
+            seq_len=length,
+            steps=args.steps,
+            log_freq=5 if device.type == "cuda" else 1,
+            ranks=args.ranks,
+            limit=args.case_limit,
+            train_flags=args.train_flags,
+        )
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            print(f"{table}, {i + 1} of {len(runs)}: {case}", file=sys.stderr, flush=True)
             write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
             row = run_case(run, folder, folder / "run")
-            condition, _, settings = case.partition(":")
-            if condition == "softmax":
-                softmax[table, settings] = row.get("tokens/s")
-            row["over softmax"] = ratio(row.get("tokens/s"), softmax.get((table, settings)))
-            report.add(table, row)
-            measured += "tokens/s" in row
-            if trace:
-                add_kernels(report, case, table, folder / "run")
-    report.finish(counts=f"{measured} of {len(runs)} cases measured")
+        condition, _, settings = case.partition(":")
+        if condition == "softmax":
+            softmax[table, settings] = row.get("tokens/s")
+        row["over softmax"] = ratio(row.get("tokens/s"), softmax.get((table, settings)))
+        report.add(table, row)
+        measured += "tokens/s" in row
+    report.finish(counts=f"{measured} of {len(cases)} cases measured")
     return 0
 
 

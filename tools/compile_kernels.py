@@ -35,7 +35,7 @@ from interdomain.model.generation import Decoder
 from interdomain.scan import ops as scan_ops
 from interdomain.scan import triton_plan
 from interdomain.tools import bench_inference, bench_kernels, check_kernels
-from interdomain.tools._bench import cases, compilations, results
+from interdomain.tools._bench import cases, results
 from interdomain.tools._bench.timing import run_once
 from interdomain.tools._cli import argument_parser, path_argument, user_errors
 
@@ -135,7 +135,7 @@ def benchmark_problems() -> Iterator[Problem]:
             yield f"kernels, {mixer}, {shape}", functools.partial(run_kernel_benchmark, mixer, shape)
     for size, (batch, length) in TRAINED.items():
         yield f"training, {size}, {batch} x {length}", functools.partial(run_training_step, size, batch, length)
-    for size in bench_inference.QUICK["sizes"]:
+    for size in bench_inference.QUICK.sizes:
         yield f"decode, {size}", functools.partial(run_decode_steps, size)
 
 
@@ -154,7 +154,7 @@ def run_training_step(size: str, batch: int, length: int) -> None:
 @torch.no_grad()
 def run_decode_steps(size: str) -> None:
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
-    for batch in bench_inference.QUICK["batches"]:
+    for batch in bench_inference.QUICK.batches:
         decoder = Decoder(model, model.init_state(batch), graph=False)
         decoder.step(torch.zeros(batch, dtype=torch.int64))
 
@@ -162,12 +162,25 @@ def run_decode_steps(size: str) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument(
-        "--cache", required=True, type=path_argument, metavar="DIR", help="made if it is not there; what it has stays"
+        "--cache",
+        required=True,
+        type=path_argument,
+        metavar="DIR",
+        help="made if it is not there; what it has stays",
     )
-    p.add_argument("--capability", default="9.0", metavar="X.Y", help="9.0 (default) is that of an H100 and an H200")
+    p.add_argument(
+        "--capability",
+        default="9.0",
+        metavar="X.Y",
+        help="9.0 (default) is that of an H100 and an H200",
+    )
     names = ", ".join(cases.groups(True))
-    text = f"only the check's groups with these names: {names} (default: all of the check and the benchmarks)"
-    p.add_argument("--groups", nargs="+", metavar="NAME", help=text)
+    p.add_argument(
+        "--groups",
+        nargs="+",
+        metavar="NAME",
+        help=f"only the check's groups with these names: {names} (default: all of the check and the benchmarks)",
+    )
     return p.parse_args(argv)
 
 
@@ -183,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TRITON_CACHE_DIR"] = str(args.cache.resolve())
     major, minor = args.capability.split(".")
     pretend_gpu((int(major), int(minor)))
-    counts = compilations.count()
+    counts = results.count_compilations()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def report(name: str) -> None:

@@ -51,26 +51,54 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 def parse(argv):
     p = argument_parser(__doc__, "SOURCE --output DIR")
-    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder"
-    p.add_argument("source", type=path_argument, metavar="SOURCE", help=text)
-    p.add_argument("--output", type=path_argument, required=True, metavar="DIR", help=OUTPUT)
-    text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
-    p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
-    text = "licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none"
-    p.add_argument("--license", metavar="NAME", help=text)
+    p.add_argument(
+        "source",
+        type=path_argument,
+        metavar="SOURCE",
+        help="checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder",
+    )
+    p.add_argument(
+        "--output",
+        type=path_argument,
+        required=True,
+        metavar="DIR",
+        help=OUTPUT,
+    )
+    p.add_argument(
+        "--dtype",
+        choices=pretrained.DTYPES,
+        help="data type to store the weights in (default: float32); the recurrence's parameters stay float32",
+    )
+    p.add_argument(
+        "--license",
+        metavar="NAME",
+        help="licence of the weights, for the model card (cc-by-4.0, apache-2.0, other); default: the card names none",
+    )
     back = p.add_mutually_exclusive_group()
-    text = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
-    back.add_argument("--to-checkpoint", action="store_true", help=text)
-    text = (
-        "with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid"
+    back.add_argument(
+        "--to-checkpoint",
+        action="store_true",
+        help="write a checkpoint to train from (--checkpoint.initial_load_path DIR)",
     )
-    p.add_argument("--uptrain", type=path_argument, metavar="RUN.toml", help=text)
-    text = (
-        "write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel"
+    p.add_argument(
+        "--uptrain",
+        type=path_argument,
+        metavar="RUN.toml",
+        help="with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid",
     )
-    back.add_argument("--to-megatron", nargs="?", const="gpt", choices=("gpt", "hybrid"), help=text)
-    text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
-    p.add_argument("--tokenizer", type=path_argument, metavar="PATH", help=text)
+    back.add_argument(
+        "--to-megatron",
+        nargs="?",
+        const="gpt",
+        choices=("gpt", "hybrid"),
+        help="write a checkpoint for Megatron-Core (--load DIR): for its GPTModel, or with the word hybrid for HybridModel",
+    )
+    p.add_argument(
+        "--tokenizer",
+        type=path_argument,
+        metavar="PATH",
+        help="tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only",
+    )
     args = p.parse_args(argv)
     if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license is not None):
         raise ValueError(
@@ -140,8 +168,8 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> Non
         # Rows of a vocabulary that was padded to a round number mean nothing.
         "suppress_tokens": list(range(tokenizer.vocab_size, config.vocab_size)) or None,
     }
-    record = {name: value for name, value in record.items() if value is not None}
-    (folder / "generation_config.json").write_text(json.dumps(record, indent=2) + "\n")
+    known = {name: value for name, value in record.items() if value is not None}
+    (folder / "generation_config.json").write_text(json.dumps(known, indent=2) + "\n")
 
 
 @torch.inference_mode()
@@ -230,28 +258,37 @@ def to_checkpoint(source: Path, output: Path, args) -> str:
 def uptrained(
     run: Path, source: ModelConfig, tensors: dict[str, torch.Tensor]
 ) -> tuple[ModelConfig, dict[str, torch.Tensor], str]:
-    """(configuration of a run's model, its tensors, in words how many are copied): those with the name and shape of one of the
-    source's are copied, the others drawn as at a run's start.
+    """Starts a run's model from the tensors of another: those of the same name and shape are copied, the others are drawn as at
+    a run's start.
 
-    Raises: ValueError if the models differ in more than their mixers.
+    Returns:
+        The configuration of the run's model, its tensors, and a summary.
+    Raises:
+        ValueError: The models differ in more than their mixers.
     """
     from interdomain.titan.plan.run_plan import model_config  # of the extra `train`
     from interdomain.titan.settings.job_config import job_config_of, read_toml
 
     job = job_config_of(read_toml(run))
     config = model_config(job)
-    shapes = {name: tensor.shape for name, tensor in meta_model(config).state_dict().items()}
-    there = replace(source, mixers=config.mixers, max_seq_len=config.max_seq_len)
-    differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(there, f.name)]
+    source = replace(source, mixers=config.mixers, max_seq_len=config.max_seq_len)
+    differing = []
+    for field in fields(config):
+        there = getattr(source, field.name)
+        here = getattr(config, field.name)
+        if there != here:
+            differing.append(f"{field.name} {there} in the folder, {here} in {run}")
     if differing:
-        other = [f"{n} {getattr(there, n)} in the folder, {getattr(config, n)} in {run}" for n in differing]
-        raise ValueError(f"the models must be alike but for their mixers: {'; '.join(other)}. Change [model].")
-    same = {name for name, shape in shapes.items() if name in tensors and tensors[name].shape == shape}
-    started = {
-        name: tensors[name] if name in same else initial_value(name, shape, config, job.debug.seed)
-        for name, shape in shapes.items()
-    }
-    return config, started, f"{len(same)} tensors copied, {len(shapes) - len(same)} drawn"
+        raise ValueError(f"the models must be alike but for their mixers: {'; '.join(differing)}. Change [model].")
+    started = {}
+    copied = 0
+    for name, tensor in meta_model(config).state_dict().items():
+        if name in tensors and tensors[name].shape == tensor.shape:
+            started[name] = tensors[name]
+            copied += 1
+        else:
+            started[name] = initial_value(name, tensor.shape, config, job.debug.seed)
+    return config, started, f"{copied} tensors copied, {len(started) - copied} drawn"
 
 
 @user_errors

@@ -13,7 +13,6 @@ Documentation: docs/checkpoints.md
 
 import sys
 import time
-from typing import Any
 
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import DTYPES, load_pretrained
@@ -23,42 +22,81 @@ from interdomain.tools import _cli
 
 def parse(argv):
     p = _cli.argument_parser(__doc__, "FOLDER")
-    p.add_argument("folder", type=_cli.path_argument, metavar="FOLDER", help=_cli.STANDALONE)
-    p.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: read standard input)")
-    p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to write per prompt, at least 1")
+    p.add_argument(
+        "folder",
+        type=_cli.path_argument,
+        metavar="FOLDER",
+        help=_cli.STANDALONE,
+    )
+    p.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="may be repeated (default: read standard input)",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens to write per prompt, at least 1",
+    )
     p.add_argument("--no-stop", action="store_true", help="do not stop at the end-of-text token")
     sampling = p.add_argument_group("sampling")
-    text = "0 takes the most probable token; higher values give more varied text"
-    sampling.add_argument("--temperature", type=float, default=0.8, metavar="X", help=text)
-    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="of the N most probable tokens; 0: of all")
-    text = "sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1"
-    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help=text)
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0 takes the most probable token; higher values give more varied text",
+    )
+    sampling.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the N most probable tokens; 0: of all",
+    )
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1",
+    )
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the random numbers",
+    )
     computation = p.add_argument_group("computation")
     _cli.add_device(computation)
     _cli.add_dtype(computation, DTYPES)
-    text = "tokens of a prompt that are read at a time, at least 1; fewer need less memory"
-    computation.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=text)
+    computation.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=PREFILL_CHUNK,
+        metavar="N",
+        help="tokens of a prompt that are read at a time, at least 1; fewer need less memory",
+    )
     computation.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
     return p.parse_args(argv)
 
 
 def prompts_of(args) -> list[str]:
-    """Raises: ValueError for text that is not UTF-8, and for an empty standard input."""
-    try:
-        prompts = args.prompt
-        if not prompts:
-            print("[no --prompt: reading the text from standard input]", file=sys.stderr)
-            prompts = [sys.stdin.read().rstrip("\n")]
-        for prompt in prompts:
-            prompt.encode()  # what a shell hands over may be bytes in any encoding
-    except UnicodeError:
-        raise ValueError("the prompt is not UTF-8. Convert it first, as by iconv -f latin1 -t utf-8.") from None
-    if "" in prompts:
-        if not args.prompt:
-            raise ValueError("standard input is empty. Give a text, or --prompt '' for a text from nothing.")
-        print("[an empty prompt: the model begins a text]", file=sys.stderr)
-    return prompts
+    """Raises: ValueError for an empty standard input, and for text that is not UTF-8."""
+    if args.prompt:
+        "".join(args.prompt).encode()  # what a shell hands over may be bytes in any encoding
+        if "" in args.prompt:
+            print("[an empty prompt: the model begins a text]", file=sys.stderr)
+        return args.prompt
+    print("[no --prompt: reading the text from standard input]", file=sys.stderr)
+    text = sys.stdin.read().rstrip("\n")
+    if not text:
+        raise ValueError("standard input is empty. Give a text, or --prompt '' for a text from nothing.")
+    return [text]
 
 
 @_cli.user_errors
@@ -67,10 +105,12 @@ def main(argv=None) -> int:
     _cli.require_at_least(args, max_tokens=1, prefill_chunk=1, top_k=0)
     if not -(2**63) <= args.seed < 2**64:
         raise ValueError(f"--seed must have at most 64 bits: got {args.seed}.")
-    sampling, device = Sampling(args.temperature, args.top_k, args.top_p), _cli.choose_device(args.device)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    device = _cli.choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))
     _cli.note_documents(args.folder, tokenizer)
+
     # A text begins as a document in training.
     texts = [tokenizer.documents.start + tokenizer.encode(prompt) for prompt in prompts]
     if not all(texts):
@@ -78,22 +118,37 @@ def main(argv=None) -> int:
             "in this model's training nothing stood before a text: an empty prompt has no tokens. Give one."
         )
     stop = None if args.no_stop else tokenizer.documents.stop
-    options: dict[str, Any] = dict(
-        max_tokens=args.max_tokens, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size
+    steps = generate(
+        model,
+        texts,
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+        prefill_chunk=args.prefill_chunk,
+        graph=False if args.no_graph else None,
     )
-    options |= dict(prefill_chunk=args.prefill_chunk, graph=False if args.no_graph else None)
-    steps = generate(model, texts, sampling=sampling, **options)
+
+    # One prompt is printed as it is written, several at the end.
     show = _cli.visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
-    stream = StreamDecoder(tokenizer, after=texts[0]) if len(prompts) == 1 else None
-    if stream:
+    stream = None
+    if len(prompts) == 1:
+        stream = StreamDecoder(tokenizer, after=texts[0])
         print(show(prompts[0]), end="", flush=True)
-    status, written, began, first = 0, 0, time.perf_counter(), 0.0
+    status = 0
+    written = 0
+    began = time.perf_counter()
+    first = began
     try:
         for row in steps:
-            first = first or time.perf_counter()  # after the prompts are read and the step is captured
-            written += sum(token is not None for token in row)
+            if not written:
+                first = time.perf_counter()  # after the prompts are read and the step is captured
             for text, token in zip(texts, row, strict=True):
-                if token is not None and token != stop:
+                if token is None:
+                    continue
+                written += 1
+                if token != stop:
                     text.append(token)
                     if stream:
                         print(show(stream.push(token)), end="", flush=True)
@@ -102,10 +157,10 @@ def main(argv=None) -> int:
     if stream:
         print(show(stream.flush()))
     else:
-        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            print(f"=== {i + 1}: {prompt!r}\n{show(tokenizer.decode(text))}\n")
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+            print(f"=== {i}: {prompt!r}\n{show(tokenizer.decode(text))}\n")
     now = time.perf_counter()
-    rate = (written - len(texts)) / (now - first) if written > len(texts) else 0
+    rate = max(0, written - len(texts)) / (now - first)
     print(f"[{written} tokens in {now - began:.1f} s, {rate:.1f} tokens/s after the first]", file=sys.stderr)
     return status
 

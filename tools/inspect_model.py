@@ -7,7 +7,7 @@ A layer of interdomain attention also gets its pairing: which value a query read
 Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
 Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
 
-    interdomain inspect-model exports/debug --text-file README.md --max-tokens 9000 --layers 0
+    interdomain inspect-model exports/debug --text "$(cat README.md)" --max-tokens 9000 --layers 0
 
 Documentation: docs/inspect.md
 """
@@ -29,9 +29,12 @@ from interdomain.model.maps import Layer, by_head, read_layers
 from interdomain.model.mixers.ssm import BINDS, SSMDynamics
 from interdomain.tools import _cli
 from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
-from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_pairing, draw_timescales
+from interdomain.tools._maps import draw_maps, draw_pairing
+from interdomain.tools._plots import Curve, Panel, figure_of
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+SHARES = ("at bound", "own token", "negative", "own value positive")  # columns in percent
+TIMESCALES = ("max", "median", "min")
 NOTES = f"""\
 error: the largest |map @ v - o|, relative to the largest |o|. RMS of o: of what the output projection reads, for this text.
 own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the share of the token itself;
@@ -41,29 +44,56 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
-    p.add_argument("folder", type=_cli.path_argument, metavar="FOLDER", help=STANDALONE)
-    source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", metavar="TEXT", help="the text to look at")
-    source.add_argument("--text-file", type=_cli.path_argument, metavar="FILE", help="the same, from a file in UTF-8")
-    p.add_argument("--output", type=_cli.path_argument, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
-    p.add_argument("--layers", nargs="+", type=int, metavar="N", help="only these, counted from 0 (default: all)")
-    text = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
-    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=text)
+    p = argument_parser(__doc__, "FOLDER --text TEXT")
+    p.add_argument(
+        "folder",
+        type=_cli.path_argument,
+        metavar="FOLDER",
+        help=STANDALONE,
+    )
+    p.add_argument(
+        "--text",
+        required=True,
+        metavar="TEXT",
+        help='the text to look at; of a file: "$(cat FILE)"',
+    )
+    p.add_argument(
+        "--output",
+        type=_cli.path_argument,
+        default=Path("outputs/inspect"),
+        metavar="DIR",
+        help=OUTPUT,
+    )
+    p.add_argument(
+        "--layers",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="only these, counted from 0 (default: all)",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers",
+    )
     add_device(p)
-    p.add_argument("--dtype", choices=DTYPES, default="float64", help="data type to compute in")
+    p.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float64",
+        help="data type to compute in",
+    )
     return p.parse_args(argv)
 
 
 def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
     """Token ids, after those that begin a text as in training, and the text that each completes. Raises: ValueError."""
     _cli.require_at_least(args, max_tokens=2)
-    try:
-        text = args.text if args.text is not None else args.text_file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{args.text_file} is not text in UTF-8: {e.reason} at byte {e.start:,}.") from e
     start = tokenizer.documents.start
-    ids = start + tokenizer.encode(text)
+    tokens = tokenizer.encode(args.text)
+    ids = start + tokens
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(
             f"the text has {len(ids):,} tokens, those that begin it included. Allowed are 2 to {args.max_tokens:,} "
@@ -71,7 +101,7 @@ def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]
         )
     decoder = StreamDecoder(tokenizer)
     labels = ["⊢"] * len(start)
-    for token in ids[len(start) :]:
+    for token in tokens:
         labels.append(visible(decoder.push(token)).replace("\n", "⏎") or "·")
     return ids, labels
 
@@ -79,49 +109,63 @@ def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]
 def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
     """A row of the table of layers."""
     row = {"layer": i, "mixer": layer.kind, "error": layer.error, "RMS of o": layer.output_rms}
-    row |= {name: sum(values) / len(values) for name, values in heads.items()}
+    for name, values in heads.items():
+        row[name] = sum(values) / len(values)
     ssm = getattr(layer.mixer, "ssm", None)
     if isinstance(ssm, SSMDynamics):
         dynamics = ssm()
         log_abs, bound = dynamics.decay()
-        for name in ("min", "median", "max"):
-            row[f"timescale {name}"] = getattr(-1 / log_abs, name)().item()
-        row |= {"at bound": bound.double().mean().item(), "RMS of C": dynamics.c_rms().item()}
+        timescales = -1 / log_abs
+        row["timescale min"] = timescales.min().item()
+        row["timescale median"] = timescales.median().item()
+        row["timescale max"] = timescales.max().item()
+        row["at bound"] = bound.double().mean().item()
+        row["RMS of C"] = dynamics.c_rms().item()
     return row
 
 
 def table(rows: list[dict]) -> list[str]:
     """Markdown; `-` where a row lacks what another has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-
-    def cell(name: str, value) -> str:
-        if isinstance(value, float):
-            shares = "at bound", "own token", "negative", "own value positive"
-            return f"{value:.1%}" if name in shares else f"{value:.3g}"
-        return "-" if value is None else str(value)
-
-    return markdown_rows([names, *([cell(name, row.get(name)) for name in names] for row in rows)])
+    cells = [names]
+    for row in rows:
+        cells.append([_text(name, row.get(name)) for name in names])
+    return markdown_rows(cells)
 
 
-def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
+def _text(name: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1%}" if name in SHARES else f"{value:.3g}"
+
+
+def draw(folder: Path, layers: dict[int, Layer], rows: list[dict], labels: list[str]) -> int:
     """The number of pictures; 0 without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         return 0
     for i, layer in layers.items():
+        title = f"layer {i} ({layer.kind})"
         if layer.weights is not None and layer.kind == "linear readout":
-            draw_kernels(folder / f"kernel-layer-{i:02d}.png", f"layer {i}", layer.weights[:, :, 0])
+            # The same for every query: the weight of a token by how many tokens ago it came.
+            curves = []
+            for head, kernel in enumerate(layer.weights[:, :, 0].tolist()):
+                curves.append(Curve(f"head {head}", range(len(kernel)), kernel))
+            figure_of([[Panel(title, curves, "lag (tokens)", "weight")]]).savefig(folder / f"kernel-layer-{i:02d}.png")
         elif layer.weights is not None:
-            draw_maps(folder / f"map-layer-{i:02d}.png", f"layer {i} ({layer.kind})", layer.weights, labels)
+            draw_maps(folder / f"map-layer-{i:02d}.png", title, layer.weights, labels)
         if layer.pairing is not None:
-            draw_pairing(folder / f"pairing-layer-{i:02d}.png", f"layer {i}", layer.pairing)
-    ssms = {
-        i: layer.mixer.ssm for i, layer in layers.items() if isinstance(getattr(layer.mixer, "ssm", None), SSMDynamics)
-    }
-    if ssms:
-        draw_timescales(folder / "timescales.png", {i: -1 / ssm().decay()[0] for i, ssm in ssms.items()})
-    return len([*folder.glob("*.png")])
+            draw_pairing(folder / f"pairing-layer-{i:02d}.png", title, layer.pairing)
+    recurrent = [row for row in rows if "timescale median" in row]
+    if recurrent:
+        numbers = [row["layer"] for row in recurrent]
+        curves = [Curve(name, numbers, [row[f"timescale {name}"] for row in recurrent]) for name in TIMESCALES]
+        panel = Panel("timescales of the modes", curves, "layer", "tokens", log_y=True)
+        figure_of([[panel]]).savefig(folder / "timescales.png")
+    return len(list(folder.glob("*.png")))
 
 
 @user_errors
@@ -136,30 +180,41 @@ def main(argv=None) -> int:
     _cli.note_documents(args.folder, tokenizer)
     ids, labels = tokens_of(args, tokenizer)
     layers = read_layers(model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted)
-    rows, of_heads, without, maps = [], [], [], {}
+
+    # Numbers by layer and by head.
+    rows = []
+    head_rows = []
+    notes = []
+    maps = {}
     for i, layer in layers.items():
-        heads = by_head(layer.weights) if layer.weights is not None else {}
-        if layer.weights is not None and layer.pairing is not None:
-            repeated = layer.pairing.repeat_interleave(
-                len(layer.weights) // len(layer.pairing), 0
-            )  # heads share a state
-            heads |= pairing.by_head(repeated)
-            maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
+        heads = {}
+        if layer.weights is None:
+            notes.append(f"layer {i}: no map for this mixer ({layer.kind}).")
+        else:
+            heads = by_head(layer.weights)
+            maps[f"layer-{i:02d}"] = layer.weights.float().contiguous()
+            if layer.pairing is not None:
+                maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
+                sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
+                heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
         rows.append(layer_row(i, layer, heads))
         for head, values in enumerate(zip(*heads.values(), strict=True)):
-            of_heads.append({"layer": i, "head": head, **dict(zip(heads, values, strict=True))})
-        if layer.weights is None:
-            without.append(f"layer {i}: no map for this mixer ({layer.kind}).")
-        else:
-            maps[f"layer-{i:02d}"] = layer.weights.float().contiguous()
-    page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES, *without]
+            head_rows.append({"layer": i, "head": head, **dict(zip(heads, values, strict=True))})
+
+    page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES, *notes]
+    contents = {
+        "folder": str(args.folder),
+        "dtype": args.dtype,
+        "tokens": ids,
+        "text": labels,
+        "layers": rows,
+        "heads": head_rows,
+    }
     with new_folder(args.output) as folder:
-        contents = {"folder": str(args.folder), "dtype": args.dtype, "tokens": ids, "text": labels}
-        contents |= {"layers": rows, "heads": of_heads}
         (folder / "inspect.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
-        (folder / "inspect.md").write_text("\n".join([*page, "", *table(of_heads or [{}]), ""]))
+        (folder / "inspect.md").write_text("\n".join([*page, "", *table(head_rows or [{}]), ""]))
         save_file(maps, folder / "maps.safetensors")
-        drawn = draw(folder, layers, labels)
+        drawn = draw(folder, layers, rows, labels)
     print("\n".join(page))
     pictures = f"{drawn} pictures" if drawn else "no pictures: matplotlib is not installed"
     print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")

@@ -37,45 +37,40 @@ DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
 CPU_RANKS = 2
 NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
-# TensorBoard shows 1,000 points of a curve, drawn at random: no spikes.
-SEE_ALL = ("--samples_per_plugin", "scalars=100000")
-
-
-def started_as() -> list[str]:
-    """The words with which a user repeats this command in this folder: `interdomain launch` needs no repository."""
-    if sys.argv[0].startswith("interdomain "):
-        return command_here("launch")
-    script = Path(__file__).resolve().parents[1] / "launch.sh"
-    if script.is_file() and not Path("launch.sh").is_file():
-        return [str(script)]
-    return ["./launch.sh"]
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(our own arguments, the flags of settings). The TOML file may stand anywhere."""
+    """Returns: our own arguments, and the flags of settings. The TOML file may stand anywhere."""
     p = argument_parser(__doc__)
-    p.prog = " ".join(started_as())
-    p.usage = f"{p.prog} [CONFIG.toml] [OPTIONS] [SETTINGS]"
+    p.prog = "./launch.sh"
+    p.usage = "./launch.sh [CONFIG.toml] [OPTIONS] [SETTINGS]"
     p.add_argument("--dry-run", action="store_true", help="check the settings, print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
-    text = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
-    p.add_argument("--ranks", type=int, metavar="N", help=text)
-    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
-    text = (
-        f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an"
+    p.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)",
     )
-    p.add_argument("--site", metavar="NAME", help=f"{text} allocation too (default: INTERDOMAIN_SITE, else plain)")
-    files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
+    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
+    p.add_argument(
+        "--site",
+        metavar="NAME",
+        help="the cluster: a file of tools/sites, or the path of a NAME.env; local: this machine alone, inside an allocation "
+        "too (default: INTERDOMAIN_SITE, else plain)",
+    )
+    files = [word for word in argv if word.endswith(".toml") and not word.startswith("-")]
     if len(files) > 1:
         raise ValueError(
             f"several configuration files: {', '.join(files)}. Give one, and change its settings by flags."
         )
-    args, flags = p.parse_known_args([a for a in argv if a not in files])
+    args, flags = p.parse_known_args([word for word in argv if word not in files])
     for flag in flags:
-        if removal := removal_of(flag.partition("=")[0]):
+        name = flag.partition("=")[0]
+        if removal := removal_of(name):
             raise ValueError(removal)
-    if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
-        raise ValueError("give the configuration file without --job.config_file: ./launch.sh FILE.toml")
+        if name.replace("-", "_") == "__job.config_file":
+            raise ValueError("give the configuration file without --job.config_file: ./launch.sh FILE.toml")
     require_at_least(args, ranks=1)
     args.config = files[0] if files else DEFAULT_CONFIG
     return args, flags
@@ -122,37 +117,20 @@ def check_data(job, dry_run: bool = False) -> str:
     return f"{line})"
 
 
-def next_steps(argv: list[str], job, plan) -> str:
-    """Commands that watch, convert, generate and train on, ready to paste. argv: the command line of this run."""
-    from interdomain.titan.host import VERSION
-
-    start = started_as()
-    if VERSION == "0.3.0" and start == ["./launch.sh"] and "INTERDOMAIN_PYTHON" not in os.environ:
-        start += ["--titan", "0.3"]
+def next_steps(job, plan) -> str:
+    """Commands that watch, convert and generate, ready to paste."""
     dump = Path(job.job.dump_folder)
     # The folder in which runs lie beside each other: TensorBoard shows them together.
     runs = dump.parent if dump.parent.name else dump
-    lines = {"watch": [python_here(), "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
+    lines = ["# watch", shlex.join([python_here(), "-m", "tensorboard.main", "--logdir", str(runs)])]
     if job.checkpoint.enable:
         folder = dump / job.checkpoint.folder
         step = max(finished_steps(folder), default=plan.steps)
-        last, export = folder / f"step-{step}", f"exports/{dump.name}-step{step}"
-        lines["convert to a standalone folder"] = [*command_here("convert"), last, "--output", export]
-        lines["generate"] = [*command_here("generate"), export, "--prompt", "def main("]
-        if longer := train_on(argv, job, plan):
-            lines["train on, to twice the length, at the last learning rate"] = [*start, *argv, *longer]
-    return "\n".join(f"# {title}\n{shlex.join(map(str, command))}" for title, command in lines.items())
-
-
-def train_on(argv: list[str], job, plan) -> list[str]:
-    """Flags behind a run's own that make it twice as long; none where its learning rate ends at 0."""
-    longer = ["--training.steps", str(2 * plan.steps)]
-    if any(flag.startswith("--training.tokens") for flag in argv):  # else steps win over the file's tokens
-        longer += ["--training.tokens", "0"]
-    if job.lr_scheduler.decay_ratio == 0:
-        return longer
-    last = job.lr_scheduler.total_steps or plan.steps
-    return [*longer, "--lr_scheduler.total_steps", str(last)] if job.lr_scheduler.min_lr else []
+        export = f"exports/{dump.name}-step{step}"
+        convert = [*command_here("convert"), str(folder / f"step-{step}"), "--output", export]
+        generate = [*command_here("generate"), export, "--prompt", "def main("]
+        lines += ["# convert to a standalone folder", shlex.join(convert), "# generate", shlex.join(generate)]
+    return "\n".join(lines)
 
 
 @user_errors
@@ -165,17 +143,21 @@ def main(argv=None) -> int:
     from interdomain.titan.plan.run_plan import make_plan
     from interdomain.titan.plan.schedule import refuse_jump
 
+    # The plan, and the command that carries it out here or on the nodes of an allocation.
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
-    on_gpus = nodes is not None and nodes.has_gpus
-    plan = make_plan(job, nodes.ranks * len(nodes.hosts) if nodes else ranks, on_gpus)
+    on_gpus = False
+    if nodes:
+        on_gpus = nodes.has_gpus
+        plan = make_plan(job, nodes.ranks * len(nodes.hosts), on_gpus)
+        command = nodes.command(args.config, flags, args.max_restarts)
+    else:
+        plan = make_plan(job, ranks)
+        command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     refuse_jump(job, plan.steps, plan.warmup_steps)
     print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())
-        command = nodes.command(args.config, flags, args.max_restarts)
-    else:
-        command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     if ignored := torchrun.ignored_options():
         advice = "options of torchrun, which the next line has; for several machines without SLURM see docs/clusters.md"
         print(f"{'ignored':>18}  {ignored}: {advice}")
@@ -191,19 +173,23 @@ def main(argv=None) -> int:
     before = finished_steps(checkpoints).keys()
     code = slurm.run(command, nodes.environment) if nodes else torchrun.run(command, torchrun.environment(ranks))
     if code not in (0, CONTINUE, REFUSED, INTERRUPTED):
-        saved = finished_steps(checkpoints).keys()
-        failed = f"the run failed (exit status {code})"
-        if new := saved - before:
+        # A run that failed after it saved something new may get further when it is started again.
+        new = finished_steps(checkpoints).keys() - before
+        if new:
+            failed = f"the run failed (exit status {code}) after it saved step {max(new)}"
             advice = f"The same command continues it, on another machine if this one is broken (exit status {CONTINUE})"
-            print(f"\n{failed} after it saved step {max(new)}. {advice}.", file=sys.stderr)
+            print(f"\n{failed}. {advice}.", file=sys.stderr)
             return CONTINUE
     if code:
         return code
+
     events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
-    if any(events.glob(EVENTS)) and (measured := read_curves(events).get("validation_metrics/perplexity")):
-        values = ", ".join(f"{x:.2f} at step {step}" for step, x in sorted(measured.items()))
-        print(f"\nvalidation perplexity: {values}")
-    print("\n" + next_steps([args.config, *(word for word in argv if word != args.config)], job, plan))
+    if any(events.glob(EVENTS)):
+        measured = read_curves(events).get("validation_metrics/perplexity", {})
+        if measured:
+            values = ", ".join(f"{value:.2f} at step {step}" for step, value in sorted(measured.items()))
+            print(f"\nvalidation perplexity: {values}")
+    print("\n" + next_steps(job, plan))
     return 0
 
 

@@ -48,19 +48,44 @@ def parse(argv) -> argparse.Namespace:
     run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
     for command in (plan, run):
         command.add_argument(
-            "study", type=path_argument, metavar="STUDY.toml", help="the study's file (format: docs/study.md)"
+            "study",
+            type=path_argument,
+            metavar="STUDY.toml",
+            help="the study's file (format: docs/study.md)",
         )
-        command.add_argument("--only", default="*", metavar="PATTERN", help="only runs of such a name, as '*/seed-1'")
+        command.add_argument(
+            "--only",
+            default="*",
+            metavar="PATTERN",
+            help="only runs of such a name, as '*/seed-1'",
+        )
     where = run.add_mutually_exclusive_group()
-    text = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
-    where.add_argument("--jobs", type=int, default=1, metavar="N", help=text)
-    text = "submit each run to SLURM instead, by this command and the run's TOML file, as 'sbatch tools/sites/requeue.sbatch'"
-    where.add_argument("--sbatch", metavar="COMMAND", help=text)
+    where.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs to train at a time, at least 1; they share the GPUs (or cores) of this machine",
+    )
+    where.add_argument(
+        "--sbatch",
+        metavar="COMMAND",
+        help="submit each run to SLURM instead, by this command and the run's file, as 'sbatch tools/sites/requeue.sbatch'",
+    )
     show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
-    text = "a study's file, or the folder of a run (job.dump_folder), finished or not"
-    show.add_argument("runs", nargs="+", type=path_argument, metavar="STUDY.toml|RUN", help=text)
-    text = f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png"
-    show.add_argument("--output", type=path_argument, metavar="DIR", help=text)
+    show.add_argument(
+        "runs",
+        nargs="+",
+        type=path_argument,
+        metavar="STUDY.toml|RUN",
+        help="a study's file, or the folder of a run (job.dump_folder), finished or not",
+    )
+    show.add_argument(
+        "--output",
+        type=path_argument,
+        metavar="DIR",
+        help=f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png",
+    )
     args = p.parse_args(argv)
     if args.command == "run":
         require_at_least(args, jobs=1)
@@ -68,6 +93,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> "Study":
+    """The study with the runs that --only names."""
     from interdomain.tools._study.definition import read_study
 
     study = read_study(args.study)
@@ -77,26 +103,54 @@ def chosen(args: argparse.Namespace) -> "Study":
     return replace(study, runs=runs)
 
 
-def table(study: "Study") -> str:
+def plan(study: "Study") -> str:
     """The runs as a table, and what is missing."""
-    from interdomain.tools._study.tables import state_in_words
+    from interdomain.tools._study.tables import describe_state
 
-    lines, tokens, flops = [["run", "parameters", "state", "tokens", "FLOPs", "is"]], [0, 0], [0.0, 0.0]
+    lines = [["run", "parameters", "state", "tokens", "FLOPs", "is"]]
+    tokens = missing_tokens = 0
+    flops = missing_flops = 0.0
     for run in study.runs:
-        plan, finished = run.plan, run.is_finished
-        cost, state = plan.flops, state_in_words(*plan.state)
-        status = "finished" if finished else f"at step {run.step:,} of {plan.steps:,}" if run.step else "not begun"
+        plan = run.plan
+        cost = plan.flops
+        tokens += plan.tokens
+        flops += cost
+        if run.is_finished:
+            status = "finished"
+        else:
+            missing_tokens += plan.tokens
+            missing_flops += cost
+            status = f"at step {run.step:,} of {plan.steps:,}" if run.step else "not begun"
+        state = describe_state(*plan.state)
         lines.append([run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{cost:.3g}", status])
-        tokens[finished] += plan.tokens
-        flops[finished] += cost
-    missing = len(study.missing())
-    total = f"{len(study.runs)} runs, {missing} missing: {tokens[0]:,} of {sum(tokens):,} tokens"
-    page = [*markdown_rows(lines), "", f"{total}, {flops[0]:.3g} of {sum(flops):.3g} FLOPs"]
+    total = f"{len(study.runs)} runs, {len(study.missing())} missing: {missing_tokens:,} of {tokens:,} tokens"
+    page = [*markdown_rows(lines), "", f"{total}, {missing_flops:.3g} of {flops:.3g} FLOPs"]
     if study.waiting:
-        page.append(
-            f"{study.waiting} more at the best rate of their condition, known when its runs at all rates are finished"
-        )
+        known = "known when its runs at all rates are finished"
+        page.append(f"{study.waiting} more at the best rate of their condition, {known}")
     return "\n".join(page)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains what is missing, or submits it. Returns: the exit status."""
+    from interdomain.tools._study.run import require_data, run_here, submit
+
+    study = chosen(args)
+    for one in study.runs:
+        _ = one.plan  # refuses before anything is trained
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < args.jobs:
+        raise ValueError(f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own.")
+    while missing := study.missing():
+        require_data(missing, study.corpora)
+        if args.sbatch:
+            submit(missing, study.name, shlex.split(args.sbatch))
+            return 0
+        if code := run_here(missing, args.jobs):
+            return code
+        study = chosen(args)  # with the runs at the best rates
+    print(f"all runs are finished: interdomain study show {args.study}")
+    return 0
 
 
 def shown(paths: list[Path]) -> "list[Run]":
@@ -108,56 +162,47 @@ def shown(paths: list[Path]) -> "list[Run]":
     for path in paths:
         if path.suffix != ".toml":
             runs.append(Run.of(str(path), record_of(path), path))
-        elif done := [run for run in read_study(path).runs if run.is_finished]:
-            runs += [Run.of(run.name, read_record(run.record), run.record) for run in done]
-        else:
+            continue
+        finished = [run for run in read_study(path).runs if run.is_finished]
+        if not finished:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
+        runs += [Run.of(run.name, read_record(run.record), run.record) for run in finished]
     return runs
+
+
+def show(paths: list[Path], output: Path | None) -> None:
+    """Prints the table of runs, and writes the report if there is an `output`."""
+    from interdomain.tools._study import report, tables
+
+    if output:
+        require_empty(output)
+    runs = shown(paths)
+    text = tables.page(runs)
+    print(text, end="")
+    if not output:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    contents = {"cells": tables.rows(runs), "runs": [asdict(run) for run in runs]}
+    (output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
+    (output / "study.md").write_text(text)
+    title = " and ".join(path.stem for path in paths)
+    (output / "study.html").write_text(report.html(title, runs, output))
+    try:
+        figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(output / "study.png")
+        print(f"wrote {output}")
+    except ImportError:
+        print(f"wrote {output}, without figures: matplotlib is not installed")
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-
-    from interdomain.tools._study import report, tables
-    from interdomain.tools._study.run import require_data, run_here, submit
-
-    if args.command == "plan":
-        print(table(chosen(args)))
-        return 0
     if args.command == "run":
-        study = chosen(args)
-        for run in study.runs:  # refuses before anything is trained
-            run.plan  # noqa: B018
-        if 0 < (gpus := torch.cuda.device_count()) < args.jobs:
-            raise ValueError(f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own.")
-        while missing := study.missing():
-            require_data(missing, study.corpora)
-            if args.sbatch:
-                submit(missing, study.name, shlex.split(args.sbatch))
-                return 0
-            if code := run_here(missing, args.jobs):
-                return code
-            study = chosen(args)  # with the runs at the best rates
-        print(f"all runs are finished: interdomain study show {args.study}")
-        return 0
-    if args.output:
-        require_empty(args.output)
-    runs = shown(args.runs)
-    text = tables.page(runs)
-    print(text, end="")
-    if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        contents = {"cells": tables.rows(runs), "runs": [asdict(run) for run in runs]}
-        (args.output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
-        (args.output / "study.md").write_text(text)
-        title = " and ".join(path.stem for path in args.runs)
-        (args.output / "study.html").write_text(report.html(title, runs, args.output))
-        try:
-            figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(args.output / "study.png")
-            print(f"wrote {args.output}")
-        except ImportError:
-            print(f"wrote {args.output}, without figures: matplotlib is not installed")
+        return run(args)
+    if args.command == "plan":
+        print(plan(chosen(args)))
+    else:
+        show(args.runs, args.output)
     return 0
 
 

@@ -1,7 +1,8 @@
 """What earlier versions had, and what to do instead. Standard library only.
 
-This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of a setting
-or module (with a dot), or of a setting's value (SETTING = VALUE). CHANGELOG.md has the same sentences.
+This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of another
+command's option (after the command's name), of a setting or module (with a dot), or of a setting's value (SETTING = VALUE).
+CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -19,13 +20,16 @@ REMOVED = {
     "--network": NO_ESTIMATES,
     "--rewind": NO_SPIKES,
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
+    "bench-training --trace": "Start a short run with `--profiling.enable_profiling`, TorchTitan's own profiler.",
     "checkpoint.copy_to": NO_STORES,
     "checkpoint.copy_wait_seconds": NO_STORES,
+    "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
     "data.leave_out": NO_SPIKES,
     "data.stages": (
         "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
         "`checkpoint.initial_load_path`."
     ),
+    "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
     "interdomain.megatron.train": (
         "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
     ),
@@ -35,10 +39,12 @@ REMOVED = {
     "parallelism.pipeline_parallel_schedule = InterleavedZeroBubble": NO_ZERO_BUBBLE,
     "parallelism.pipeline_parallel_schedule = ZBVZeroBubble": NO_ZERO_BUBBLE,
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
+    "tokens_per_parameter": "Give each size of a study its `training.tokens`.",
     "training.max_spikes": NO_SPIKES,
     "training.spike_deviations": NO_SPIKES,
     "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
     "and more network.",
+    "watch --exports": "Convert the milestone with `interdomain convert`.",
 }
 
 

@@ -1,5 +1,6 @@
 """How a run ends for whoever started it: exit statuses and signals, with small processes in torchrun's place."""
 
+import argparse
 import os
 import signal
 import socket
@@ -14,17 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.run import config_from_args, get_args_parser, parse_args
 
 from interdomain.launcher import REASON_FILE, launcher_has_ended
-from interdomain.tools import (
-    bench_kernels,
-    compare_runs,
-    convert,
-    evaluate,
-    generate,
-    inspect_model,
-    prepare_data,
-    study,
-    watch,
-)
+from interdomain.tools import _cli
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE, ELASTIC, REFUSED
 
@@ -49,40 +40,22 @@ def run(program):
     return torchrun.run([sys.executable, "-c", when_listening("SigCgt") + STAND_IN + program], dict(os.environ))
 
 
-ARGUMENTS = {
-    bench_kernels: "--output=PATH",
-    compare_runs: "PATH PATH --save-curve=PATH",
-    convert: "PATH --output=PATH --uptrain=PATH --to-checkpoint",
-    evaluate: "PATH --output=PATH --include-path PATH --perplexity PATH --corpora=PATH",
-    generate: "PATH",
-    inspect_model: "PATH --text-file=PATH --output=PATH",
-    prepare_data: "--input PATH debian:PATH hf:PATH --output=PATH --tokenizer=PATH",
-    study: "show PATH --output=PATH",
-    watch: "PATH --exports=PATH",
-}
-
-
-@pytest.mark.parametrize("tool", ARGUMENTS)
-def test_home_and_variables_in_the_paths_of_a_command(tool, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("convert", [_cli.path_argument, _cli.path_or_name])
+def test_home_and_variables_in_the_paths_of_a_command(convert, tmp_path, monkeypatch):
     """A shell leaves `~` in --output=~/x. A name of a file that has a `$` in it, as a shell's `*` finds it, is not changed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/people/me")
     monkeypatch.setenv("SCRATCH", "/disk")
     (tmp_path / "A$B.txt").touch()
+    assert str(convert("~/x$SCRATCH/x")) == "/people/me/x/disk/x"
+    assert str(convert("A$B.txt")) == "A$B.txt"
+    with pytest.raises(argparse.ArgumentTypeError, match="the environment variable NONE_SUCH is not set"):
+        convert("$NONE_SUCH/x")
 
-    def paths(path):
-        values = vars(tool.parse(ARGUMENTS[tool].replace("PATH", path).split())).values()
-        flat = [one for value in values for one in (value if isinstance(value, list) else [value])]
-        return [str(value) for value in flat if isinstance(value, Path) or value == path or "/x" in str(value)]
 
-    expected = ARGUMENTS[tool].count("PATH")
-    assert " ".join(paths("~/x$SCRATCH/x")).count("/people/me/x/disk/x") == expected
-    if "debian:" not in ARGUMENTS[tool]:  # no shell finds such a name
-        assert paths("A$B.txt").count("A$B.txt") == expected
-    with pytest.raises(SystemExit) as ended:
-        paths("$NONE_SUCH/x")
-    assert ended.value.code == 2
-    assert "the environment variable NONE_SUCH is not set" in capsys.readouterr().err
+def test_home_in_the_name_of_a_source(monkeypatch):
+    monkeypatch.setenv("HOME", "/people/me")
+    assert [_cli.path_or_name(f"{kind}:~/x") for kind in ("debian", "hf")] == ["debian:/people/me/x", "hf:/people/me/x"]
 
 
 THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGTERM", "SIGHUP"))
@@ -123,21 +96,9 @@ def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
     assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP", "SIGINT"}  # it would take back what nohup gave
 
 
-KUBEFLOW = {
-    "NNODES": "2",
-    "NPROC_PER_NODE": "8",
-    "NODE_RANK": "1",
-    "RDZV_BACKEND": "static",
-    "RDZV_ENDPOINT": "other:29500",
-}
-KUBEFLOW |= {
-    "STANDALONE": "0",
-    "MASTER_ADDR": "other",
-    "MASTER_PORT": "29500",
-    "LOCAL_ADDR": "other",
-    "MAX_RESTARTS": "9",
-}
-KUBEFLOW |= {"SIGNALS_TO_HANDLE": "SIGINT", "NO_PYTHON": "1", "RDZV_CONF": "is_host=false", "SHUTDOWN_TIMEOUT": "1"}
+KUBEFLOW = """NNODES=2 NPROC_PER_NODE=8 NODE_RANK=1 RDZV_BACKEND=static RDZV_ENDPOINT=other:29500 STANDALONE=0
+MASTER_ADDR=other MASTER_PORT=29500 LOCAL_ADDR=other MAX_RESTARTS=9
+SIGNALS_TO_HANDLE=SIGINT NO_PYTHON=1 RDZV_CONF=is_host=false SHUTDOWN_TIMEOUT=1"""
 
 
 def test_torchrun_on_one_machine_takes_no_option_from_the_environment(monkeypatch):
@@ -155,7 +116,8 @@ def test_torchrun_on_one_machine_takes_no_option_from_the_environment(monkeypatc
     assert (usual.min_nodes, usual.max_nodes, usual.nproc_per_node, usual.max_restarts) == (1, 1, 3, 0)
     store = RendezvousStoreInfo.build(0, HashStore(), usual.local_addr)
     assert store.master_addr == "127.0.0.1"
-    for name, value in KUBEFLOW.items():
+    for variable in KUBEFLOW.split():
+        name, _, value = variable.partition("=")
         monkeypatch.setenv(f"PET_{name}", value)
     monkeypatch.setenv("PYTHON_EXEC", "another")
     again, *start = config()

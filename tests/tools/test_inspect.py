@@ -160,18 +160,16 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys, refused):
 
 
 def test_other_mixers_and_no_matplotlib(folders, tmp_path, capsys, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    run(folders["s4d"], "--text-file", text, "--layers", 1, "--output", tmp_path / "s4d", "--dtype", "float32")
+    run(folders["s4d"], "--text", TEXT, "--layers", 1, "--output", tmp_path / "s4d", "--dtype", "float32")
     assert {"kernel-layer-01.png", "timescales.png"} == {p.name for p in (tmp_path / "s4d").glob("*.png")}
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run(folders["softmax"], "--text-file", text, "--output", tmp_path / "softmax")
+    run(folders["softmax"], "--text", TEXT, "--output", tmp_path / "softmax")
     assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
     assert not list((tmp_path / "softmax").glob("*.png"))
     monkeypatch.setattr(
         _maps, "CORES", {f: core for f, core in _maps.CORES.items() if core.kind != "softmax"}
     )  # no mixer of ours
-    run(folders["hybrid"], "--text-file", text, "--output", tmp_path / "hybrid")
+    run(folders["hybrid"], "--text", TEXT, "--output", tmp_path / "hybrid")
     assert "layer 1: no map for this mixer (SoftmaxMixer)" in capsys.readouterr().out
     assert list(load_file(tmp_path / "hybrid" / "maps.safetensors")) == ["layer-00", "pairing-00"]
 
@@ -182,7 +180,6 @@ def test_bad_requests(folders, tmp_path, refused):
         (["--text", ""], "Allowed are 2 to 256"),
         (["--text", TEXT * 50], "256 (--max-tokens)"),
         (["--text", TEXT, "--layers", 2], "--layers must be from 0 to 1: got 2"),
-        (["--text-file", tmp_path / "none.txt"], "none.txt"),
         (["--text", TEXT, "--device", "cuda:9"], "--device cuda:9"),
     ):
         refused(inspect.main, [folders["interdomain"], *argv, "--output", out], words)

@@ -138,35 +138,13 @@ def test_first_start_end_to_end(tmp_path, monkeypatch, capsys):
     assert "debug with dim 96, n_layers 2, " in said
     assert list((tmp_path / "outputs/debug/tb").glob("events*"))
     commands = dict(re.findall(r"^# (\w+).*\n(.+)$", said, re.MULTILINE))
-    assert list(commands) == ["watch", "convert", "generate", "train"]
+    assert list(commands) == ["watch", "convert", "generate"]
     monkeypatch.chdir(tmp_path)
     for name, tool in (("convert", convert), ("generate", generate)):
         command, _, argv = commands[name].partition(f"{name} ")
         assert os.access(command.split()[0], os.X_OK)
         assert tool.main(shlex.split(argv)) == 0
     assert "\ndef main(" in capsys.readouterr().out
-    start, *argv = shlex.split(commands["train"])
-    assert start == "./launch.sh"
-    longer = dry(capsys, *argv)
-    assert "4 of 1,024 tokens" in longer
-    assert "--nproc-per-node 1 --local-ranks" in longer
-
-
-def test_the_flags_that_train_on():
-    from interdomain.titan.plan.run_plan import make_plan
-
-    for given, more in (
-        (["--training.tokens=409600"], ["--training.tokens", "0", "--lr_scheduler.total_steps", "100"]),
-        (["--training.steps", "30", "--lr-scheduler.decay-ratio", "0"], []),
-    ):
-        job = launch.job_config(launch.DEFAULT_CONFIG, given)
-        plan = make_plan(job, world_size=2)
-        longer = launch.train_on(given, job, plan)
-        assert longer[2:] == more
-        again = launch.job_config(launch.DEFAULT_CONFIG, [*given, *longer])
-        assert make_plan(again, world_size=2).steps == 2 * plan.steps
-    job.lr_scheduler.decay_ratio, job.lr_scheduler.min_lr = None, 0
-    assert launch.train_on([], job, plan) == []
 
 
 # Python, its venv and its pip, as far as launch.sh asks: an installation that notes when it begins, and whether it is alone.
@@ -243,12 +221,6 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     assert start("launch") == f"{mine} {mine}/venv/bin/python {arguments}"
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "env/bin/python")
     assert start("launch") == f"{mine} {mine}/env/bin/python {arguments}"
-
-
-def test_a_run_is_repeated_from_the_folder_of_its_start(tmp_path, monkeypatch):
-    assert launch.started_as() == ["./launch.sh"]
-    monkeypatch.chdir(tmp_path)
-    assert launch.started_as() == [str(REPOSITORY / "launch.sh")]
 
 
 def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):

@@ -55,25 +55,29 @@ def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_th
     assert read_spans(str(tmp_path / "unknown.txt"), reader, len(ids))[1].sum() == 9 * 10
 
 
-def test_windows_begin_as_documents_did_in_training(exported_model, corpus, tmp_path, capsys, refused):
-    """Each folder's as its own record says, side by side."""
-    records = {
-        "bos": ({"begin": [1], "end": [2]}, [1]),
-        "two": ({"begin": [2, 1], "end": []}, [2, 1]),
-        "older": (None, [2]),
-    }
-    source = exported_model("interdomain")[1]
-    made = [
-        edit_run(shutil.copytree(source, tmp_path / name), documents=documents)
-        for name, (documents, _) in records.items()
-    ]
-    options = f"--lengths 60 --text-field body --perplexity {corpus} --output".split()
-    assert evaluate.main([*map(str, made), *options, str(tmp_path / "out")]) == 0
-    assert f"{made[2]} does not record how documents began" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["perplexity"]
-    for folder, row, (_, start) in zip(made, rows, records.values(), strict=True):
-        model, tokenizer = load_pretrained(folder)
-        losses = direct(model, read_spans(str(corpus), tokenizer, 60, text_field="body"), 60, *start)
-        assert row["perplexity"] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
-    edit_run(made[0], documents={"begin": [], "end": []})
-    refused(evaluate.main, [made[0], *options, tmp_path / "none"], "no token stood between the documents")
+@pytest.mark.parametrize(
+    ("documents", "start"),
+    [
+        ({"begin": [1], "end": [2]}, [1]),
+        ({"begin": [2, 1], "end": []}, [2, 1]),
+        (None, [2]),
+    ],
+    ids=["bos", "two", "older"],
+)
+def test_windows_begin_as_documents_did_in_training(exported_model, corpus, tmp_path, capsys, documents, start):
+    """As the folder's record says, which an older one does not."""
+    folder = edit_run(shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=documents)
+    options = f"--lengths 60 --text-field body --perplexity {corpus} --output {tmp_path / 'out'}"
+    assert evaluate.main([str(folder), *options.split()]) == 0
+    assert ("does not record how documents began" in capsys.readouterr().out) == (documents is None)
+    (row,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["perplexity"]
+    model, tokenizer = load_pretrained(folder)
+    losses = direct(model, read_spans(str(corpus), tokenizer, 60, text_field="body"), 60, *start)
+    assert row["perplexity"] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+
+
+def test_a_window_needs_a_token_before_it(exported_model, corpus, tmp_path, refused):
+    nothing = {"begin": [], "end": []}
+    folder = edit_run(shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=nothing)
+    options = f"--lengths 60 --text-field body --perplexity {corpus} --output {tmp_path / 'out'}"
+    refused(evaluate.main, [folder, *options.split()], "no token stood between the documents")

@@ -4,8 +4,9 @@ Shapes: B batch, T time, H state heads, G query heads per state head, d head wid
 """
 
 import math
+import tomllib
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ BOUNDS = {
     "bf16 slow": 3e-3,  # dlog_decay of a slow case: a lag that is one token off in one of its sums is 1.2e-2
 }
 STEPS = 4  # tokens of a case of a step
+DEFAULTS = {  # by kind of case
+    "scan": {"backend": "chunkwise", "T": 257},
+    "linear scan": {"backend": "chunkwise", "T": 257},
+    "step": {"T": STEPS},
+    "linear step": {"T": STEPS},
+    "layer": {"backend": "triton", "T": 130},
+    "layer step": {"backend": "triton", "T": STEPS},
+}
 LAYERS = {  # settings of the layer; their projections differ in convolution, RoPE, feature map and norm
     "interdomain": {},
     "single-query": {"dual_input": False},
@@ -84,75 +93,26 @@ class Case:
 
     def __str__(self) -> str:
         words = [f"{self.kind}:", self.backend, str(self.shape), str(self.dtype).removeprefix("torch.")]
-        more = [f for f in fields(self)[4:] if f.name != "repeat" and getattr(self, f.name) != f.default]
-        return " ".join([word for word in words if word] + [f"{f.name}={getattr(self, f.name)}" for f in more])
-
-
-def _case(backend: str = "chunkwise", kind: str = "scan", **kw) -> Case:
-    shape = {k: kw.pop(k) for k in ("B", "T", "H", "d", "M", "G") if k in kw}
-    return Case(kind, Shape(**({"B": 2, "T": 257, "H": 4} | shape)), backend=backend, **kw)
+        for field in fields(self)[4:]:
+            value = getattr(self, field.name)
+            if field.name != "repeat" and value != field.default:
+                words.append(f"{field.name}={value}")
+        return " ".join(filter(None, words))
 
 
 def groups(cuda: bool) -> dict[str, list[Case]]:
-    """Cases by group; a group shares compiled kernels and runs in one process. Those that compile longest come first.
-
-    On the CPU the same, at sizes for seconds, without what only a GPU has.
-    """
-    q, lin = _case, partial(_case, kind="linear scan")
-    step, lin_step = (partial(_case, "", kind, T=STEPS) for kind in ("step", "linear step"))
-    layer, layer_step = (partial(_case, "triton", kind, T=130) for kind in ("layer", "layer step"))
-
-    def layer_cases(mode: str) -> list[Case]:
-        wide = layer(mode=mode, dtype=FP32, d=96, T=65, H=2)
-        return [layer(mode=mode, repeat=True), wide, layer_step(mode=mode, T=STEPS)]
-
-    every = {f"layer-{mode}": layer_cases(mode) for mode in LAYERS}
-    every["layer-interdomain"] += [
-        layer(mode="interdomain", documents=True),
-        layer_step(mode="interdomain", dtype=FP32, T=STEPS, d=96, B=19, H=5),
-    ]
-    every |= {
-        "documents": [
-            *(q(documents=True, repeat=True, T=130), q(documents=True, dtype=FP32, H=2, G=2, T=70)),
-            *(lin(documents=True, T=130), q(documents=True, M=128, T=70)),
-            q(B=1, H=32, T=32_768, documents=True, state=False),
-        ],
-        "chunkwise-fp32": [
-            *(q(dtype=FP32, repeat=True, T=70), q(dtype=FP32, recompute=False, state=False, T=63)),
-            q(dtype=FP32, M=128, T=33),
-        ],
-        "chunkwise-M128": [q(M=128, repeat=True, T=130)],
-        "chunkwise": [
-            *(q(repeat=True), q(recompute=False, repeat=True), q(T=1, B=4, H=8), q(T=256, state=False, repeat=True)),
-            *(q(T=65, G=4, repeat=True), q(T=128, state=False, slow=True)),
-        ],
-        "chunkwise-linear": [
-            *(lin(repeat=True), lin(dtype=FP32, T=130), lin(d=96, T=63, state=False)),
-            lin(B=1, T=70_001),
-        ],
-        "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
-        "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
-        "chunkwise-long": [
-            q(B=1, H=32, T=32_768, state=False, repeat=True),  # several segments in flight
-            q(B=1, T=70_001),  # beyond 65,536, and ragged
-        ],
-        "chunkwise-M16-M32": [q(M=16, T=130, H=8), q(M=32, T=130)],
-        # Converted tiles are transposed in registers, which Triton has got wrong on Hopper.
-        "chunkwise-fp16": [q(dtype=FP16, T=130, repeat=True), lin(dtype=FP16, T=130)],
-        "plain": [
-            *(q("fft", repeat=True, T=130), q("fft", G=2, d=96, T=63, state=False), lin("fft", dtype=FP32, T=257)),
-            *(q("chunkwise-torch", repeat=True), q("chunkwise-torch", dtype=FP32, G=2, d=96, T=130)),
-            *(lin("chunkwise-torch", T=130), lin("chunkwise-torch", dtype=FP32, T=65)),
-            *(q("reference", dtype=FP32, T=63), lin("reference", dtype=FP32, T=63)),
-        ],
-        "step": [
-            *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2, B=40), step(d=96, wider=1)),
-            *(lin_step(), lin_step(mode="in place"), lin_step(mode="graph", dtype=FP32, d=96)),
-        ],
-    }
+    """Cases by group. On the CPU the same, at sizes for seconds, without what only a GPU has."""
+    table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text())
+    every = {name: [_case(**row) for row in rows] for name, rows in table.items()}
     if cuda:
         return every
     return {name: [_tiny(case) for case in cases if case.mode != "graph"] for name, cases in every.items()}
+
+
+def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
+    values = {"B": 2, "H": 4, **DEFAULTS[kind], **row}
+    sizes = {name: values.pop(name) for name in ("B", "T", "H", "d", "M", "G") if name in values}
+    return Case(kind, Shape(**sizes), getattr(torch, dtype), **values)
 
 
 def _tiny(case: Case) -> Case:
@@ -196,7 +156,9 @@ def make_inputs(case: Case, device: torch.device, *, mixed: bool = False, seed: 
     The numbers are drawn on `device`: on the CPU they are the same on every x86 machine with AVX2. Queries have unit length,
     keys and values unit variance, as behind the model's norms. Every tensor is a leaf that records gradients.
     """
-    s, dtype, P = case.shape, case.dtype, 2 * case.shape.d + case.wider
+    s = case.shape
+    dtype = case.dtype
+    P = 2 * s.d + case.wider
     g = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

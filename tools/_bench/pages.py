@@ -40,15 +40,24 @@ def warnings(verdicts: dict[str, str]) -> list[str]:
 
 def show(value: Any) -> str:
     """A figure in three or four digits; what does not exist is a dash."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    if isinstance(value, float):
-        size = abs(value)
-        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
-        return format(value, digits)
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return " ".join(map(show, value))
+    if not isinstance(value, float):
+        return str(value)
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    if size >= 0.01 or value == 0:
+        return f"{value:.3f}"
+    return f"{value:.1e}"
 
 
 def page(contents: dict[str, Any]) -> list[str]:
@@ -57,8 +66,10 @@ def page(contents: dict[str, Any]) -> list[str]:
     facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
     lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
     for name, table in contents["tables"].items():
-        cells = [[show(row.get(c)) for c in table["columns"]] for row in table["rows"]]
-        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
+        cells = [table["columns"]]
+        for row in table["rows"]:
+            cells.append([show(row.get(column)) for column in table["columns"]])
+        lines += ["", f"## {name}", "", *markdown_rows(cells)]
     return [*lines, "", *(f"- {note}" for note in contents["notes"])]
 
 

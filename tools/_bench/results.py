@@ -26,7 +26,6 @@ from interdomain.folders import write_whole
 from interdomain.markdown import markdown_rows
 from interdomain.scan.triton_support import cannot_launch
 from interdomain.tools import _cli
-from interdomain.tools._bench import compilations
 from interdomain.tools._bench.pages import CHECK, read_verdicts, show, warnings
 from interdomain.tools._bench.timing import release
 from interdomain.tools.launch import refuse_idle_gpus
@@ -34,15 +33,53 @@ from interdomain.tools.launch import refuse_idle_gpus
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 RESULTS = Path("benchmarks/results/today")
 CASE_SECONDS = 60.0  # that a case may take on a GPU, compilation included
-COUNTS = compilations.Compilations()  # of a process in which cases run
 HANG_SECONDS = 25.0  # that it may run after its last compilation: then it hangs
+
+
+@dataclasses.dataclass
+class Compilations:
+    """How many Triton kernels a process compiled, and how many it read from the cache on the disk."""
+
+    compiled: int = 0
+    read: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.compiled} kernels compiled, {self.read} read from the cache"
+
+
+COUNTS = Compilations()  # of this process, from `count_compilations` on
+
+
+def count_compilations() -> Compilations:
+    """Counts for as long as the process lives. Returns: COUNTS, which stay 0 without Triton."""
+
+    def add(*, cache_hit: bool, **_: Any) -> None:
+        if cache_hit:
+            COUNTS.read += 1
+        else:
+            COUNTS.compiled += 1
+
+    with contextlib.suppress(ImportError):
+        from triton import knobs
+
+        knobs.compilation.listener = add
+    return COUNTS
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str, device: str = _cli.DEVICE) -> None:
     """Add --output, --name and --device, which every tool has. name: the default of --name."""
-    parser.add_argument("--output", type=_cli.path_argument, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
-    text = f"the results are DIR/NAME.json (default: {name}), so that one folder can hold several runs of a tool"
-    parser.add_argument("--name", default=name, help=text)
+    parser.add_argument(
+        "--output",
+        type=_cli.path_argument,
+        default=RESULTS,
+        metavar="DIR",
+        help=_cli.RESULTS,
+    )
+    parser.add_argument(
+        "--name",
+        default=name,
+        help=f"the results are DIR/NAME.json (default: {name}), so that one folder can hold several runs of a tool",
+    )
     _cli.add_device(parser, device)
 
 
@@ -83,31 +120,25 @@ class Report:
     """
 
     def __init__(
-        self,
-        part: str,
-        folder: Path,
-        device: torch.device,
-        options: dict,
-        label: str | None = None,
-        named: bool = False,
+        self, part: str, folder: Path, device: torch.device, options: dict, label: str = "", named: bool = False
     ) -> None:
-        record = environment(device)
-        if device.type != "cpu":
-            measured = f"measured on {record['GPU']}"
-        else:
-            measured = f"measured on a CPU, {torch.get_num_threads()} thread(s)" if named else CPU_LABEL
         self.folder = folder
-        self.json = self.folder / f"{part}.json"
-        if self.json.exists():
-            raise FileExistsError(f"{self.json} exists, and results are never overwritten. Give another --output.")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.json = folder / f"{part}.json"
         self.started = time.monotonic()
         self.printed = None
-        verdicts = read_verdicts(self.folder / CHECK)
-        self.contents = {
+        if self.json.exists():
+            raise FileExistsError(f"{self.json} exists, and results are never overwritten. Give another --output.")
+        folder.mkdir(parents=True, exist_ok=True)
+        record = environment(device)
+        verdicts = read_verdicts(folder / CHECK)
+        if not label:
+            label = f"measured on {record['GPU']}" if device.type != "cpu" else CPU_LABEL
+            if device.type == "cpu" and named:
+                label = f"measured on a CPU, {torch.get_num_threads()} thread(s)"
+        self.contents: dict[str, Any] = {
             "part": part,
             "status": "unfinished",
-            "label": label or measured,
+            "label": label,
             "check": verdicts or "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
@@ -117,7 +148,9 @@ class Report:
             "tables": {},
         }
         self.write()
-        print(f"== {part}: {self.contents['label']} ==", *(f"{k:>24}  {v}" for k, v in record.items()), sep="\n")
+        print(f"== {part}: {label} ==")
+        for name, fact in record.items():
+            print(f"{name:>24}  {fact}")
         for warning in warnings(verdicts):
             self.note(warning)
 
@@ -134,9 +167,11 @@ class Report:
         """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is not printed."""
         table = self.contents["tables"][name]
         table["rows"].append(row)
-        head, line = markdown_rows([table["columns"], [show(row.get(c)) for c in table["columns"]]])[::2]
-        print(*(() if self.printed == name else (f"\n{name}", head)), line, sep="\n", flush=True)
-        self.printed = name
+        head, _, line = markdown_rows([table["columns"], [show(row.get(column)) for column in table["columns"]]])
+        if self.printed != name:
+            print(f"\n{name}", head, sep="\n")
+            self.printed = name
+        print(line, flush=True)
         self.write()
 
     def rows(self, name: str) -> list[dict]:
@@ -147,7 +182,8 @@ class Report:
         """Set the status and print the last line, which says where the results are."""
         self.contents["status"] = status
         self.write()
-        print(f"\n{counts + '; ' if counts else ''}{status}: wrote {self.json}", flush=True)
+        words = f"{counts}; {status}" if counts else status
+        print(f"\n{words}: wrote {self.json}", flush=True)
 
     def write(self) -> None:
         self.contents["seconds"] = round(time.monotonic() - self.started, 1)
@@ -158,7 +194,7 @@ def compilations_of(rows: Iterable[dict]) -> str:
     """How many kernels the cases of these rows compiled, and read from the cache on the disk."""
     compiled = sum(row.get("compiled", 0) for row in rows)
     read = sum(row.get("read", 0) for row in rows)
-    return str(compilations.Compilations(compiled, read))
+    return str(Compilations(compiled, read))
 
 
 def reason(e: BaseException) -> str:
@@ -226,8 +262,7 @@ def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, 
 
 def _report_compilations(running_since: Any) -> None:
     """Keep `running_since` up to date, by Triton's hooks around each compilation, and count the compilations."""
-    global COUNTS
-    COUNTS = compilations.count()
+    count_compilations()
 
     def set_to(seconds: Callable[[], float]) -> Callable:
         def hook(**_) -> None:

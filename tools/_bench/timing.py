@@ -19,23 +19,35 @@ import torch
 MIN_FLUSH = 2**28  # bytes
 LEAD_MS = 2.0
 MAX_WRITES = 64
-# (bytes/s, bf16 FLOP/s without sparsity) by NVIDIA's datasheets; the first whose name is in the GPU's ("GH200 480GB").
-DATASHEET = {
-    "GH200": (4.0e12, 989e12),
-    "H100 PCIe": (2.0e12, 756e12),
-    "H100 NVL": (3.9e12, 835e12),
-    "H100": (3.35e12, 989e12),
-    "H200": (4.8e12, 989e12),
-    "B200": (8.0e12, 2250e12),
-    "A100-SXM4-80GB": (2.04e12, 312e12),
-    "A100": (1.555e12, 312e12),
-    "RTX 6000 Ada": (0.96e12, 364e12),
-}
-
-# The goal for the scan on a card: its forward and backward time at TARGET_SHAPE over that of the fastest attention. An H100
-# needs 0.30 of FlashAttention-3's time to move the bytes alone (docs/tuning.md), so its goal is higher.
 TARGET_SHAPE = "8x4096x32x64"
-TARGETS = {"NVIDIA H100 80GB HBM3": 0.40, "NVIDIA H200": 0.30}
+
+
+class Gpu(NamedTuple):
+    """A GPU by its datasheet.
+
+    Attributes:
+        bandwidth: Bytes per second.
+        flops: bf16 FLOP per second, without sparsity.
+        goal: The goal for the scan: its forward and backward time at TARGET_SHAPE over that of the fastest attention. An H100
+            needs 0.30 of FlashAttention-3's time to move the bytes alone (docs/tuning.md), so its goal is higher.
+    """
+
+    bandwidth: float
+    flops: float
+    goal: float | None = None
+
+
+GPUS = {  # the first whose name is in PyTorch's name of the GPU ("NVIDIA GH200 480GB")
+    "GH200": Gpu(4.0e12, 989e12),
+    "H100 PCIe": Gpu(2.0e12, 756e12),
+    "H100 NVL": Gpu(3.9e12, 835e12),
+    "H100": Gpu(3.35e12, 989e12, goal=0.40),
+    "H200": Gpu(4.8e12, 989e12, goal=0.30),
+    "B200": Gpu(8.0e12, 2250e12),
+    "A100-SXM4-80GB": Gpu(2.04e12, 312e12),
+    "A100": Gpu(1.555e12, 312e12),
+    "RTX 6000 Ada": Gpu(0.96e12, 364e12),
+}
 
 
 class Times(NamedTuple):
@@ -68,8 +80,12 @@ def measure(
     for _ in range(max(3, min(rounds, int(seconds / max(once, 1e-9))))):
         steps = run(call)
         taken.append([*steps, sum(steps)])
-    last, columns = len(taken) - 1, [sorted(ms) for ms in zip(*taken, strict=True)]
-    return [Times(statistics.median(ms), ms[round(0.1 * last)], ms[round(0.9 * last)], len(ms)) for ms in columns]
+    last = len(taken) - 1
+    times = []
+    for column in zip(*taken, strict=True):
+        ms = sorted(column)
+        times.append(Times(statistics.median(ms), ms[round(0.1 * last)], ms[round(0.9 * last)], len(ms)))
+    return times
 
 
 def run_once(call: Call, mark: Callable[[], object] = lambda: None) -> None:
@@ -134,13 +150,18 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The datasheet of a device; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_properties(device).name
+    return next((gpu for known, gpu in GPUS.items() if known in name), None)
+
+
 def roofline_ms(device: torch.device, nbytes: float, flops: float = 0.0) -> float | None:
-    """The least ms in which this GPU moves these bytes and does these FLOPs by its datasheet; None if that is not known."""
-    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
-    for known, (bandwidth, peak) in DATASHEET.items():
-        if known in name:
-            return 1e3 * max(nbytes / bandwidth, flops / peak)
-    return None
+    """The least ms in which this GPU moves these bytes and does these FLOPs; None if its datasheet is not known."""
+    gpu = gpu_of(device)
+    return None if gpu is None else 1e3 * max(nbytes / gpu.bandwidth, flops / gpu.flops)
 
 
 def ratio(value: float | None, other: float | None) -> float | None:

@@ -3,7 +3,6 @@
 docs/evaluation.md lists the choices that change a figure. recall.py makes the tasks of the paper that the harness lacks.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,27 +10,22 @@ from typing import Any
 
 import torch
 
-from interdomain.tools._cli import install_command
 from interdomain.tools._evaluate.task_table import SUITES, task_names
 
 BOOTSTRAP = 1000  # resamples for the standard error of what is not a mean
 
 
-def require_harness() -> None:
-    """Raises ValueError where something is not installed."""
-    missing = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        advice = f"The extra `eval` has it: {install_command('eval')}"
-        raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here. {advice}")
-
-
 def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetch: bool = False) -> dict[str, dict]:
-    """Tasks of suites and names with their data, and groups of them, by name, before any model is loaded.
+    """Loads tasks with their data, before any model is loaded.
 
-    tokenizer: of the texts that are made to a length in tokens; without one, tasks that make theirs are left out.
-    fetch: ask the hub for what is not on this machine.
-    Raises: ValueError for an unknown name, a task that lacks a package or whose file has a mistake; FileNotFoundError for data
-    that cannot be had.
+    Args:
+        asked: Suites, tasks and groups of tasks.
+        include: Folders with task files of the user's.
+        tokenizer: Of the texts that are made to a length in tokens. Without one, tasks that make theirs are left out.
+        fetch: Asks the hub for what is not on this machine.
+    Raises:
+        ValueError: An unknown name, or a mistake in a task's file.
+        FileNotFoundError: Data that cannot be had.
     """
     if not fetch:
         # Only --fetch asks the hub: without a network its libraries try again for half a minute per data set. They read
@@ -54,30 +48,26 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
             f"unknown tasks: {', '.join(unknown)}. Give suites ({', '.join(SUITES)}), names of lm-evaluation-harness, or "
             "--include-path with the folder of your task files, each of them YAML. Model folders come first, before --tasks."
         )
-    known = {}
+    loaded = {}
     for name in names:
         if name in recall.MADE and tokenizer is None:
             continue
         try:
-            made = name in recall.NAMES
-            known[name] = {"tasks": {name: recall.make(name, tokenizer)}} if made else manager.load([name])
+            if name in recall.NAMES:
+                loaded[name] = {"tasks": {name: recall.make(name, tokenizer)}}
+            else:
+                loaded[name] = manager.load([name])
         except OSError as e:
             raise FileNotFoundError(
                 f"the data of {name} cannot be read ({e}). A local file must be where the task says. {hub_advice(asked)}"
             ) from e
-        except ImportError as e:
-            raise ValueError(
-                f"{name} needs what cannot be imported ({e}). Correct the task's file, or install the package: "
-                f"{install_command('eval')}"
-            ) from e
         except Exception as e:  # a mistake in a task's file may be found anywhere in the harness
             raise ValueError(f"{mistake_in(name, e)} {hub_advice(asked)}") from e
-    for loaded in known.values():  # as the harness's own command does
-        for task in loaded["tasks"].values():
+        for task in loaded[name]["tasks"].values():  # as the harness's own command does
             if task.get_config("num_fewshot") is None:
                 task.set_config("num_fewshot", 0)
             task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    return known
+    return loaded
 
 
 def hub_advice(asked: list[str]) -> str:
@@ -97,16 +87,18 @@ def mistake_in(name: str, error: Exception) -> str:
     )
 
 
-def evaluate_folder(
-    folder: Path, named: dict, tokenizer, device, *, max_length, batch_size, dtype, limit
-) -> Iterator[tuple[str, dict]]:
-    """Evaluate a folder's model on one task or group after the other.
+def evaluate_folder(folder: Path, named: dict, tokenizer, device, max_length: int, args) -> Iterator[tuple[str, dict]]:
+    """Evaluates an exported model on one task or group after the other.
 
     Args:
-        named: of `load_tasks`.
-    Returns: the name of each, and its `results`, {task: {metric: {"value", "stderr"}}}, with what the harness says of samples
+        named: From `load_tasks`.
+        max_length: Tokens that the model sees at most.
+        args: The options batch_size, dtype and limit.
+    Yields:
+        The name of each, and its `results`, {task: {metric: {"value", "stderr"}}}, with what the harness says of samples
         and versions.
-    Raises: ValueError for a mistake in a task's file that shows only now.
+    Raises:
+        ValueError: A mistake in a task's file that shows only now.
     """
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the bootstrap: forks beside a GPU's threads are no help
     from lm_eval import evaluate
@@ -115,34 +107,39 @@ def evaluate_folder(
     import interdomain.hf  # noqa: F401  (registers the model)
     from interdomain.tools._evaluate.harness_model import FolderModel, HarnessTokenizer
 
-    options: Any = dict(batch_size=batch_size, softmax_dtype="float32", tokenizer=HarnessTokenizer(tokenizer))
-    placed = dict(device=str(device), dtype=dtype or "auto")
-    lm = FolderModel(pretrained=str(folder), max_length=max_length, **placed, **options)
-    lm.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
+    options: Any = dict(batch_size=args.batch_size, softmax_dtype="float32", tokenizer=HarnessTokenizer(tokenizer))
+    placed = dict(device=str(device), dtype=args.dtype or "auto")
+    model = FolderModel(pretrained=str(folder), max_length=max_length, **placed, **options)
+    model.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
     for name, loaded in named.items():
         torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
         collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
         for length, part in by_length(loaded, max_length).items():
-            sees = FolderModel(pretrained=lm.model, max_length=length, **options) if length > max_length else lm
+            sees = model
+            if length > max_length:
+                sees = FolderModel(pretrained=model.model, max_length=length, **options)
             try:
-                out: Any = evaluate(sees, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
+                out: Any = evaluate(sees, part, limit=args.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
             except RuntimeError:  # such as a GPU that is out of memory
                 raise
             except Exception as e:
                 raise ValueError(mistake_in(name, e)) from e
             collected["results"] |= {task: metrics(values) for task, values in out["results"].items()}
-            for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
-                collected[kind] |= out[key]
+            collected["samples"] |= out["n-samples"]
+            collected["versions"] |= out["versions"]
+            collected["shots"] |= out["n-shot"]
         yield name, collected
 
 
 def by_length(tasks: dict, max_length: int) -> dict[int, dict]:
     """Tasks by how many tokens the model sees: max_length, or more for texts that are longer on purpose."""
-    parts = {max_length: {"tasks": {}, "groups": tasks.get("groups", {})}}
+    parts = {}
     for name, task in tasks["tasks"].items():
         length = max(max_length, getattr(task, "length", 0))
-        parts.setdefault(length, {"tasks": {}, "groups": {}})["tasks"][name] = task
-    return {length: part for length, part in parts.items() if part["tasks"]}
+        groups = tasks.get("groups", {}) if length == max_length else {}
+        part = parts.setdefault(length, {"tasks": {}, "groups": groups})
+        part["tasks"][name] = task
+    return parts
 
 
 def metrics(values: dict) -> dict:
@@ -152,7 +149,7 @@ def metrics(values: dict) -> dict:
         metric, comma, kind = key.partition(",")
         if comma and not metric.endswith("_stderr"):
             stderr = values.get(f"{metric}_stderr,{kind}")
-            name = metric if kind == "none" else f"{metric} ({kind})"
             stderr = float(stderr) if isinstance(stderr, int | float) else None
+            name = metric if kind == "none" else f"{metric} ({kind})"
             by_metric[name] = {"value": float(value), "stderr": stderr}
     return by_metric

@@ -1,4 +1,4 @@
-"""The paper's study of length, for `evaluate --perplexity paper`: its corpora, fetched once, and its figures (docs/length.md).
+"""The paper's study of length, for `evaluate --perplexity paper`: its corpora, fetched once (docs/length.md).
 
 The paper does not say which documents of its corpora it read. Here: of each corpus the first documents of a data set of the
 Hugging Face hub, a fixed revision, each text once, until they have `CORPUS_BYTES`.
@@ -17,9 +17,6 @@ from interdomain.folders import new_folder
 NAME = "paper"
 SOURCES = "sources.json"
 CORPUS_BYTES = 10_000_000
-LENGTHS = (4096, 8192, 14_336)
-CONDITIONS = ("softmax", "interdomain", "s4d")
-SIZE = "1.3B"
 
 
 class Source(NamedTuple):
@@ -42,29 +39,21 @@ CORPORA = {
 }
 MEAN = f"mean of {len(CORPORA) - 1}"
 IN_MEAN = [name for name in CORPORA if name != "NarrativeQA"]
-# Perplexities of the paper's 1.3B models, by condition at 4 K, 8 K and 14 K: the mean (its table of length extrapolation), and
-# by corpus (the appendix's). Each mean is the arithmetic mean of its five rows, to the last digit.
-PAPER: dict[str, dict[str, tuple[float, float, float]]] = {
-    "PG19": dict(softmax=(16.34, 26.78, 70.95), interdomain=(15.86, 15.73, 15.94), s4d=(19.96, 19.75, 19.66)),
-    "CodeParrot": dict(softmax=(12.13, 22.23, 74.85), interdomain=(17.62, 17.31, 17.48), s4d=(53.10, 52.44, 52.16)),
-    "GovReport": dict(softmax=(7.33, 12.20, 31.76), interdomain=(7.36, 7.27, 7.29), s4d=(9.19, 9.07, 9.01)),
-    "Qasper": dict(softmax=(14.43, 22.94, 60.08), interdomain=(15.75, 15.52, 15.63), s4d=(23.53, 23.22, 23.13)),
-    "QMSum": dict(softmax=(13.74, 18.57, 41.96), interdomain=(15.20, 14.88, 14.94), s4d=(30.44, 29.97, 29.80)),
-    "NarrativeQA": dict(softmax=(21.28, 34.36, 92.75), interdomain=(22.85, 22.67, 22.99), s4d=(36.83, 36.42, 36.26)),
-    MEAN: dict(softmax=(12.79, 20.54, 55.92), interdomain=(14.36, 14.14, 14.26), s4d=(27.24, 26.89, 26.75)),
-}
 
 
 def fetch(folder: Path) -> None:
-    """Fetch all corpora, a file of JSON lines each, and record their sources. Raises: ValueError, FileExistsError."""
+    """Fetches all corpora, a file of JSON lines each, and records their sources. Raises: ValueError, FileExistsError."""
+    record = {}
     with new_folder(folder) as new:
-        record = {name: _fetch(source, new / f"{name}.jsonl") for name, source in CORPORA.items()}
+        for name, source in CORPORA.items():
+            record[name] = _fetch(source, new / f"{name}.jsonl")
         (new / SOURCES).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _fetch(source: Source, file: Path) -> dict:
     """One corpus's row of the record."""
-    seen, size = set(), 0
+    seen = set()
+    size = 0
     documents = read_documents([HUGGING_FACE + source.dataset], source.field)
     with file.open("w") as f, tqdm(total=CORPUS_BYTES, desc=file.stem, unit="B", unit_scale=True, disable=None) as bar:
         for text in documents:  # LongBench has a text once for every question about it

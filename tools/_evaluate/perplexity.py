@@ -52,37 +52,49 @@ def text_sizes(tokenizer, text: str, ids: list[int]) -> np.ndarray:
 
 
 def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=False, limit=None) -> np.ndarray:
-    """Cut a corpus into spans of `size` tokens (see above), at most `limit` of them; packed: one span of as many tokens.
+    """Cuts a corpus into spans of `size` tokens (see above), at most `limit` of them.
 
-    Returns: tokens and the bytes of text that each completes, int32 [2, N, S]. Raises: ValueError if there is no span.
+    Returns:
+        Tokens and the bytes of text that each completes, int32 [2, N, S]. If packed, one span of all tokens.
+    Raises:
+        ValueError: There is no span.
     """
-    spans, longest, rest = [], 0, np.empty((2, 0), np.int32)
-    begin, end = tokenizer.documents.begin, tokenizer.documents.end
+    begin = tokenizer.documents.begin
+    end = tokenizer.documents.end
 
     def encode(document: str) -> tuple[str, list[int]]:
         return document, [*tokenizer.encode(document), *end]
 
+    spans = []
+    longest = 0
+    rest = np.empty((2, 0), np.int32)
     documents = read_documents([corpus], text_field, convert=encode)
     for document, ids in tqdm(documents, desc=Path(corpus).name, unit=" documents", disable=None):
         longest = max(longest, len(ids))
         if not ids or (not packed and len(ids) < size):
             continue
-        text = np.array([ids, text_sizes(tokenizer, document, ids)], np.int32)  # [2, T]
-        if packed and (spans or rest.size):
+        text = np.array([ids, text_sizes(tokenizer, document, ids)], np.int32)
+        if not packed:
+            rest = text
+        elif spans or rest.size:
             # Before the first document stands what every window is read after.
             between = np.array([begin, [0] * len(begin)], np.int32)
-            rest = np.concatenate([rest, between], axis=1)
-        rest = np.concatenate([rest, text], axis=1) if packed else text
-        count = rest.shape[1] // size
-        spans += np.split(rest[:, : count * size], count, axis=1) if count else []
-        rest = rest[:, count * size :]
-        if limit is not None and len(spans) >= limit:
+            rest = np.concatenate([rest, between, text], axis=1)
+        else:
+            rest = text
+        while rest.shape[1] >= size and len(spans) != limit:
+            spans.append(rest[:, :size])
+            rest = rest[:, size:]
+        if len(spans) == limit:
             break
     if not spans:
-        lengths = f"all documents have {rest.shape[1]:,}" if packed else f"its longest document has {longest:,}"
-        advice = "more text" if packed else "--packed, which joins documents"
+        lengths = f"its longest document has {longest:,}"
+        advice = "--packed, which joins documents"
+        if packed:
+            lengths = f"all documents have {rest.shape[1]:,}"
+            advice = "more text"
         raise ValueError(f"{corpus} is too short for {size:,} tokens: {lengths}. Give shorter --lengths or {advice}.")
-    text = np.stack(spans[:limit], axis=1)
+    text = np.stack(spans, axis=1)
     return text.reshape(2, 1, -1) if packed else text
 
 
@@ -105,9 +117,11 @@ def window_losses(model, windows: Tensor, start: list[int]) -> Tensor:
 
 def measure(model, spans: np.ndarray, length: int, start: list[int], *, batch: int, name: str = "") -> dict:
     """One model on one corpus at one length: a row of the results, see the protocol. spans: [2, N, S] of `read_spans`."""
+    device = model.tok_embeddings.weight.device
     used = spans[:, :, : spans.shape[2] // length * length]
     windows = torch.from_numpy(used[0].reshape(-1, length).astype(np.int64))
-    device, total, text = model.tok_embeddings.weight.device, 0.0, int(used[1].sum())
+    text = int(used[1].sum())
+    total = 0.0
     with tqdm(total=windows.numel(), desc=f"{name} {length:,}", unit=" tokens", unit_scale=True, disable=None) as bar:
         for part in windows.split(batch):
             total += window_losses(model, part.to(device), start).double().sum().item()

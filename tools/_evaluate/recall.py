@@ -83,16 +83,18 @@ def exact_match(doc: dict, results: list[str]) -> dict:
 
 def needles(length: int, tokenizer) -> list[dict]:
     """S-NIAH-1: as many sentences as fit, one of them with the number. Raises: ValueError if not one fits."""
-    draw = random.Random(SEED)
 
     def fits(lines: list[str], key: str) -> bool:
         return len(tokenizer.encode(find({"lines": lines, "key": key}))) + ANSWER <= length
 
-    made, room = [], bisect.bisect(range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse"))
+    room = bisect.bisect(range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse"))
     if not room:
         raise ValueError(f"{length:,} tokens of this tokenizer are too few for a needle-in-a-haystack text.")
+    draw = random.Random(SEED)
+    made = []
     for _ in range(SAMPLES):
-        key = f"{draw.choice(KINDS.split())}-{draw.choice(THINGS.split())}"
+        kind = draw.choice(KINDS.split())
+        key = f"{kind}-{draw.choice(THINGS.split())}"
         number = str(draw.randrange(10**6, 10**7))
         lines = [HAY] * room
         lines.insert(draw.randint(0, room), f"One of the special magic numbers for {key} is: {number}.")
@@ -115,9 +117,12 @@ def books(entries: int) -> list[dict]:
     people = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
     made = []
     for _ in range(SAMPLES):
-        digits = [(draw.randrange(1000), draw.randrange(1000), draw.randrange(10_000)) for _ in range(entries)]
-        numbers = ["{:03}-{:03}-{:04}".format(*number) for number in digits]
-        lines = [f"{name}: {number}" for name, number in zip(draw.sample(people, entries), numbers, strict=True)]
+        numbers = []
+        for _ in range(entries):
+            area, exchange, line = draw.randrange(1000), draw.randrange(1000), draw.randrange(10_000)
+            numbers.append(f"{area:03}-{exchange:03}-{line:04}")
+        names = draw.sample(people, entries)
+        lines = [f"{name}: {number}" for name, number in zip(names, numbers, strict=True)]
         asked = draw.sample(range(entries), 3)
         made.append({"lines": lines, "asked": asked, "answers": [numbers[asked[-1]]]})
     return made
@@ -125,12 +130,14 @@ def books(entries: int) -> list[dict]:
 
 def lookup(doc: dict) -> str:
     *worked, last = (doc["lines"][i] for i in doc["asked"])
-    return "\n".join([*doc["lines"], "", *worked, last.partition(":")[0] + ":"])
+    name = last.partition(":")[0]
+    return "\n".join([*doc["lines"], "", *worked, f"{name}:"])
 
 
 def cloze(doc: dict) -> str:
     """The passage, without the sentence to complete if it ends with it, and then that sentence."""
-    question, passage = doc["question"].strip(), MARKS.sub("", doc["context"]).strip()
+    question = doc["question"].strip()
+    passage = MARKS.sub("", doc["context"]).strip()
     while question and passage.lower().endswith(question.lower()):
         passage = passage[: -len(question)]
     return f"{passage.strip().strip('.')}. {question}"

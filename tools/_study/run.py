@@ -27,19 +27,21 @@ class Running:
     """A run in a process of its own, on one of `jobs` equal shares of this machine."""
 
     def __init__(self, run: StudyRun, share: int, jobs: int) -> None:
-        self.run, self.share = run, share
-        config = run.write_config()
-        command = [sys.executable, "-m", "interdomain.tools.launch", str(config), "--site", "local"]
-        command += [] if run.ranks is None else ["--ranks", str(run.ranks)]
-        self.log = open(run.folder / LOG, "ab")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            env=environment(share, jobs, run.ranks or 1),
-            stdout=self.log,
-            stderr=self.log,
-            process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # saves and leaves
-        )
+        self.run = run
+        self.share = share
+        ranks = run.ranks or 1
+        command = [sys.executable, "-m", "interdomain.tools.launch", str(run.write_config()), "--site", "local"]
+        if run.ranks is not None:
+            command += ["--ranks", str(ranks)]
+        with open(run.folder / LOG, "ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=environment(share, jobs, ranks),
+                stdout=log,
+                stderr=log,
+                process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # saves and leaves
+            )
 
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
@@ -47,19 +49,22 @@ def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
     if jobs == 1:
         return dict(os.environ)
     if gpus := torch.cuda.device_count():
-        share_of_gpus = range(share * gpus // jobs, (share + 1) * gpus // jobs)
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, share_of_gpus))}
+        own = range(share * gpus // jobs, (share + 1) * gpus // jobs)
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
     threads = max(1, len(os.sched_getaffinity(0)) // (jobs * ranks))
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
 def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
-    """Open the data of every run as the run will, and prepare the embedded corpus if it is not there.
+    """Opens the data of every run as the run will, and prepares the embedded corpus if it is not there.
 
-    corpora: of a study. Raises: ValueError with the runs whose data cannot be opened, and the commands that make it.
+    Args:
+        corpora: The study's, which give the commands that make what is missing.
+    Raises:
+        ValueError: The data of some runs cannot be opened.
     """
     errors: dict[str, list[str]] = {}  # with the names of their runs
-    commands: dict[str, None] = {}
+    commands: dict[str, None] = {}  # each of them once
     for run in missing:
         job = job_config_of(run.settings)
         try:
@@ -68,71 +73,84 @@ def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
             errors.setdefault(str(e), []).append(run.name)
             for corpus in [*folders_of(job.data.corpus), job.data.validation_corpus]:
                 if corpus in corpora and not os.path.exists(corpus):
-                    prepare = [*command_here("prepare-data"), *shlex.split(corpora[corpus])]
-                    commands[shlex.join([*prepare, "--output", corpus])] = None
+                    prepare = [*command_here("prepare-data"), *shlex.split(corpora[corpus]), "--output", corpus]
+                    commands[shlex.join(prepare)] = None
     if errors:
-        lines = [f"{len(names)} run(s), the first of them {names[0]}: {error}" for error, names in errors.items()]
-        lines += ["This makes what is missing:", *commands] if commands else []
-        raise ValueError("\n".join(["data cannot be read, so no run was started.", *lines]))
+        lines = ["data cannot be read, so no run was started."]
+        for error, names in errors.items():
+            lines.append(f"{len(names)} run(s), the first of them {names[0]}: {error}")
+        if commands:
+            lines += ["This makes what is missing:", *commands]
+        raise ValueError("\n".join(lines))
 
 
 def run_here(missing: list[StudyRun], jobs: int) -> int:
-    """Train `missing` in order, `jobs` at a time; a run that was begun goes on from its last checkpoint.
+    """Trains runs in order, `jobs` at a time. A run that was begun goes on from its last checkpoint.
 
     A run that fails is reported, and the others go on. SIGINT and SIGTERM go on to the runs: they save and leave; a second
     SIGINT ends them at once.
-    Returns: 0, 1 if a run failed, CONTINUE if they were asked to leave.
-    """
-    waiting, running, failed, asked = list(missing), [], [], []
-    total, saved = sum(run.plan.steps for run in missing), sum(run.step for run in missing)
-    bar = tqdm(total=total, unit=" steps saved", disable=None, initial=saved)
 
-    def leave(number, frame):
-        asked.append(number)
+    Returns:
+        0; 1 if a run failed; CONTINUE if they were asked to leave.
+    """
+    waiting = list(missing)
+    running: list[Running] = []
+    failed = 0
+    signals: list[int] = []
+    total = sum(run.plan.steps for run in missing)
+    bar = tqdm(total=total, unit=" steps saved", disable=None, initial=sum(run.step for run in missing))
+
+    def pass_on(number, frame):
+        signals.append(number)
         for one in running:
             with contextlib.suppress(ProcessLookupError):
                 one.process.send_signal(number)
 
-    with handlers({signal.SIGINT: leave, signal.SIGTERM: leave}), bar:
-        while running or (waiting and not asked):
+    with handlers({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}), bar:
+        while running or (waiting and not signals):
+            # Start runs on the free shares of the machine.
             free = set(range(jobs)) - {one.share for one in running}
-            while waiting and free and not asked:
+            while waiting and free and not signals:
                 running.append(Running(waiting.pop(0), free.pop(), jobs))
                 bar.set_description(", ".join(one.run.name for one in running))
+
+            # Report those that ended.
             time.sleep(SECONDS)
-            for one in [one for one in running if one.process.poll() is not None]:
+            for one in list(running):
+                code = one.process.poll()
+                if code is None:
+                    continue
                 running.remove(one)
-                one.log.close()
-                words, bad = outcome(one)
-                failed += bad
-                bar.write(f"{one.run.name}: {words}")
+                run = one.run
+                vars(run).pop("is_finished", None)  # it was not when it began
+                if code == 0 and run.is_finished:
+                    bar.write(f"{run.name}: finished, wrote {run.record}")
+                elif code in (CONTINUE, INTERRUPTED):
+                    bar.write(f"{run.name}: left at step {run.step}")
+                else:
+                    failed += 1
+                    bar.write(f"{run.name}: failed with exit status {code}; its output is in {run.folder / LOG}")
             bar.n = sum(run.step for run in missing)
             bar.refresh()
-    if asked:
+    if signals:
         print(f"left on a signal (exit status {CONTINUE}): the same command continues the study.", file=sys.stderr)
         return CONTINUE
-    for run in failed:
-        print(f"failed: {run.name}; its output is in {run.folder / LOG}", file=sys.stderr)
-    return int(bool(failed))
-
-
-def outcome(one: Running) -> tuple[str, list[StudyRun]]:
-    """(how a run ended, itself in a list if it failed)."""
-    run, code = one.run, one.process.returncode
-    vars(run).pop("is_finished", None)  # it was not, when it began
-    if code == 0 and run.is_finished:
-        return f"finished, wrote {run.record}", []
-    if code in (CONTINUE, INTERRUPTED):
-        return f"left at step {run.step}", []
-    return f"failed with exit status {code}", [run]
+    if failed:
+        print(f"{failed} run(s) failed, as said above.", file=sys.stderr)
+        return 1
+    return 0
 
 
 def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
-    """Submit each run that is not in the queue. command: sbatch, its flags and a script that takes a run's TOML file.
+    """Submits each run that is not in SLURM's queue.
 
-    Raises: OSError where sbatch or squeue cannot be run; ValueError where one fails.
+    Args:
+        command: sbatch, its flags and a script that takes a run's TOML file.
+    Raises:
+        OSError: sbatch or squeue is not there.
+        ValueError: One of them fails.
     """
-    queued = set(_output_of(["squeue", "--me", "--noheader", "--format=%j"]).splitlines())
+    queued = _output_of(["squeue", "--me", "--noheader", "--format=%j"]).splitlines()
     for run in missing:
         job = f"{study}/{run.name}"
         if job in queued:
