@@ -155,7 +155,7 @@ def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):
     shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
     monkeypatch.chdir(path)
     # A dry run of outputs/debug has more steps than the run there.
-    monkeypatch.setattr("interdomain.titan.plan.schedule.refuse_jump", lambda *job: None)
+    monkeypatch.setattr("interdomain.titan.plan.schedule.check_jump", lambda *job: None)
     asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
     monkeypatch.setattr("builtins.input", asked.append)
     yield Workspace(path, ranks)
@@ -190,13 +190,15 @@ def test_a_page_s_blocks_run(page, workspace):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_settings_and_options_that_a_page_names_exist(page, capsys):
-    from interdomain.titan.settings.job_config import KINDS
+    from interdomain.titan.settings.schema import SETTINGS
 
     text = prose(page)
-    sections = {setting.partition(".")[0] for setting in KINDS}
+    sections = {setting.partition(".")[0] for setting in SETTINGS}
     for section, field in re.findall(r"--([a-z_]+)\.([a-z][\w-]*)", text):
         if section in sections:
-            assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in KINDS, f"no setting {section}.{field}"
+            assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in SETTINGS, (
+                f"no setting {section}.{field}"
+            )
     for name, rest in re.findall(rf"`(?:\.venv/bin/interdomain )?({'|'.join(tools.TOOLS)})( [^`]*)`", text):
         subcommand = re.findall(r"^ ([a-z]+)\b", rest)
         with pytest.raises(SystemExit):

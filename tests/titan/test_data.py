@@ -143,10 +143,8 @@ def test_a_run_that_continues_with_another_mixture(runs, corpus):
 
 
 def mixture(corpora, weights, **settings):
-    job = parse(corpora[0], **settings)
-    job.data.corpus = [str(corpus) for corpus in corpora]
-    job.data.weights = weights
-    return job
+    named = [str(corpus) for corpus in corpora]
+    return parse(corpora[0], **settings).changed({"data.corpus": named, "data.weights": weights})
 
 
 def test_a_mixture_on_the_command_line(corpus, tmp_path, alone, caplog):
@@ -157,7 +155,7 @@ def test_a_mixture_on_the_command_line(corpus, tmp_path, alone, caplog):
     assert f"{again} for " in caplog.text
     assert [loader.dataset.locate(g)[0] for g in range(8)].count(1) == 2
     assert loader.dataset.fingerprint == build(mixture([corpus, again], [0.75, 0.25])).dataset.fingerprint
-    validation = FixedValidator(job_config=job, **VALIDATOR)
+    validation = FixedValidator(job=job, **VALIDATOR)
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
 
 
@@ -230,9 +228,9 @@ def test_what_data_needs(corpus, alone, capsys, tmp_path):
         assert "interdomain prepare-data" in error
     assert "data.tokenizer" in refusal(capsys, build, parse(corpus / "train-00000"))
     job = parse(corpus / "train-00000", data__tokenizer=corpus / "tokenizer.model", validation__enable=True)
-    assert "data.validation_corpus" in refusal(capsys, FixedValidator, job_config=job, **VALIDATOR)
-    job.data.validation_corpus = str(corpus / "validation-00000")
-    assert FixedValidator(job_config=job, **VALIDATOR).windows == 16
+    assert "data.validation_corpus" in refusal(capsys, FixedValidator, job=job, **VALIDATOR)
+    job = job.changed({"data.validation_corpus": str(corpus / "validation-00000")})
+    assert FixedValidator(job=job, **VALIDATOR).windows == 16
     job = parse(corpus, validation__enable=True, validation__seq_len=100_000)
-    error = refusal(capsys, FixedValidator, job_config=job, **VALIDATOR)
+    error = refusal(capsys, FixedValidator, job=job, **VALIDATOR)
     assert "100,001" in error

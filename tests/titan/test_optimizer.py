@@ -11,7 +11,7 @@ from interdomain.files.distributed_checkpoint import METADATA, SIDECAR
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.host import translate
 from interdomain.titan.plan.parameter_groups import SSM_PARAMETER
-from interdomain.titan.plan.schedule import refuse_jump
+from interdomain.titan.plan.schedule import check_jump
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.optimizer import GroupedOptimizers, GroupedSchedulers
 
@@ -156,12 +156,11 @@ def test_a_run_that_is_extended_keeps_its_learning_rate_or_is_refused(first, the
         (folder / METADATA).touch()
         record = {"step": step, "lr": taken[step - 1][0], "peak_lr": 3e-3, "run": {"planned_steps": 20}}
         (folder / SIDECAR).write_text(json.dumps(record))
-    job = configuration(**always | {"training__steps": 40} | then)
-    job.job.dump_folder = str(tmp_path)
+    job = configuration(**always | {"training__steps": 40, "job__dump_folder": tmp_path} | then)
     if jumps_to is None:
-        refuse_jump(job, 40, 2)
+        check_jump(job, 40, 2)
     else:
         with pytest.raises(
             ValueError, match=rf"step-20 was trained with {taken[-1][0]:.3g} at .* gives that step {jumps_to}\."
         ):
-            refuse_jump(job, 40, 2)
+            check_jump(job, 40, 2)

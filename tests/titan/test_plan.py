@@ -125,8 +125,8 @@ def test_simulated_ranks_save_nothing():
 
 
 def test_gradients_are_summed_once_a_step_or_after_each_micro_batch():
-    step, each = parse(training__local_batch_size=1), parse(training__local_batch_size=1)
-    each.training.reduce_gradients = "micro-batch"
+    step = parse(training__local_batch_size=1)
+    each = step.changed({"training.reduce_gradients": "micro-batch"})
     plans = [make_plan(job, 2) for job in (step, each)]
     assert [plan.reduces_each for plan in plans] == [False, True]
     once, often = (cost_model(plan, job) for plan, job in zip(plans, (step, each), strict=True))

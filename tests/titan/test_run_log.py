@@ -16,7 +16,8 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
 
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.settings.job_config import pairs, read_job_config, refuse_unsupported
+from interdomain.titan.settings.job_config import pairs, read_job_config
+from interdomain.titan.settings.rules import check_combinations
 from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, charts_of, hyperparameters
 from interdomain.tools._curves import facts_of, read_curves, read_events
 
@@ -156,4 +157,4 @@ def test_weights_and_biases_without_its_package_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     wanted = read_job_config([*flags("corpus", "folder"), "--metrics.enable_wandb"])
     with pytest.raises(ValueError, match="pip install wandb"):
-        refuse_unsupported(wanted)
+        check_combinations(wanted)

@@ -33,12 +33,12 @@ OURS = {
 
 
 def test_a_setting_that_torchtitan_has_has_torchtitans_default():
-    shared = job_config.KINDS.keys() & job_config.TORCHTITAN_DEFAULTS.keys()
+    shared = schema.SETTINGS.keys() & job_config.TORCHTITAN_DEFAULTS.keys()
     assert len(shared) > 50
     assert OURS.keys() <= shared
     for setting in shared:
         default = OURS.get(setting, job_config.TORCHTITAN_DEFAULTS[setting])
-        assert job_config.value_of(schema.JobConfig(), setting) == default, setting
+        assert schema.JobConfig()[setting] == default, setting
 
 
 ROUNDS = "are 7 ... a multiple of 3, its rounds ... --training.global_batch_size 8 --training.local_batch_size 1."
@@ -137,8 +137,8 @@ BROKEN = {
     '[data]\nweights = [1, "2"]': "data.weights must be list[float]: got [1, '2']",
     '[checkpoint]\nexclude_from_loading = ["data"]': "checkpoint.exclude_from_loading must be of optimizer, lr_scheduler",
     "[mixer]\ndual_inputs = true": "there is no setting mixer.dual_inputs. Near to it: mixer.dual_input",
-    "[parallelism]\nexpert_parallel_degree = 2": "that this plugin does not use. Leave it out.",
-    f"{PIPELINED}pipeline_parallel_microbatch_size = 2": "Set training.local_batch_size instead, and leave it out.",
+    "[parallelism]\nexpert_parallel_degree = 2": "has no effect here. The model has no experts. Leave it out.",
+    f"{PIPELINED}pipeline_parallel_microbatch_size = 2": "Set training.local_batch_size instead. Leave it out.",
     f"{FLOAT8}emulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan that",
     "[mixer]\nrope = True": "wrong.toml is not valid TOML",
     "\x80": "wrong.toml is not valid TOML: 'utf-8' codec",
@@ -187,7 +187,7 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "/disk/me")
     settings = [f"{section}.{name}" for section, names in PATHS.items() for name in names]
-    assert sorted(settings) == sorted(job_config.PATHS)
+    assert sorted(settings) == sorted(name for name, setting in schema.SETTINGS.items() if setting.is_path)
     settings.remove("job.config_file")
     named, lines, flags, expected = "$SCRATCH/${SCRATCH}x", [], [], {}
     for setting in settings:
@@ -200,8 +200,8 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     from_file = read_job_config(["--job.config_file", "~/paths.toml"])
     from_flags = read_job_config(flags)
     for setting, path in expected.items():
-        assert job_config.value_of(from_file, setting) == path
-        assert job_config.value_of(from_flags, setting) == path
+        assert from_file[setting] == path
+        assert from_flags[setting] == path
     assert from_file.job.description == "~ $SCRATCH $NONE"
     toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]')
     job = read_job_config([f"--job.config_file={toml}", "--job.dump_folder=~"])

@@ -150,11 +150,11 @@ def test_a_configuration_of_the_users_own(new, tmp_path):
 
 REFUSED_03 = [  # flags of the TOML file's entry, and what is said
     ("--training.seq_len 62 --parallelism.context_parallel_degree 2", "wants a multiple of 4"),
-    ("--parallelism.spmd_backend partial_dtensor", "only spmd_types' loss takes"),
+    ("--parallelism.spmd_backend partial_dtensor", "only the loss of spmd_types takes"),
     ("--parallelism.expert_parallel_degree 2", "no experts"),
     ("--parallelism.context_parallel_load_balancer ptrr", "needs contiguous pieces"),
     ("--training.no-disable-cuda-graphs", "was never captured"),
-    ("--training.mixed_precision_param float32", "no effect beside training.precision"),
+    ("--training.mixed_precision_param float32", "Set training.precision instead"),
     ("--debug.spmd_typechecking", "no types to check"),
     ("--checkpoint.create_seed_checkpoint", "without one"),
     (

@@ -23,13 +23,13 @@ def stock_config(corpus="corpus", **settings):
 PIPELINED = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 2}
 REFUSED = [
     ({"training__mixed_precision_param": "float32"}, "Set training.precision"),
-    ({"training__max_skipped_steps": 3}, "start with ./launch.sh"),
-    ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints: start with ./launch.sh"),
+    ({"training__max_skipped_steps": 3}, "start our trainer: ./launch.sh"),
+    ({"checkpoint__keep_every": 3}, "removes all but the latest checkpoints. Leave it out, or start our trainer"),
     ({"lr_scheduler__min_lr_factor": 0.1}, "lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same"),
-    ({"model__converters": "float8"}, "converters replace layers"),
+    ({"model__converters": "float8"}, "Converters replace layers"),
     (
         PIPELINED | {"parallelism__pipeline_parallel_schedule_csv": "a.csv"},
-        "set parallelism.pipeline_parallel_schedule.",
+        "Set parallelism.pipeline_parallel_schedule instead.",
     ),
     ({"validation__enable": True, "validation__steps": 1}, "validation.steps = 1 has no effect beside data.corpus"),
     ({"training__dataset_path": "c4"}, "has no effect beside data.corpus"),
@@ -47,7 +47,7 @@ REFUSED = [
 @pytest.mark.parametrize(("settings", "said"), REFUSED)
 def test_what_is_not_honoured_is_refused(settings, said, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert said in refusal(capsys, spec.plan_of, stock_config(**settings))
+    assert said in refusal(capsys, spec.resolve, stock_config(**settings))
 
 
 def test_all_problems_come_in_one_message(monkeypatch, capsys):
@@ -59,7 +59,7 @@ def test_all_problems_come_in_one_message(monkeypatch, capsys):
         "profiling__enable_profiling": True,
         "profiling__enable_memory_snapshot": True,
     }
-    said = refusal(capsys, spec.plan_of, stock_config(**wrong)).splitlines()
+    said = refusal(capsys, spec.resolve, stock_config(**wrong)).splitlines()
     for setting in wrong:
         assert [line for line in said if line.startswith(f"  - {setting.replace('__', '.')} ")], setting
 
@@ -68,7 +68,7 @@ DEBUG_MODEL = Path(__file__).parent / "debug_model.toml"
 
 
 def stock_plan(*flags, toml=DEBUG_MODEL):
-    return spec.plan_of(ConfigManager().parse_args(["--job.config_file", str(toml), *flags]))
+    return spec.resolve(ConfigManager().parse_args(["--job.config_file", str(toml), *flags])).plan
 
 
 def test_torchtitans_debug_model_is_a_configuration():
@@ -84,7 +84,7 @@ def test_asynchronous_tensor_parallelism_is_removed(monkeypatch, capsys):
     assert stock_plan(*flags).topology.tensor == 2
     asynchronous = stock_config(**TENSOR)
     vars(asynchronous.parallelism)["enable_async_tensor_parallel"] = True
-    assert NO_ASYNC_TENSOR_PARALLEL in refusal(capsys, spec.plan_of, asynchronous)
+    assert NO_ASYNC_TENSOR_PARALLEL in refusal(capsys, spec.resolve, asynchronous)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_setting_is_passed_over_while_its_feature_is_off(off, on, monkeypatch,
 
 def test_a_multiple_of_the_peak_is_the_floor():
     job = ConfigManager().parse_args(["--job.config_file", str(DEBUG_MODEL), "--lr_scheduler.min_lr_factor", "0.1"])
-    spec.plan_of(job)
+    spec.resolve(job)
     assert job.lr_scheduler.min_lr == pytest.approx(0.1 * 8e-4)
 
 
@@ -137,19 +137,22 @@ def test_tables_of_a_file_are_refused(table, settings, said, tmp_path, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "run.toml"
     file.write_text(TINY.read_text() + table)
-    assert said in refusal(capsys, spec.plan_of, stock_config(toml=file, **settings))
+    assert said in refusal(capsys, spec.resolve, stock_config(toml=file, **settings))
 
 
 def test_stages_may_be_named(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "run.toml"
     file.write_text(TINY.read_text() + ALL_LAYERS)
-    stages = spec.plan_of(stock_config(toml=file, **PIPELINED)).stages
+    stages = spec.resolve(stock_config(toml=file, **PIPELINED)).plan.stages
     assert stages == (("tok_embeddings",), ("layers.0", "layers.1", "norm", "output"))
 
 
 def test_validation_by_pieces_of_sequences_is_refused_for_answers(pairs, capsys):
-    parts = {"job_config": stock_config(pairs), "parallel_dims": SimpleNamespace(cp_enabled=True)}
+    parts = {
+        "job_config": stock_config(pairs, validation__enable=True, validation__seq_len=64),
+        "parallel_dims": SimpleNamespace(cp_enabled=True),
+    }
     windows = functools.partial(spec.build_variant_validator, dp_world_size=1, dp_rank=0, **parts)
     assert "for a corpus with answers" in refusal(capsys, windows)
 
@@ -162,12 +165,15 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("HOME", "/people/me")
-    job = stock_config("~/corpus", checkpoint__folder="~/run/checkpoints", training__local_batch_size=4)
-    job.job.dump_folder = "~/run"
-    job.profiling.save_memory_snapshot_folder = "~/memory"  # a setting of TorchTitan's own
-    spec.plan_of(job)
-    assert (job.data.corpus, job.checkpoint.folder) == ("/people/me/corpus", "/people/me/run/checkpoints")
-    assert (job.job.dump_folder, job.profiling.save_memory_snapshot_folder) == ("/people/me/run", "/people/me/memory")
+    config = stock_config("~/corpus", checkpoint__folder="~/run/checkpoints", training__local_batch_size=4, **SAVED)
+    config.job.dump_folder = "~/run"
+    config.profiling.save_memory_snapshot_folder = "~/memory"  # a setting of TorchTitan's own
+    job = spec.resolve(config).job
+    assert (job.data.corpus, config.checkpoint.folder) == ("/people/me/corpus", "/people/me/run/checkpoints")
+    assert (config.job.dump_folder, config.profiling.save_memory_snapshot_folder) == (
+        "/people/me/run",
+        "/people/me/memory",
+    )
 
 
 def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(tmp_path, monkeypatch, capsys):
@@ -187,12 +193,12 @@ def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(tmp_p
 def test_checkpoints_of_torchtitan_s_trainer_outside_of_the_run_s_folder(folder, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     job = stock_config(checkpoint__enable=True, checkpoint__folder=folder, training__local_batch_size=4)
-    assert "leads out of job.dump_folder" in refusal(capsys, spec.plan_of, job)
+    assert "leads out of job.dump_folder" in refusal(capsys, spec.resolve, job)
 
 
 def test_the_settings_of_the_model_are_missing(capsys):
     job = ConfigManager().parse_args(["--model.name", "interdomain"])
-    assert "job.custom_config_module" in refusal(capsys, spec.plan_of, job)
+    assert "job.custom_config_module" in refusal(capsys, spec.resolve, job)
 
 
 def test_a_data_set_of_the_hub_is_named():

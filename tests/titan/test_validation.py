@@ -46,7 +46,7 @@ def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
     meshes = SimpleNamespace(context=None, first_of_sequences=True, gather_sequences=lambda x: x)
     return FixedValidator(
-        job_config=job,
+        job=job,
         rank=rank,
         ranks=ranks,
         passes=Passes([model], None, meshes, torch.device("cpu"), 1),

@@ -101,12 +101,12 @@ def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(
 
 
 def test_flags_lists_every_setting(capsys):
-    from interdomain.titan.settings import job_config
+    from interdomain.titan.settings import schema
 
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--flags"])
     shown = capsys.readouterr().out
-    assert [setting for setting in job_config.KINDS if f"--{setting.replace('_', '-')}" not in shown] == []
+    assert [setting for setting in schema.SETTINGS if f"--{setting.replace('_', '-')}" not in shown] == []
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):

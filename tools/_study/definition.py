@@ -18,7 +18,9 @@ from interdomain.files.run_folder import EVENTS as EVENTS_FOLDER
 from interdomain.folders import expand_path, write_whole
 from interdomain.removed import removal_of
 from interdomain.titan.plan.run_plan import RunPlan, make_plan
-from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
+from interdomain.titan.settings.job_config import job_config_of, pairs, read_toml
+from interdomain.titan.settings.rules import reads_n_basis
+from interdomain.titan.settings.schema import IN_TOKENS
 from interdomain.tools._curves import EVENTS, curves_of, events_folder, facts_of, read_events
 
 AXES = ("sizes", "conditions", "settings", "rates")

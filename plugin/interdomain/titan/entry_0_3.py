@@ -4,7 +4,6 @@ The TOML file is read as `./launch.sh` reads it. Beside our settings it may have
 TorchTitan's own and those of [model], [mixer] and [data]; they win over the file.
 """
 
-import copy
 import dataclasses
 import sys
 from dataclasses import dataclass
@@ -25,18 +24,20 @@ from .host import (
     titan_validate,
 )
 from .host.patches import use_cpu_if_alone
+from .plan.run_plan import in_steps
 from .settings.job_config import (
-    PATHS,
-    drop_unread_n_basis,
-    expand_paths,
+    apply_step_overrides,
+    check_value,
     job_config_of,
-    let_steps_win,
+    job_config_of_values,
+    mixer_is_chosen,
+    names_of,
     read_job_config,
     read_toml,
-    refuse_wrong_value,
-    value_of,
 )
-from .settings.schema import Data, JobConfig, Mixer, Model
+from .settings.problems import Problems
+from .settings.rules import check_for_torchtitan, reads_n_basis
+from .settings.schema import SETTINGS, Data, JobConfig, Mixer, Model, setting_of
 from .spec_0_3 import (
     CHECKPOINTING,
     OTHER_NAMES,
@@ -44,15 +45,10 @@ from .spec_0_3 import (
     built_by,
     make_plan_of,
     spec_of,
-    take_sections,
+    values_of_sections,
 )
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import (
-    OURS_ALONE,
-    FixedWindows,
-    record_run,
-    refuse_checkpoints_outside,
-)
+from .variant import FixedWindows, record_run
 
 # Sections whose component is ours: a setting that only TorchTitan has would have no effect.
 OUR_COMPONENTS = ("optimizer", "lr_scheduler", "dataloader")
@@ -81,12 +77,13 @@ def configuration(file: str) -> Any:
     spec = spec_of(job)
 
     def loader(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> PackedLoader:
-        settings = loader_settings(job, local_batch_size)
-        tokenizer, packed = open_data(settings, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, data_record(job, packed.dataset, tokenizer), tokenizer)
+        job, plan = spec.model.job, spec.model.plan
+        tokenizer, packed = open_data(loader_settings(job, local_batch_size), plan, dp_rank, dp_world_size)
+        record_run(job, plan, data_record(job, packed.dataset, tokenizer), tokenizer)
         return packed
 
     def windows(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> FixedWindows:
+        job = spec.model.job
         settings = loader_settings(job, job.training.local_batch_size)
         # Without a pipeline a batch of validation has a size of its own.
         size = local_batch_size if job.parallelism.pipeline_parallel_degree > 1 else job.validation.local_batch_size
@@ -119,16 +116,18 @@ def trainer_config(
         data=job.data,
         dump_folder=job.job.dump_folder,
         loss=loss.CrossEntropyLoss.Config(),
-        tokenizer=built_by(titan_tokenizer.BaseTokenizer.Config, lambda **_: open_tokenizer(job)),
+        tokenizer=built_by(titan_tokenizer.BaseTokenizer.Config, lambda **_: open_tokenizer(spec.model.job)),
         dataloader=built_by(titan_dataloader.BaseDataLoader.Config, loader),
         optimizer=built_by(
             optimizer.OptimizersContainer.Config,
-            lambda *, model_parts: GroupedOptimizers(model_parts, job.optimizer),
+            lambda *, model_parts: GroupedOptimizers(model_parts, spec.model.job.optimizer),
             implementation=job.optimizer.implementation,
         ),
         lr_scheduler=built_by(
             optimizer.LRSchedulersContainer.Config,
-            lambda *, optimizers, training_steps: GroupedSchedulers(optimizers, job.lr_scheduler, training_steps),
+            lambda *, optimizers, training_steps: GroupedSchedulers(
+                optimizers, spec.model.job.lr_scheduler, training_steps
+            ),
             **schedule,
         ),
         validator=titan_validate.Validator.Config(
@@ -156,12 +155,7 @@ def configuration_of_ours(file: str, trainer: Any) -> Any:
 
         def __init__(self, config: Any) -> None:
             user_errors(refuse_theirs)(config, job)
-            user_errors(take_flags)(config, job)
-            super().__init__(job)
-
-        def close(self, ended: bool = False) -> None:
-            # TorchTitan's entry closes a run that failed in the same way: the step tells them apart.
-            super().close(ended=ended or self.step >= self.plan.steps)
+            super().__init__(user_errors(with_flags)(config, job))
 
     return trainer_config(EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None)
 
@@ -189,73 +183,72 @@ def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
     theirs: dict[str, dict[str, Any]] = {}
     for section, kind in SECTIONS.items():
         ours = table.get(OTHER_NAMES.get(section, section), {})
-        known = {
-            field.name for field in dataclasses.fields(type(value_of(JobConfig(), OTHER_NAMES.get(section, section))))
-        }
         for name, annotation in get_type_hints(kind, include_extras=True).items():
-            if name in ours and name not in known:
+            if name in ours and f"{OTHER_NAMES.get(section, section)}.{name}" not in SETTINGS:
                 value = ours.pop(name)
-                refuse_wrong_value(f"{section}.{name}", value, annotation)
+                check_value(f"{section}.{name}", value, setting_of(annotation))
                 theirs.setdefault(section, {})[name] = value
-    job = job_config_of(table)
-    job.job.config_file = file
-    return job, theirs
+    return job_config_of(table).changed({"job.config_file": file}), theirs
 
 
 def loader_settings(job: JobConfig, local_batch_size: int) -> JobConfig:
     """Our configuration for a loader: batches of this size, and positions where context parallelism slices them."""
-    settings = copy.deepcopy(job)
-    settings.training.local_batch_size = local_batch_size
+    changed: dict[str, Any] = {"training.local_batch_size": local_batch_size}
     if job.parallelism.context_parallel_degree > 1:
-        settings.data.reset_state_at_documents = True
-    return settings
+        changed["data.reset_state_at_documents"] = True
+    return job.changed(changed)
 
 
 @user_errors
 def prepare(config: Any, model: ModelConfig) -> None:
     """Carry the flags over into our configuration, check it, and make its plan.
 
-    Raises: SystemExit: the configuration cannot run; the reason is printed.
+    Raises:
+        SystemExit: The configuration cannot run. The reasons are printed.
     """
-    job = model.job
-    take_flags(config, job)
-    if config.training.mixed_precision_param != "bfloat16":
-        raise ValueError(
-            "training.mixed_precision_param has no effect beside training.precision: set that in the TOML file."
-        )
-    for setting, does in OURS_ALONE.items():
-        if value_of(job, setting) != value_of(JobConfig(), setting):
-            raise ValueError(
-                f"{setting} has no effect in TorchTitan's own trainer, which {does}. Leave it out, or start with "
-                "--module interdomain.titan.trainer."
-            )
+    model.job = with_flags(config, model.job)
+    check_for_torchtitan(model.job)
     make_plan_of(config, model)
-    config.training.steps = job.training.steps = model.plan.steps
-    job.lr_scheduler.warmup_steps = model.plan.warmup_steps
+    assert model.plan is not None
+    model.job = in_steps(model.job, model.plan)
+    config.training.steps = model.plan.steps
 
 
-def take_flags(config: Any, job: JobConfig) -> None:
-    """Carry the values of our entry's configuration over into ours. Raises: ValueError for one without effect."""
-    job.job.dump_folder = config.dump_folder
-    job.model, job.mixer, job.data = config.model, config.mixer, config.data
-    let_steps_win(job, sys.argv[1:])
-    drop_unread_n_basis(job, sys.argv[1:])
+def with_flags(config: Any, job: JobConfig) -> JobConfig:
+    """Our configuration with the values of our entry's: those of flags.
+
+    Paths are expanded in TorchTitan's configuration, too.
+
+    Raises:
+        ValueError: A flag has no effect, or a value that is not allowed.
+    """
+    flags = names_of(sys.argv[1:])
+    values: dict[str, Any] = {"job.dump_folder": config.dump_folder}
+    for section in ("model", "mixer", "data"):
+        for field in dataclasses.fields(getattr(config, section)):
+            values[f"{section}.{field.name}"] = getattr(getattr(config, section), field.name)
+    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
+        values["mixer.n_basis"] = None
+    problems = Problems()
     for section in (*OUR_COMPONENTS, "validator"):
         theirs = getattr(config, section)
-        ours = getattr(job, OTHER_NAMES.get(section, section))
         for field in dataclasses.fields(theirs):
             value, default = getattr(theirs, field.name), field.default
-            if hasattr(ours, field.name):
-                setattr(ours, field.name, value)
+            ours = f"{OTHER_NAMES.get(section, section)}.{field.name}"
+            if ours in SETTINGS:
+                values[ours] = value
             elif section in OUR_COMPONENTS and default is not dataclasses.MISSING and value != default:
-                raise ValueError(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
-    take_sections(config, job)
-    expand_paths(job)
-    refuse_checkpoints_outside(job)
+                problems.append(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
+    with problems.collect():
+        values |= values_of_sections(config)
+    job = job_config_of_values(apply_step_overrides(values, flags), problems, job)
+    problems.raise_all()
+
     config.dump_folder = job.job.dump_folder
     for section in SECTIONS:
         theirs = getattr(config, section)
-        for setting in PATHS:
-            ours, _, name = setting.partition(".")
-            if ours == OTHER_NAMES.get(section, section) and hasattr(theirs, name):
-                setattr(theirs, name, value_of(job, setting))
+        for field in dataclasses.fields(theirs):
+            ours = f"{OTHER_NAMES.get(section, section)}.{field.name}"
+            if ours in SETTINGS and SETTINGS[ours].is_path:
+                setattr(theirs, field.name, job[ours])
+    return job

@@ -22,6 +22,7 @@ from interdomain.model.shard import split_dimension
 
 from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 from .plan.device import device_here
+from .settings.schema import JobConfig
 from .step.meshes import Meshes, part_of
 
 # What selective checkpointing saves beside torchtitan's own list, which has the heads' sum: recomputing the scan would cost
@@ -36,25 +37,28 @@ SCAN_OPS = {
 }
 
 
-def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_backward: bool) -> None:
-    """A model, or a stage of one, on the meta device.
+def parallelize(model: Transformer, meshes: Meshes, job: JobConfig, config: Any, *, sum_in_backward: bool) -> None:
+    """Parallelizes a model, or a stage of one, on the meta device.
 
-    sum_in_backward: whether FSDP2 sums the gradients of parameters that the tensor axis does not split, one by one, over that
-        axis; else `gradients.reduce_shares` does, once per step.
+    Args:
+        config: TorchTitan's configuration, whose sections [activation_checkpoint] and [compile] its own functions read.
+        sum_in_backward: Whether FSDP2 sums the gradients of parameters that the tensor axis does not split, one by one, over
+            that axis. Otherwise `gradients.reduce_shares` does, once per step.
     """
     if meshes.tensor.size() > 1:
         distribute_over_heads(model, meshes.tensor)
     for ssm in dynamics_of(model):
         distribute(ssm, meshes.parameters, Replicate())
     model.set_parts(shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
-    if (checkpointing := job_config.activation_checkpoint).mode != "none":
-        apply_ac(model, checkpointing, model_compile_enabled=compiled, op_sac_save_list=SAVED_OPS | SCAN_OPS)
+    compiled = job.compile.enable and "model" in job.compile.components
+    if job.activation_checkpoint.mode != "none":
+        saved = SAVED_OPS | SCAN_OPS
+        apply_ac(model, config.activation_checkpoint, model_compile_enabled=compiled, op_sac_save_list=saved)
     if compiled:
-        apply_compile(model, job_config.compile)
-    if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
-        model.output.compile_loss(job_config.compile.backend)
-    shard(model, meshes.data, job_config)
+        apply_compile(model, config.compile)
+    if model.output is not None and job.compile.enable and "loss" in job.compile.components:
+        model.output.compile_loss(job.compile.backend)
+    shard(model, meshes.data, job)
     if meshes.tensor.size() > 1:
         for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
             if unit is not None:
@@ -130,9 +134,9 @@ def set_initial_values(
                 part.to(device)
 
 
-def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
+def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     """FSDP2: one group per block. The dynamics stay float32, and whole on every rank (`gradients` says why)."""
-    training = job_config.training
+    training = job.training
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
@@ -142,7 +146,7 @@ def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if training.enable_cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
-    when, pipeline = job_config.parallelism.fsdp_reshard_after_forward, job_config.parallelism.pipeline_parallel_degree
+    when, pipeline = job.parallelism.fsdp_reshard_after_forward, job.parallelism.pipeline_parallel_degree
     # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
     reshard = when == "always" or (when == "default" and pipeline == 1)
 

@@ -10,15 +10,14 @@
 `InterdomainTrainer` takes the same parts, and adds what docs/torchtitan.md lists.
 """
 
-import copy
-import functools
+import operator
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,175 +45,154 @@ from .host import (
     register_train_spec,
 )
 from .host.patches import use_cpu_if_alone, validator_of_windows
-from .plan.device import device_here, refuse_for_device
-from .plan.run_plan import RunPlan, make_plan
-from .plan.topology import plan_of_local_batches, refuse_for_micro_batches, refuse_for_pipelined_validation
+from .plan.device import device_here
+from .plan.run_plan import RunPlan, in_steps, make_plan_for_torchtitan
 from .settings.job_config import (
     TORCHTITAN_DEFAULTS,
-    expand_paths,
+    apply_step_overrides,
+    expand_setting,
     is_off,
-    let_steps_win,
-    noting,
-    pairs,
-    refuse,
-    refuse_unsupported,
-    refuse_wrong_values,
-    replace_aliases,
-    set_value,
-    value_of,
-    wrong_values,
+    job_config_of_values,
+    names_of,
 )
-from .settings.schema import ALIASES, JobConfig
+from .settings.problems import Problems
+from .settings.rules import check_combinations, check_device, check_for_torchtitan
+from .settings.schema import (
+    ALIASES,
+    HONOURED_BY_TORCHTITAN,
+    INSTEAD,
+    NO_EFFECT,
+    OF_TORCHTITANS_DATA,
+    SETTINGS,
+    TORCHTITAN_PATHS,
+    JobConfig,
+)
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import (
-    OURS_ALONE,
-    FixedWindows,
-    FolderNames,
-    TitanTransformer,
-    VariantCurves,
-    parallelize_variant,
-    record_run,
-    refuse_checkpoints_outside,
+from .variant import FixedWindows, FolderNames, TitanTransformer, VariantCurves, parallelize_variant, record_run
+
+# Lengths that TorchTitan's trainer reads in steps.
+IN_STEPS = (
+    "training.steps",
+    "training.tokens",
+    "lr_scheduler.warmup_steps",
+    "lr_scheduler.warmup_tokens",
+    "lr_scheduler.min_lr",
 )
 
-# Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
-NOT_HONOURED = {
-    **{setting: f"TorchTitan's trainer {does}: start with ./launch.sh." for setting, does in OURS_ALONE.items()},
-    "training.dtype": "Parameters are float32; set training.precision for the arithmetic.",
-    "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
-    "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
-    "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
-    "parallelism.context_parallel_load_balancer": "Leave it out: the scan needs contiguous pieces.",
-    "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",
-    "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
-}
 
-# TorchTitan's settings that are paths, beside ours (schema.PATH).
-TORCHTITAN_PATHS = (
-    *("training.dataset_path", "validation.dataset_path", "model.hf_assets_path"),
-    "profiling.save_memory_snapshot_folder",
-)
+class Resolved(NamedTuple):
+    """What a configuration of TorchTitan's says about this model's run.
 
-# Settings that this model and its data pass over.
-NO_EFFECT = re.compile(
-    r"quantize\.|fault_tolerance\.|memory_estimation\.|debug\.moe_|checkpoint\.enable_ft_"
-    r"|activation_checkpoint\.(memory_budget|visualize)"
-    r"|parallelism\.(expert_|disable_loss_parallel|context_parallel_rotate|pipeline_parallel_expert)"
-)
-OF_OTHER_DATA = re.compile(r"(training|validation)\.data|validation\.steps|model\.hf_assets_path")
-OF_A_CORPUS = re.compile(r"data\.")
+    `job` has the same settings as TorchTitan's configuration, and its lengths are in steps.
+    """
+
+    job: JobConfig
+    plan: RunPlan
 
 
 @user_errors
-def plan_of(job_config: Any) -> RunPlan:
-    """The plan of a configuration, checked at the first call, which also puts lengths in steps where it had tokens.
+def resolve(config: Any) -> Resolved:
+    """Checks TorchTitan's configuration at the first call, and makes the run's plan.
 
-    Raises: SystemExit: the configuration cannot run; all reasons are printed.
+    TorchTitan's own trainer reads a few values from its configuration that follow from the plan: they are set there.
+
+    Args:
+        config: TorchTitan's `JobConfig` with the sections [mixer] and [data].
+
+    Raises:
+        SystemExit: The configuration cannot run. All reasons are printed.
     """
-    if "plan" not in vars(job_config):
-        if not hasattr(job_config, "mixer"):
-            raise ValueError(
-                'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the '
-                "TOML file, or pass --job.custom_config_module interdomain.titan."
-            )
-        job_config.plan = _checked_plan(job_config)
-        # The scan passes a state from rank to rank: pieces must be contiguous.
-        job_config.parallelism.context_parallel_load_balancer = None
-    return job_config.plan
+    if "resolved" in vars(config):
+        return config.resolved
+    if not hasattr(config, "mixer"):
+        raise ValueError(
+            'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the '
+            "TOML file, or pass --job.custom_config_module interdomain.titan."
+        )
+    config.resolved = resolved = _resolve(config)
+    for setting in (*IN_STEPS, "job.dump_folder", "checkpoint.folder", "metrics.save_tb_folder", "model.flavor"):
+        _set(config, setting, resolved.job[setting])
+    config.lr_scheduler.total_steps = resolved.job.lr_scheduler.total_steps or None  # TorchTitan's 0 would be no step
+    config.lr_scheduler.min_lr_factor = 0.0
+    # The scan passes a state from rank to rank: pieces of a sequence must be contiguous.
+    config.parallelism.context_parallel_load_balancer = None
+    return resolved
 
 
-def _checked_plan(job_config: Any) -> RunPlan:
+def _resolve(config: Any) -> Resolved:
     """Raises: ValueError with every reason for which the configuration cannot run."""
-    problems: list[str] = []
-    replace_aliases(job_config)
-    let_steps_win(job_config, sys.argv[1:])
-    with noting(problems):
-        _take_min_lr_factor(job_config)
-    with noting(problems):
-        expand_paths(job_config, TORCHTITAN_PATHS)
+    problems = Problems()
+    value_of = _reader(config)
 
-    # Settings of a feature that is off are checked, and planned, as if they were not set.
-    planned = copy.deepcopy(job_config)
-    defaults = TORCHTITAN_DEFAULTS | dict(pairs(JobConfig().to_dict()))
-    for setting, default in defaults.items():
-        if is_off(setting, functools.partial(value_of, job_config)):
-            set_value(planned, setting, default)
-    problems += _unread(planned, defaults)
-    with noting(problems):
-        refuse_wrong_values(planned)
-    if problems:
-        # What is checked next reads these settings. With a default in the place of a wrong value the other problems show.
-        for setting in wrong_values(planned):
-            set_value(planned, setting, defaults[setting])
-    for check in (refuse_unsupported, refuse_for_device, refuse_checkpoints_outside, _refuse_for_trainer):
-        with noting(problems):
-            check(planned)
-    refuse(problems)
+    # TorchTitan's own settings: paths, and those that nothing would read.
+    for setting in TORCHTITAN_PATHS:
+        with problems.collect():
+            _set(config, setting, expand_setting(setting, value_of(setting)))
+    defaults = JobConfig()
+    for setting, default in TORCHTITAN_DEFAULTS.items():
+        if setting not in SETTINGS and value_of(setting) != default and not is_off(setting, value_of):
+            with problems.collect():
+                _check_read(setting, value_of(setting), has_corpus=bool(config.data.corpus))
 
-    ranks = world_size()
-    planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
-    if planned.parallelism.pipeline_parallel_degree == 1:
-        planned.training.reduce_gradients = "micro-batch"  # what TorchTitan's trainer does
-    if planned.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
-        planned = plan_of_local_batches(planned, planned.parallelism.pipeline_parallel_microbatch_size, ranks)
-    plan = make_plan(planned, ranks)
-    job_config.training.steps, job_config.training.tokens = plan.steps, 0
-    job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
-    job_config.lr_scheduler.total_steps = job_config.lr_scheduler.total_steps or None  # TorchTitan's 0 would be no step
-    return plan
+    # Ours. Those of a feature that is off are planned as if they were not set.
+    values = {}
+    for setting in SETTINGS:
+        values[setting] = defaults[setting] if is_off(setting, value_of) else value_of(setting)
+    if values["lr_scheduler.total_steps"] is None:
+        values["lr_scheduler.total_steps"] = 0
+    if factor := config.lr_scheduler.min_lr_factor:
+        if values["lr_scheduler.min_lr"]:
+            problems.append(
+                "lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same. Leave one of the two out."
+            )
+        values["lr_scheduler.min_lr"] = factor * values["optimizer.lr"]
+    values = apply_step_overrides(values, names_of(sys.argv[1:]))
+    job = job_config_of_values(values, problems)
+    if not job.data.corpus:
+        for setting in SETTINGS:
+            if setting.startswith("data.") and job[setting] != defaults[setting]:
+                problems.append(
+                    f"{setting} = {job[setting]} has no effect without data.corpus. Leave one of the two out."
+                )
+
+    # Rules about several settings.
+    for check in (check_combinations, check_device, check_for_torchtitan):
+        with problems.collect():
+            check(job)
+    if config.profiling.enable_memory_snapshot and device_here().type == "cpu":
+        problems.append("profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
+    problems.raise_all()
+    parallel = config.parallelism
+    micro_batch, stages = parallel.pipeline_parallel_microbatch_size, parallel.module_fqns_per_model_part
+    plan = make_plan_for_torchtitan(job, world_size(), micro_batch, stages)
+    return Resolved(in_steps(job, plan), plan)
 
 
-def _take_min_lr_factor(job_config: Any) -> None:
-    """Make the rate itself of TorchTitan's multiple of the peak. Raises: ValueError for both."""
-    schedule = job_config.lr_scheduler
-    if not schedule.min_lr_factor:
-        return
-    if schedule.min_lr:
-        raise ValueError("lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same. Leave one of the two out.")
-    schedule.min_lr = schedule.min_lr_factor * job_config.optimizer.lr
-    schedule.min_lr_factor = 0.0
+def _check_read(setting: str, value: Any, has_corpus: bool) -> None:
+    """Raises: ValueError for a setting of TorchTitan's that is not at its default and that nothing would read."""
+    if removal := removal_of(setting):
+        raise ValueError(removal)
+    if OF_TORCHTITANS_DATA.match(setting):
+        if has_corpus:
+            raise ValueError(f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out.")
+    elif setting in INSTEAD and setting not in HONOURED_BY_TORCHTITAN:
+        raise ValueError(f"{setting} = {value} has no effect in this run. {INSTEAD[setting]} Leave it out.")
+    elif NO_EFFECT.match(setting):
+        raise ValueError(f"{setting} = {value} has no effect in this run. Leave it out.")
+
+
+def _reader(config: Any) -> Callable[[str], Any]:
+    return lambda setting: operator.attrgetter(setting)(config)
+
+
+def _set(config: Any, setting: str, value: Any) -> None:
+    section, _, name = setting.partition(".")
+    setattr(getattr(config, section), name, value)
 
 
 def world_size() -> int:
     """The ranks of the run. A script may ask before it makes a process group, or make none."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _unread(job_config: Any, defaults: dict[str, Any]) -> Iterator[str]:
-    """The problems of settings that are not at their defaults and that nothing would read."""
-    unread, beside = (OF_OTHER_DATA, "beside") if job_config.data.corpus else (OF_A_CORPUS, "without")
-    for setting, default in defaults.items():
-        value = value_of(job_config, setting)
-        if value == default:
-            continue
-        if removal := removal_of(setting):
-            yield removal
-        elif setting in NOT_HONOURED:
-            yield f"{setting} = {value} has no effect in this run. {NOT_HONOURED[setting]}"
-        elif NO_EFFECT.match(setting):
-            yield f"{setting} = {value} has no effect in this run. Leave it out."
-        elif unread.match(setting):
-            yield f"{setting} = {value} has no effect {beside} data.corpus. Leave one of the two out."
-
-
-def _refuse_for_trainer(job_config: Any) -> None:
-    """Raises: ValueError for combinations that TorchTitan's trainer hands on otherwise than the model needs."""
-    problems: list[str] = []
-    parallel = job_config.parallelism
-    pipeline, context = parallel.pipeline_parallel_degree > 1, parallel.context_parallel_degree > 1
-    if job_config.data.reset_state_at_documents and (pipeline or context):
-        problems.append(
-            "data.reset_state_at_documents with pipeline_parallel_degree or context_parallel_degree above 1: TorchTitan's "
-            "trainer gives positions to the first stage alone, and its own to context parallelism. Start with ./launch.sh."
-        )
-    if pipeline:
-        with noting(problems):
-            refuse_for_micro_batches(job_config, parallel.pipeline_parallel_microbatch_size)
-        with noting(problems):
-            refuse_for_pipelined_validation(job_config)
-    if job_config.profiling.enable_memory_snapshot and device_here().type == "cpu":
-        problems.append("profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
-    refuse(problems)
 
 
 @dataclass
@@ -235,7 +213,7 @@ class ModelArgs(BaseModelArgs):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        plan = plan_of(job_config)
+        plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
         self.seed = plan.seed
@@ -244,14 +222,20 @@ class ModelArgs(BaseModelArgs):
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
 
 
+def parallelize_with(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
+    """TorchTitan's hook."""
+    return parallelize_variant(model, parallel_dims, resolve(job_config).job, job_config)
+
+
 def pipeline_variant(
     model: nn.Module, parallel_dims: Any, job_config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
 ) -> Any:
     """TorchTitan's stages and schedules. Its trainer goes backward from the sum of the loss; here the gradient is that of the
     mean."""
-    targets = plan_of(job_config).global_batch * job_config.training.seq_len
-    if job_config.data.corpus:
-        targets = plan_of(job_config).global_batch * open_dataset(job_config, "train").targets
+    job, plan = resolve(job_config)
+    targets = plan.global_batch * plan.seq_len
+    if job.data.corpus:
+        targets = plan.global_batch * open_dataset(job, "train").targets
 
     def loss_of_step(logits: Tensor, labels: Tensor) -> Tensor:
         loss = loss_fn(logits, labels)
@@ -264,9 +248,9 @@ def pipeline_variant(
 @user_errors
 def build_tokenizer(job_config: Any) -> Any:
     """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with a configuration: the checks are here."""
-    plan = plan_of(job_config)
-    if job_config.data.corpus:
-        return open_tokenizer(job_config)
+    job, plan = resolve(job_config)
+    if job.data.corpus:
+        return open_tokenizer(job)
     tokenizer = build_hf_tokenizer(job_config)
     if (size := tokenizer.get_vocab_size()) > plan.config.vocab_size:
         raise ValueError(
@@ -279,15 +263,16 @@ def build_tokenizer(job_config: Any) -> Any:
 @user_errors
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
     """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
-    if job_config.data.corpus:
-        tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
-        data = data_record(job_config, loader.dataset, tokenizer)
+    job, plan = resolve(job_config)
+    if job.data.corpus:
+        tokenizer, loader = open_data(job, plan, dp_rank, dp_world_size)
+        data = data_record(job, loader.dataset, tokenizer)
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         data = text_record(job_config.training.dataset, tokenizer)
         tokenizer = as_trained(tokenizer)
         data["corpora"] = [dataset_record(job_config.training)]
-    record_run(job_config, plan_of(job_config), data, tokenizer)
+    record_run(job, plan, data, tokenizer)
     return loader
 
 
@@ -308,17 +293,17 @@ def dataset_record(training: Any) -> dict[str, Any]:
 @user_errors
 def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
     """TorchTitan's validator, over `FixedWindows` of data.corpus."""
-    job_config = parts["job_config"]
-    if not job_config.data.corpus:
+    job = resolve(parts["job_config"]).job
+    if not job.data.corpus:
         return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
-    windows = FixedWindows(job_config, dp_rank, dp_world_size, job_config.validation.local_batch_size)
+    windows = FixedWindows(job, dp_rank, dp_world_size, job.validation.local_batch_size)
     if parts["parallel_dims"].cp_enabled and windows.dataset.targets < windows.dataset.seq_len:
         raise ValueError(
             "validation.enable with parallelism.context_parallel_degree above 1, for a corpus with answers: TorchTitan's "
             "validator takes all pieces of a sequence to have the same number of labels. Start with ./launch.sh, or turn "
             "validation off."
         )
-    job_config.validation.steps = len(windows.batches)
+    parts["job_config"].validation.steps = len(windows.batches)
     return validator_of_windows(parts, windows)
 
 
@@ -327,7 +312,7 @@ class VariantMetrics(VariantCurves, MetricsProcessor):
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
         super().__init__(job_config, parallel_dims)
-        self.plan = plan_of(job_config)
+        self.job, self.plan = resolve(job_config)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.
@@ -341,7 +326,7 @@ def get_train_spec() -> TrainSpec:
     return TrainSpec(
         model_cls=TitanTransformer,  # pyright: ignore[reportArgumentType] (a module, with ModelProtocol's methods)
         model_args=models,
-        parallelize_fn=parallelize_variant,
+        parallelize_fn=parallelize_with,
         pipelining_fn=pipeline_variant,
         build_optimizers_fn=lambda parts, settings, *_: GroupedOptimizers(parts, settings),
         build_lr_schedulers_fn=GroupedSchedulers,

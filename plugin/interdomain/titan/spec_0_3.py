@@ -3,11 +3,10 @@
 `entry_0_3` has the configurations of TOML files.
 """
 
-import copy
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,12 +26,10 @@ from .host import (
     titan_tokenizer,
 )
 from .host.patches import use_cpu_if_alone
-from .plan.run_plan import RunPlan, make_plan
-from .plan.topology import plan_of_local_batches
-from .settings.job_config import (
-    job_config_of,
-)
-from .settings.schema import JobConfig, Mixer, Model
+from .plan.run_plan import RunPlan, make_plan_for_torchtitan
+from .settings.job_config import job_config_of, job_config_of_values
+from .settings.problems import Problems
+from .settings.schema import HONOURED_BY_TORCHTITAN, INSTEAD, SETTINGS, JobConfig, Mixer, Model
 from .variant import (
     FolderNames,
     TitanTransformer,
@@ -43,20 +40,6 @@ from .variant import (
 
 # TorchTitan's sections -> ours, where the names differ.
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
-# Settings that only TorchTitan has and this model does not honour, and why.
-NOT_HONOURED = {
-    "training.dtype": "Parameters are float32; training.precision says what is computed in bf16.",
-    "parallelism.spmd_backend": "The logits are plain tensors, which only spmd_types' loss takes. Leave it out.",
-    "parallelism.enable_sequence_parallel": "Tensor parallelism always shares the tokens between the mixers. Leave it out.",
-    "parallelism.enable_fsdp_symm_mem": "It was never run with this model. Leave it out.",
-    "parallelism.expert_parallel_degree": "The model has no experts. Leave it out.",
-    "parallelism.pipeline_parallel_schedule_csv": "Set parallelism.pipeline_parallel_schedule.",
-    "parallelism.context_parallel_ptrr_mask_key": "The scan needs contiguous pieces. Leave it out.",
-    "compile.enable_async_tensor_parallel": "It needs DTensors in the model's products. Leave it out.",
-    "checkpoint.create_seed_checkpoint": "Initial values are the same on any number of ranks without one. Leave it out.",
-    "debug.spmd_typechecking": "The model has no types to check. Leave it out.",
-    "debug.moe_force_load_balance": "The model has no experts. Leave it out.",
-}
 CHECKPOINTING = {
     "selective": activation_checkpoint.SelectiveAC.Config,
     "full": activation_checkpoint.FullAC.Config,
@@ -69,12 +52,14 @@ class ModelConfig(BaseModel.Config):
     """The settings of a model. A run's plan is made of them and of TorchTitan's configuration.
 
     Attributes:
-        job: our configuration. `prepare` fills in the sections that TorchTitan has, too.
+        job: Our configuration. `prepare` replaces it by one that has TorchTitan's sections, too.
         plan: None until `prepare`.
+        precision: As training.precision. Empty: as training.mixed_precision_param says.
         trainer_config: TorchTitan's configuration, if a user wrote it in Python.
     """
 
-    job: Annotated[Any, tyro.conf.Suppress]
+    job: Annotated[JobConfig, tyro.conf.Suppress]
+    precision: Annotated[str, tyro.conf.Suppress] = ""
     plan: Annotated[RunPlan | None, tyro.conf.Suppress] = None
     trainer_config: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -120,7 +105,7 @@ class VariantMetrics(VariantCurves, metrics.MetricsProcessor):
 
     def __init__(self, settings: Any, job: JobConfig, plan: RunPlan, **parts: Any) -> None:
         super().__init__(settings, **parts)
-        self.job_config, self.plan = job, plan
+        self.job, self.plan = job, plan
 
 
 class RecordedNames(FolderNames):
@@ -161,7 +146,7 @@ def spec_of(job: JobConfig) -> ModelSpec:
     model = ModelConfig(job=job)
 
     def parallelize(part: TitanTransformer, *, parallel_dims: Any, **_: Any) -> TitanTransformer:
-        return parallelize_variant(part, parallel_dims, job)
+        return parallelize_variant(part, parallel_dims, model.job, model.job)
 
     def pipeline(whole: TitanTransformer, *, parallelism: Any, **parts: Any) -> Any:
         """TorchTitan's stages and schedule, with the names of our modules."""
@@ -210,8 +195,7 @@ def model_spec(
         table["training"] = {"precision": precision}
     spec = spec_of(job_config_of(table))
     spec.state_dict_adapter = RecordedNames
-    # "" is no value of the setting: the trainer's own decides.
-    spec.model.job.training.precision = precision
+    spec.model.precision = precision
     return spec
 
 
@@ -221,49 +205,56 @@ def prepare_for_user(config: Any, model: ModelConfig) -> None:
     Raises:
         ValueError: the configuration cannot run with this model.
     """
-    job = model.job
     if config.debug.seed is None:
-        config.debug.seed = job.debug.seed
-    if not job.training.precision:
-        precisions = {"bfloat16": "bf16", "float32": "float32"}
-        job.training.precision = precisions[config.training.mixed_precision_param]
+        config.debug.seed = model.job.debug.seed
+    precision = model.precision or {"bfloat16": "bf16", "float32": "float32"}[config.training.mixed_precision_param]
     if not isinstance(config.loss, loss.CrossEntropyLoss.Config):
         raise ValueError(
             f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
             "ChunkedLossWrapper would call a module lm_head on pieces of the hidden states."
         )
-    job.job.dump_folder = config.dump_folder
-    take_sections(config, job)
+    values = values_of_sections(config, (*HONOURED_BY_TORCHTITAN, "training.mixed_precision_param"))
+    values |= {"job.dump_folder": config.dump_folder, "training.precision": precision}
+    problems = Problems()
+    model.job = job_config_of_values(values, problems, model.job)
+    problems.raise_all()
     make_plan_of(config, model)
 
 
-def take_sections(config: Any, job: JobConfig) -> None:
-    """Carry TorchTitan's sections over into ours. Raises: ValueError for a setting without effect."""
+def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORCHTITAN) -> dict[str, Any]:
+    """The values of our settings in TorchTitan's sections.
+
+    Args:
+        honoured: Settings that are not ours, and that have an effect.
+
+    Raises:
+        ValueError: A setting has no effect.
+    """
+    values: dict[str, Any] = {}
+    problems = Problems()
     for section in SECTIONS:
         theirs = getattr(config, section)
-        ours = getattr(job, OTHER_NAMES.get(section, section))
         for field in dataclasses.fields(theirs):
-            value, setting = getattr(theirs, field.name), f"{section}.{field.name}"
-            if hasattr(ours, field.name):
-                setattr(ours, field.name, value)
-            elif setting in NOT_HONOURED and value != field.default:
-                raise ValueError(f"{setting} = {value} has no effect with this model. {NOT_HONOURED[setting]}")
-    if config.parallelism.context_parallel_load_balancer not in (None, "headtail"):
-        raise ValueError(
-            "parallelism.context_parallel_load_balancer must be left out: the scan needs contiguous pieces of a sequence."
-        )
+            value = getattr(theirs, field.name)
+            ours = f"{OTHER_NAMES.get(section, section)}.{field.name}"
+            if ours in SETTINGS:
+                values[ours] = value
+            elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
+                problems.append(f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out.")
     if not config.training.disable_cuda_graphs:
-        raise ValueError(
+        problems.append(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
     chosen = config.activation_checkpoint
     modes = [mode for mode, kind in CHECKPOINTING.items() if isinstance(chosen, kind)]
     if not modes or chosen != CHECKPOINTING[modes[0]]():
-        raise ValueError(
+        problems.append(
             f"activation_checkpoint = {chosen} is not possible with this model: allowed are selective, full and none, without "
             "further settings."
         )
-    job.activation_checkpoint.mode = modes[0]
+    problems.raise_all()
+    values["activation_checkpoint.mode"] = modes[0]
+    return values
 
 
 def make_plan_of(config: Any, model: ModelConfig) -> None:
@@ -281,14 +272,8 @@ def make_plan_of(config: Any, model: ModelConfig) -> None:
             "interdomain.titan.trainer."
         )
     ranks = int(os.environ["WORLD_SIZE"])
-    planned = copy.deepcopy(job)
-    planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
-    if parallel.pipeline_parallel_degree == 1:
-        planned.training.reduce_gradients = "micro-batch"  # what TorchTitan's trainer does
-    if parallel.pipeline_parallel_degree > 1:
-        vars(planned.parallelism)["module_fqns_per_model_part"] = parallel.module_fqns_per_model_part
-        planned = plan_of_local_batches(planned, parallel.pipeline_parallel_microbatch_size, ranks)
-    plan = model.plan = make_plan(planned, ranks)
+    micro_batch, stages = parallel.pipeline_parallel_microbatch_size, parallel.module_fqns_per_model_part
+    plan = model.plan = make_plan_for_torchtitan(job, ranks, micro_batch, stages)
     parallel.context_parallel_load_balancer = None  # the scan needs contiguous pieces
     config.loss.global_vocab_size = plan.config.vocab_size
     # A user's own class of metrics stays.

@@ -7,7 +7,6 @@ state in a checkpoint. What it builds we build ourselves, from the plan and the 
 import itertools
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -38,8 +37,8 @@ from .host import (
 from .host.patches import take_meshes, use_cpu_if_alone
 from .parallelize import parallelize, set_initial_values
 from .plan.device import local_device
-from .plan.run_plan import RunPlan, make_plan
-from .plan.schedule import refuse_jump
+from .plan.run_plan import RunPlan, in_steps, make_plan
+from .plan.schedule import check_jump
 from .resume.checkpoint import SelfDescribingCheckpoints, describe_run
 from .resume.lock import hold_folder, require_shared
 from .resume.preemption import Preemption
@@ -87,7 +86,7 @@ def check(job: JobConfig) -> RunPlan:
             f"LOCAL_RANK=0: {', '.join(sorted(missing))} is not set."
         )
     plan = make_plan(job, int(os.environ["NGPU" if simulated else "WORLD_SIZE"]))
-    refuse_jump(job, plan.steps, plan.warmup_steps)
+    check_jump(job, plan.steps, plan.warmup_steps)
     return plan
 
 
@@ -98,7 +97,8 @@ class InterdomainTrainer(Trainer):
     checkpoints, in this order. `train()`, TorchTitan's, runs all steps; it saves and validates between them.
 
     Attributes:
-        plan: what the configuration says about the run: model, steps, batch, ranks (`plan.RunPlan`).
+        job: the settings.
+        plan: what follows from them: model, steps, batch, ranks (`plan.RunPlan`).
         meshes: the process groups of this rank.
         model_parts: this rank's stages of the pipeline; without one, the model.
         passes: forward and backward passes of a step.
@@ -123,40 +123,37 @@ class InterdomainTrainer(Trainer):
         self.preemption = Preemption()
         self.lock = hold_folder(job)
 
-        # In steps, where the file has tokens: TorchTitan reads these, and the run records them.
-        job.training.steps, job.training.tokens = plan.steps, 0
-        job.lr_scheduler.warmup_steps, job.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
-        self.job_config = self.config = config = translate(job)
-        config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
+        self.job = job = in_steps(job, plan)
         self.device = local_device()
+        self.job_config = self.config = config = translate(job)
         if self.device.type == "cpu":
             one_gloo_thread()
-            config.comm.trace_buf_size = 0  # NCCL's recorder: TorchTitan would make an empty folder for it
+            config.comm.trace_buf_size = 0  # TorchTitan would make an empty folder for NCCL's recorder
         os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         self.parallel_dims = self.init_distributed()
-        if config.comm.mode == "default":  # else there are no other ranks
-            require_shared(config, self.lock)
-        self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
+        if job.comm.mode == "default":  # otherwise there are no other ranks
+            require_shared(job, self.lock)
+        self.gc_handler = GarbageCollection(gc_freq=job.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
         take_meshes(self.parallel_dims, self.meshes.axes)
-        self.meshes.set_timeouts(config.comm.init_timeout_seconds)
+        self.meshes.set_timeouts(job.comm.init_timeout_seconds)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
         rank = self.meshes.data_rank  # the ranks that share a sequence read the same samples
-        tokenizer, self.dataloader = open_data(config, plan, rank, plan.topology.data_ranks)
+        tokenizer, self.dataloader = open_data(job, plan, rank, plan.topology.data_ranks)
         dataset = self.dataloader.dataset
-        self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
+        self.metrics_processor = InterdomainMetrics(job, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
         run = self.model_parts, plan, self.meshes, self.device, plan.global_batch * dataset.targets
         if plan.topology.pipeline > 1:
             self.passes = Pipeline(*run, plan.schedule)
         else:
             self.passes = Passes(*run)
-        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
-        self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
+        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, job.optimizer)
+        self.lr_schedulers = GroupedSchedulers(self.optimizers, job.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, config, data_record(config, dataset, tokenizer), tokenizer),
+            record=describe_run(plan, job, data_record(job, dataset, tokenizer), tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             milestones=plan.milestones,
@@ -167,28 +164,28 @@ class InterdomainTrainer(Trainer):
             lr_schedulers=self.lr_schedulers,
             states={TRAIN_STATE: self},
             checkpoint_config=config.checkpoint,
-            base_folder=config.job.dump_folder,
+            base_folder=job.job.dump_folder,
         )
-        if config.validation.enable:
+        if job.validation.enable:
             beside = self.metrics_processor, self.checkpointer
-            self.validator = FixedValidator(config, rank, plan.topology.data_ranks, self.passes, *beside)
+            self.validator = FixedValidator(job, rank, plan.topology.data_ranks, self.passes, *beside)
         fingerprints = {"train": text_fingerprint(dataset)}
-        if config.validation.enable:
+        if job.validation.enable:
             fingerprints["validation"] = text_fingerprint(self.validator.dataset)
         self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
     def _build_model(self) -> list[Transformer]:
         """This rank's stages of the pipeline; without one, the whole model."""
-        config, plan = self.job_config, self.plan
+        job, plan = self.job, self.plan
         logger.info("Building %s", plan.config)
-        parts, loaded = [], loads_a_model(config)
+        parts, loaded = [], loads_a_model(job)
         for stage in plan.stages_of(self.meshes.pipeline.get_local_rank()):
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
             prune_to_stage(model, plan.stages[stage])
-            parallelize(model, self.meshes, config, sum_in_backward=False)
-            model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
+            parallelize(model, self.meshes, job, self.job_config, sum_in_backward=False)
+            model.to_empty(device="cpu" if job.training.enable_cpu_offload else self.device.type)
             set_initial_values(model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage)
             parts.append(model.train())
         return parts
@@ -200,7 +197,7 @@ class InterdomainTrainer(Trainer):
         loss = self.passes.run(batches, backward=True) / self.passes.targets  # this rank's share
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
-        norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
+        norm = clip(parameters, self.job.training.max_norm, self.meshes)
         # One all-reduce decides for all ranks whether to skip this update and whether to stop after it.
         decision = self.optimizers.step_guard.decide(loss, norm, self.preemption.asked is not None)
         self.optimizers.step(decision.skip)
@@ -214,7 +211,7 @@ class InterdomainTrainer(Trainer):
         worst = self.meshes.sum_over_model_ranks(loss) * ranks
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
-        max_skipped = self.job_config.training.max_skipped_steps
+        max_skipped = self.job.training.max_skipped_steps
         self.optimizers.step_guard.check(max_skipped, self.step, mean.item(), norm.item())
 
     def should_continue_training(self) -> bool:
@@ -224,18 +221,15 @@ class InterdomainTrainer(Trainer):
             self.preemption.listen()
             self.first_step = self.step + 1
             self.metrics_processor.begin(self.step + 1)
-            user_errors(refuse_jump)(
-                self.job_config, self.plan.steps, self.plan.warmup_steps
-            )  # of a fetched checkpoint too
             if self.step >= self.plan.steps:
                 logger.warning(
                     "NO STEP IS TAKEN: the run continues from step %d, and training.steps = %d. To train on, set it higher.",
                     *(self.step, self.plan.steps),
                 )
-            if self.job_config.validation.enable:
+            if self.job.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         elif self.step == self.first_step:  # of this start: what is slow once has been done
-            set_pg_timeouts(timedelta(seconds=self.job_config.comm.train_timeout_seconds), self.parallel_dims)
+            set_pg_timeouts(timedelta(seconds=self.job.comm.train_timeout_seconds), self.parallel_dims)
         if not super().should_continue_training():
             self.optimizers.step_guard.warn_at_the_end(self.step)
             return False  # asked or not, the run is at its end

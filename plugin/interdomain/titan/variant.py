@@ -1,6 +1,5 @@
 """The model for TorchTitan's own trainer: parts that both of its versions take (`spec`, `spec_0_3`)."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,10 @@ from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
 from .resume.resume_from import refuse_half_copies
-from .settings.job_config import MILESTONES
+from .settings.schema import JobConfig
 from .step.meshes import Meshes, meshes_of
 from .watch.metrics import mixer_statistics, perplexity
 from .watch.validate import windows_of
-
-# Settings that our trainer alone honours, and what TorchTitan's does.
-OURS_ALONE = {
-    "training.max_skipped_steps": "takes steps that are not finite, or ends at one",
-    **{f"checkpoint.{name}": "removes all but the latest checkpoints" for name in MILESTONES},
-    "lr_scheduler.allow_jump": "does not compare rates at a resume",
-}
 
 
 class TitanTransformer(Transformer):
@@ -91,23 +83,24 @@ def _sum_shares(p: Any) -> None:
     p.grad = p.grad.redistribute(placements=p.placements)
 
 
-def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
+def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job: JobConfig, config: Any) -> TitanTransformer:
+    """Parallelizes the model for TorchTitan's trainer. config: as for `parallelize`."""
     with unset_fake_temporarily():  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
         model.meshes = meshes_of(parallel_dims)
     # TorchTitan sets the time limits of its own groups after the first step; now also of these.
     show_meshes(parallel_dims, model.meshes.axes)
-    model.documents = job_config.data.reset_state_at_documents
-    parallelize(model, model.meshes, job_config, sum_in_backward=True)
+    model.documents = job.data.reset_state_at_documents
+    parallelize(model, model.meshes, job, config, sum_in_backward=True)
     return model
 
 
 class FixedWindows:
     """A rank's validation batches, the same at every iteration: windows that lie evenly over the split."""
 
-    def __init__(self, job_config: Any, rank: int, ranks: int, size: int) -> None:
+    def __init__(self, job: JobConfig, rank: int, ranks: int, size: int) -> None:
         """size: sequences of a batch: validation.local_batch_size, or a part of it (a pipeline's micro-batch)."""
-        config = job_config.validation
-        self.dataset, self.positions = open_dataset(job_config, "validation"), job_config.data.reset_state_at_documents
+        config = job.validation
+        self.dataset, self.positions = open_dataset(job, "validation"), job.data.reset_state_at_documents
         per_pass = config.local_batch_size * ranks
         windows = windows_of(self.dataset, config.tokens)
         if windows < per_pass:
@@ -129,7 +122,7 @@ class VariantCurves:
     A base class to stand before TorchTitan's `MetricsProcessor`.
     """
 
-    job_config: Any
+    job: JobConfig
     model_parts: list[Any]
     parallel_dims: Any
     plan: RunPlan
@@ -142,7 +135,7 @@ class VariantCurves:
         # degrees it would be another number.
         extra["n_tokens_seen"] = step * self.plan.tokens_per_step
         extra["loss_metrics/perplexity"] = perplexity(loss)
-        freq = self.job_config.metrics.mixer_freq
+        freq = self.job.metrics.mixer_freq
         if freq and (step == 1 or step % freq == 0):
             extra |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
         # TorchTitan divides the loss of a rank's piece of the sequences by the labels of the whole sequences.
@@ -161,25 +154,9 @@ class FolderNames(StateDictAdapter):
         return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
 
 
-def refuse_checkpoints_outside(job_config: Any) -> None:
-    """Raises: ValueError for a checkpoint.folder outside of the run's folder.
-
-    TorchTitan's trainer locks no folder and its checkpoints have no record, so nothing would tell two runs there apart.
-    """
-    run = Path(os.path.abspath(job_config.job.dump_folder))
-    folder = Path(os.path.abspath(run / job_config.checkpoint.folder))
-    if job_config.checkpoint.enable and not folder.is_relative_to(run):
-        raise ValueError(
-            f"checkpoint.folder = {job_config.checkpoint.folder} leads out of job.dump_folder = "
-            f"{job_config.job.dump_folder}. Under TorchTitan's own trainer the checkpoints must lie within the run's folder, "
-            f"where the run's record is. Set another job.dump_folder, or make a link there (ln -s {folder} {run}/checkpoint) "
-            "and leave checkpoint.folder out, or start with ./launch.sh."
-        )
-
-
 @user_errors
 def record_run(
-    job_config: Any, plan: RunPlan, data: dict[str, Any], tokenizer: Any, unknown_sections: Sequence[str] = ()
+    job: JobConfig, plan: RunPlan, data: dict[str, Any], tokenizer: Any, unknown_sections: Sequence[str] = ()
 ) -> None:
     """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own.
 
@@ -187,11 +164,11 @@ def record_run(
 
     unknown_sections: sections of the configuration that are left out, because the run has TorchTitan's own component.
     """
-    if job_config.checkpoint.enable and dist.get_rank() == 0:
-        folder = Path(job_config.job.dump_folder)
-        refuse_half_copies(folder / job_config.checkpoint.folder)
-        record = describe_run(plan, job_config, data, tokenizer)
+    if job.checkpoint.enable and dist.get_rank() == 0:
+        folder = Path(job.job.dump_folder)
+        refuse_half_copies(folder / job.checkpoint.folder)
+        record = describe_run(plan, job, data, tokenizer)
         for section in unknown_sections:
             del record["configuration"][section]
         write_record(folder, record, tokenizer)
-        note_folders(folder, job_config.checkpoint.folder, job_config.metrics.save_tb_folder)
+        note_folders(folder, job.checkpoint.folder, job.metrics.save_tb_folder)

@@ -172,17 +172,17 @@ class PackedLoader(BaseDataLoader):
 
 
 @user_errors
-def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
+def open_data(job: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
-    tokenizer = open_tokenizer(job_config)
-    dataset = open_dataset(job_config, "train")
-    logger.info("data: %s", epochs_in_words(job_config, dataset, plan.steps * plan.global_batch))
+    tokenizer = open_tokenizer(job)
+    dataset = open_dataset(job, "train")
+    logger.info("data: %s", epochs_in_words(job, dataset, plan.steps * plan.global_batch))
     return tokenizer, PackedLoader(
         dataset,
-        job_config.training.local_batch_size,  # TorchTitan's trainer divides its local batches into a pipeline's
+        job.training.local_batch_size,  # TorchTitan's trainer divides its local batches into a pipeline's
         rank=rank,
         ranks=ranks,
-        prefetch=job_config.data.prefetch,
-        positions=job_config.data.reset_state_at_documents,
-        may_reorder=job_config.checkpoint.load_step != -1,
+        prefetch=job.data.prefetch,
+        positions=job.data.reset_state_at_documents,
+        may_reorder=job.checkpoint.load_step != -1,
     )

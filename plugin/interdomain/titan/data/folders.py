@@ -28,9 +28,9 @@ def folders_of(corpus: str | list[str]) -> list[str]:
     return corpus.split(",") if isinstance(corpus, str) else list(corpus)
 
 
-def corpora_of(job_config: JobConfig) -> list[str]:
+def corpora_of(job: JobConfig) -> list[str]:
     """`data.corpus` as a list of folders here, checked to exist, with weights that fit."""
-    data = job_config.data
+    data = job.data
     corpora = folders_of(data.corpus)
     for corpus in corpora or [""]:
         _require_corpus(corpus)
@@ -42,10 +42,10 @@ def corpora_of(job_config: JobConfig) -> list[str]:
     return corpora
 
 
-def open_tokenizer(job_config: JobConfig) -> Tokenizer:
+def open_tokenizer(job: JobConfig) -> Tokenizer:
     """The run's tokenizer, checked against every corpus and the model's vocabulary."""
-    data = job_config.data
-    prepared = [corpus for corpus in corpora_of(job_config) if os.path.isdir(corpus)]
+    data = job.data
+    prepared = [corpus for corpus in corpora_of(job) if os.path.isdir(corpus)]
     if not prepared and not data.tokenizer:
         raise ValueError(
             f"data.corpus = {data.corpus!r} is shards without a manifest, and no tokenizer is set. Set data.tokenizer "
@@ -63,23 +63,23 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
                 "corpus's own, or prepare the corpus with this tokenizer."
             )
     try:
-        check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
+        check_vocab(tokenizer.vocab_size, model_config(job).vocab_size)
     except ValueError as e:
         raise ValueError(
-            f"{e} The setting is model.vocab_size; 0 takes that of model.flavor = {job_config.model.flavor}."
+            f"{e} The setting is model.vocab_size; 0 takes that of model.flavor = {job.model.flavor}."
         ) from e
     return tokenizer
 
 
-def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDataset:
+def open_dataset(job: JobConfig, split: str) -> PackedDataset | MixtureDataset:
     """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
-    data = job_config.data
-    seq_len = job_config.validation.seq_len if split == "validation" else job_config.training.seq_len
+    data = job.data
+    seq_len = job.validation.seq_len if split == "validation" else job.training.seq_len
     if split == "validation" and data.validation_corpus:
         corpora = [data.validation_corpus]
         _require_corpus(corpora[0])
     else:
-        corpora = corpora_of(job_config)
+        corpora = corpora_of(job)
         bare = [corpus for corpus in corpora if not os.path.isdir(corpus)]
         if split == "validation" and bare:
             raise ValueError(
@@ -89,23 +89,23 @@ def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDa
     datasets = []
     for corpus in corpora:
         # A prepared corpus knows its own vocabulary.
-        vocab_size = None if os.path.isdir(corpus) else model_config(job_config).vocab_size
+        vocab_size = None if os.path.isdir(corpus) else model_config(job).vocab_size
         tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
-        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=job_config.debug.seed, shuffle=split == "train"))
+        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=job.debug.seed, shuffle=split == "train"))
     return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
 
 
-def epochs_in_words(job_config: JobConfig, dataset: PackedDataset | MixtureDataset, samples: int) -> str:
+def epochs_in_words(job: JobConfig, dataset: PackedDataset | MixtureDataset, samples: int) -> str:
     """How often this many samples read each corpus: `data/web for 1.20 epochs`."""
-    names = folders_of(job_config.data.corpus)
+    names = folders_of(job.data.corpus)
     epochs = dataset.epochs(samples)
     return ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True))
 
 
-def data_record(job_config: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer) -> dict[str, Any]:
+def data_record(job: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer) -> dict[str, Any]:
     """Facts of the training data for the run's record: a fingerprint, how documents begin and end, and name, share, tokens and
     sources of each corpus."""
-    named = zip(folders_of(job_config.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True)
+    named = zip(folders_of(job.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True)
     corpora = [
         {"name": PurePath(name).name, "share": share, "tokens": part.num_tokens, **sources(part.corpus.source)}
         for name, share, part in named

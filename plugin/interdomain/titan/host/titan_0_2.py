@@ -42,10 +42,6 @@ def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     return tokenizer.config or {}
 
 
-def refuse_for_host(job: Any) -> None:
-    """Nothing: this version has all settings of `schema`."""
-
-
 def translate(job: Any) -> Any:
     """The configuration that TorchTitan's classes read: a copy of ours, with TorchTitan's defaults where ours has no field."""
     config: Any = JobConfig()

@@ -94,16 +94,6 @@ def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     return tokenizer._hf_config or {}
 
 
-def refuse_for_host(job: Any) -> None:
-    """Raises: ValueError for settings that only TorchTitan 0.2.2 has."""
-    option = job.activation_checkpoint.selective_ac_option
-    if job.activation_checkpoint.mode == "selective" and option != "op":
-        raise ValueError(
-            f"activation_checkpoint.selective_ac_option = {option}: TorchTitan 0.3.0 has no checkpointing of every n-th block. "
-            "Set op, or install TorchTitan 0.2.2."
-        )
-
-
 SECTIONS = {  # with TorchTitan's names and values of ours where both have a setting
     "training": TrainingConfig,
     "parallelism": ParallelismConfig,

@@ -1,13 +1,8 @@
-"""The device that a run computes on: a machine without a GPU under TorchTitan, and what is refused there."""
+"""The device that a run computes on."""
 
 import os
 
 import torch
-
-from interdomain.scan.triton_support import cannot_launch
-
-from ..settings.job_config import refuse, value_of
-from ..settings.schema import JobConfig
 
 
 def device_here() -> torch.device:
@@ -21,22 +16,3 @@ def local_device() -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
-
-
-def refuse_for_device(job_config: JobConfig) -> None:
-    """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
-    nothing can be compiled for it."""
-    if torch.accelerator.is_available():
-        features, scan = (value_of(job_config, f"mixer.{name}") for name in ("features", "backend"))
-        plain = features == "torch" and scan == "chunkwise-torch" and not job_config.compile.enable
-        if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
-            raise ValueError(
-                f"{problem}. Without kernels, much slower: --compile.no-enable --mixer.backend chunkwise-torch "
-                "--mixer.features torch."
-            )
-        return
-    problems = []
-    for setting in ("training.enable_cpu_offload", "profiling.enable_profiling"):
-        if value_of(job_config, setting):
-            problems.append(f"{setting} needs a GPU, and this machine has none. Turn it off to run on the CPU.")
-    refuse(problems)

@@ -20,9 +20,9 @@ from .run_plan import RunPlan
 GIB = 2**30
 
 
-def describe(plan: RunPlan, job_config: JobConfig, on_gpus: bool = False) -> str:
+def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
     """The dry run's table. on_gpus: as for `make_plan`."""
-    costs = cost_model(plan, job_config)
+    costs = cost_model(plan, job)
     memory, traffic = costs.memory(), costs.traffic()
     memory_by_category = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     received_by_axis = ", ".join(f"{name} {size / GIB:.3g}" for name, size in traffic.items() if size)
@@ -46,33 +46,33 @@ def describe(plan: RunPlan, job_config: JobConfig, on_gpus: bool = False) -> str
     rows["received per step"] = f"about {received:.3g} GiB per device ({received_by_axis or 'one rank'})"
     if plan.accumulation > 1:
         when = "after each micro-batch" if plan.reduces_each else "once a step"
-        rows["gradients"] = f"summed in {job_config.training.mixed_precision_reduce} {when}"
+        rows["gradients"] = f"summed in {job.training.mixed_precision_reduce} {when}"
         whole = memory["gradients"] - memory["parameters"]
         if whole and plan.topology.pipeline == 1:
             rows["gradients"] += f"; training.reduce_gradients = micro-batch takes {whole / GIB:.2f} GiB less"
     if plan.milestones:
         # The weight and AdamW's two means of each parameter in float32. Of Muon's matrices there is one mean.
         n, size = len(plan.milestones), 12 * plan.n_params / 1e9
-        most = "at most " if job_config.optimizer.name == "Muon" else ""
+        most = "at most " if job.optimizer.name == "Muon" else ""
         first = f"the first after step {min(plan.milestones):,}"
         rows["milestones"] = f"{n} checkpoint(s) of {most}{size:.3g} GB, {n * size:.3g} GB in all; {first}"
     rows |= _kernels(plan, None if on_gpus else device_here())
     return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
 
 
-def cost_model(plan: RunPlan, job_config: JobConfig) -> CostModel:
-    checkpointing = job_config.activation_checkpoint
+def cost_model(plan: RunPlan, job: JobConfig) -> CostModel:
+    checkpointing = job.activation_checkpoint
     extent = checkpointing.mode
     if extent == "selective" and checkpointing.selective_ac_option != "op":  # every n-th block
         extent = "full" if checkpointing.selective_ac_option == "1" else "none"
-    reshard = job_config.parallelism.fsdp_reshard_after_forward
+    reshard = job.parallelism.fsdp_reshard_after_forward
     return CostModel(
         plan,
         checkpointing=extent,
-        compiled=job_config.compile.enable and "model" in job_config.compile.components,
+        compiled=job.compile.enable and "model" in job.compile.components,
         stays_gathered=reshard == "never" or (reshard == "default" and plan.topology.pipeline > 1),
-        reduced=2 if job_config.training.mixed_precision_reduce == "bf16" else 4,
-        muon=job_config.optimizer.name == "Muon",
+        reduced=2 if job.training.mixed_precision_reduce == "bf16" else 4,
+        muon=job.optimizer.name == "Muon",
     )
 
 

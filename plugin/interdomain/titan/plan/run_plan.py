@@ -14,20 +14,21 @@ from interdomain.model.config import EXECUTION_SETTINGS
 from interdomain.model.flops import state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
 
-from ..host import refuse_for_host
-from ..settings.job_config import noting, refuse, refuse_unsupported, refuse_wrong_values, value_of
-from ..settings.schema import JobConfig
-from .device import device_here, refuse_for_device
-from .schedule import milestone_steps, run_length
-from .topology import (
-    Topology,
-    pipeline_stages,
-    refuse_for_batch,
-    refuse_for_reduction,
-    refuse_for_topology,
-    stages_of,
-    topology,
+from ..settings.problems import Problems
+from ..settings.rules import (
+    check_batch,
+    check_combinations,
+    check_device,
+    check_micro_batches,
+    check_pipelined_validation,
+    check_reduction,
+    check_schedule,
+    check_topology,
 )
+from ..settings.schema import JobConfig
+from .device import device_here
+from .schedule import milestone_steps, run_length
+from .topology import Topology, pipeline_stages, stages_of, topology
 
 
 @dataclass(frozen=True)
@@ -94,74 +95,119 @@ class RunPlan:
         return cell_of(self.config, self.size)
 
 
-def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:
+def make_plan(job: JobConfig, world_size: int, on_gpus: bool = False, stages: list[list[str]] | None = None) -> RunPlan:
     """Check a configuration for a run on `world_size` ranks, and compute its plan. Nothing is built and nothing is written.
 
     Args:
         on_gpus: The ranks are other machines', known to have GPUs. Otherwise settings that this machine cannot honour are
             refused.
+        stages: As for `pipeline_stages`.
+
     Raises:
-        ValueError: With every setting that is unknown or not possible.
+        ValueError: With every setting that is not possible.
     """
-    refuse_wrong_values(job_config)  # the checks that follow read the values
-    problems: list[str] = []
-    with noting(problems):
-        refuse_unsupported(job_config)
-    with noting(problems):
-        refuse_for_host(job_config)
+    problems = Problems()
+    with problems.collect():
+        check_combinations(job)
     if not on_gpus:
-        with noting(problems):
-            refuse_for_device(job_config)
+        with problems.collect():
+            check_device(job)
 
     # The model, and the ranks that divide it.
-    training, parallel = job_config.training, job_config.parallelism
+    training, parallel = job.training, job.parallelism
     config = mesh = None
-    with noting(problems):
-        config = model_config(job_config)
+    with problems.collect():
+        config = model_config(job)
         mesh = topology(parallel, world_size)
-        stages = pipeline_stages(parallel, config.n_layers)
-        refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
+        modules = pipeline_stages(parallel, config.n_layers, stages)
+        check_topology(job, config, torch.device("cuda") if on_gpus else device_here())
         at_once = training.local_batch_size * mesh.data_ranks
         global_batch = training.global_batch_size if training.global_batch_size > 0 else at_once
-        refuse_for_batch(job_config, mesh, global_batch)
+        check_batch(job, mesh, global_batch)
         micro_batches = global_batch // at_once
-        refuse_for_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
-    refuse(problems)
+        check_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
+        tokens_per_step = global_batch * training.seq_len
+        steps, warmup_steps = run_length(training, job.lr_scheduler, tokens_per_step)
+        check_schedule(job, steps)
+    problems.raise_all()
     assert config is not None
     assert mesh is not None
 
     # How the mixer is computed, which is no part of the model.
-    chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
+    chosen = {name: job[f"mixer.{name}"] for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=training.precision == "bf16-products")
     for mixer in config.mixers:
         execution.refuse_map(mixer)
 
-    tokens_per_step = global_batch * training.seq_len
-    steps, warmup_steps = run_length(training, job_config.lr_scheduler, job_config.optimizer, tokens_per_step)
     return RunPlan(
         config=config,
-        size=job_config.model.flavor,
+        size=job.model.flavor,
         execution=execution,
-        seed=job_config.debug.seed,
+        seed=job.debug.seed,
         n_params=count_parameters(meta_model(config)),
         flops_per_token=train_flops_per_token(config, training.seq_len),
         topology=mesh,
-        stages=stages,
+        stages=modules,
         schedule=parallel.pipeline_parallel_schedule,
         local_batch=training.local_batch_size,
         global_batch=global_batch,
         seq_len=training.seq_len,
         steps=steps,
         warmup_steps=warmup_steps,
-        milestones=milestone_steps(job_config.checkpoint, steps, tokens_per_step),
+        milestones=milestone_steps(job.checkpoint, steps, tokens_per_step),
         precision=training.precision,
         reduces_each=micro_batches > 1 and training.reduce_gradients == "micro-batch",
     )
 
 
-def model_config(job_config: JobConfig) -> ModelConfig:
+def make_plan_for_torchtitan(
+    job: JobConfig, world_size: int, micro_batch: int, stages: list[list[str]] | None = None
+) -> RunPlan:
+    """The plan of a run under TorchTitan's own trainer, which takes a step in another way.
+
+    It sums gradients after every micro-batch. With a pipeline it divides a local batch into micro-batches, which are the local
+    batches of the plan.
+
+    Args:
+        micro_batch: TorchTitan's setting pipeline_parallel_microbatch_size.
+        stages: As for `pipeline_stages`.
+
+    Raises:
+        ValueError: With every setting that is not possible.
+    """
+    job = job.changed({"checkpoint.exclude_from_loading": []})  # TorchTitan's has no conditions
+    if job.parallelism.pipeline_parallel_degree == 1:
+        return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
+    check_micro_batches(job, micro_batch)
+    check_pipelined_validation(job)
+    mesh = topology(job.parallelism, world_size)
+    global_batch = job.training.global_batch_size
+    if global_batch < 0:
+        global_batch = job.training.local_batch_size * mesh.data_ranks
+    check_batch(job, mesh._replace(pipeline=1), global_batch)
+    divided = {
+        "training.global_batch_size": global_batch,
+        "training.local_batch_size": micro_batch,
+        "validation.local_batch_size": micro_batch,
+    }
+    return make_plan(job.changed(divided), world_size, stages=stages)
+
+
+def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
+    """The configuration with its lengths in steps: TorchTitan reads these, and the run records them."""
+    return job.changed(
+        {
+            "training.steps": plan.steps,
+            "training.tokens": 0,
+            "lr_scheduler.warmup_steps": plan.warmup_steps,
+            "lr_scheduler.warmup_tokens": 0,
+        }
+    )
+
+
+def model_config(job: JobConfig) -> ModelConfig:
     """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
-    model, mixer = job_config.model, job_config.mixer
+    model, mixer = job.model, job.mixer
     changed: dict[str, Any] = {}
     for name, value in vars(mixer).items():
         if name != "condition" and name not in EXECUTION_SETTINGS and value is not None:
@@ -172,4 +218,4 @@ def model_config(job_config: JobConfig) -> ModelConfig:
     if "dim" in changed or "n_heads" in changed:  # heads are dim / n_heads wide
         size = SIZES[model.flavor] | changed
         changed["head_dim"] = size["dim"] // size["n_heads"]
-    return build_config(model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **changed)
+    return build_config(model.flavor, mixer.condition, max_seq_len=job.training.seq_len, **changed)

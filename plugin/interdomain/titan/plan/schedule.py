@@ -5,41 +5,23 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from interdomain.files.distributed_checkpoint import SIDECAR, finished_steps
 
 from ..host import logger
-from ..settings.schema import Checkpoint, JobConfig, LRScheduler, Optimizer, Training
+from ..settings.schema import Checkpoint, JobConfig, LRScheduler, Training
 
 JUMP = 2  # factor between two learning rates of one step that is taken for a mistake
 
 
-def run_length(
-    training: Training, schedule: LRScheduler, optimizer: Optimizer, tokens_per_step: int
-) -> tuple[int, int]:
-    """(steps, warmup steps) of a run. A warmup that is longer than the schedule becomes a tenth of it.
-
-    Raises: ValueError for a schedule that cannot be.
-    """
+def run_length(training: Training, schedule: LRScheduler, tokens_per_step: int) -> tuple[int, int]:
+    """(steps, warmup steps) of a run. A warmup that is longer than the schedule becomes a tenth of it."""
     steps, warmup = training.steps, schedule.warmup_steps
     if training.tokens:
         steps = math.ceil(training.tokens / tokens_per_step)
     if schedule.warmup_tokens:
         warmup = round(schedule.warmup_tokens / tokens_per_step)
-    lowest_peak = min(optimizer.lr, optimizer.ssm_lr)
-    if schedule.min_lr > lowest_peak:
-        raise ValueError(
-            f"lr_scheduler.min_lr = {schedule.min_lr:g} is above the peak learning rate {lowest_peak:g} "
-            "(the smaller of optimizer.lr and optimizer.ssm_lr)."
-        )
     total = schedule.total_steps or steps
-    if total < steps and not schedule.min_lr and schedule.decay_ratio:
-        raise ValueError(
-            f"the schedule ends at lr_scheduler.total_steps = {total:,}, before the run's last step {steps:,}, and there is no "
-            "floor: the learning rate would be 0 from there on. Set lr_scheduler.min_lr, or total_steps to the number of "
-            "steps or more, or leave it out."
-        )
     if warmup > total:
         logger.warning("the warmup of %d steps is longer than the schedule: shortened to %d steps", warmup, total // 10)
         warmup = total // 10
@@ -62,7 +44,7 @@ def milestone_steps(checkpoint: Checkpoint, steps: int, tokens_per_step: int) ->
     return frozenset(step for step in named if step <= steps)
 
 
-def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:
+def multiple_of_peak(config: LRScheduler, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:
     """step (0-based) -> multiple of the peak rate: TorchTitan's shapes, and the floor exactly at the schedule's last step.
 
     Where the floor is 0, it is reached one step after the last, as TorchTitan does: no step is wasted on a rate of 0.
@@ -87,17 +69,17 @@ def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Ca
     return factor
 
 
-def refuse_jump(job_config: JobConfig, steps: int, warmup: int) -> None:
+def check_jump(job: JobConfig, steps: int, warmup: int) -> None:
     """Refuse to continue a checkpoint whose learning rate is not what this schedule gives its step.
 
     A decayed cosine that is stretched would do so: the rate would be back near its peak. Rank 0 looks, before anything is
     built.
     Raises: ValueError with both rates.
     """
-    checkpoint, schedule = job_config.checkpoint, job_config.lr_scheduler
+    checkpoint, schedule = job.checkpoint, job.lr_scheduler
     if not checkpoint.enable or schedule.allow_jump or os.environ.get("RANK", "0") != "0":
         return
-    saved = finished_steps(Path(job_config.job.dump_folder) / checkpoint.folder)
+    saved = finished_steps(Path(job.job.dump_folder) / checkpoint.folder)
     if not saved:
         return
     folder = saved.get(checkpoint.load_step, saved[max(saved)])

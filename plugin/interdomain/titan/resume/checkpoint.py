@@ -56,6 +56,8 @@ from interdomain.folders import write_whole
 from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from ..plan.device import device_here
+from ..plan.run_plan import RunPlan
+from ..settings.schema import JobConfig
 from .lock import RunLock
 from .resume_from import (
     ResumePoint,
@@ -72,7 +74,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHORT_WRITE = "unexpected pos"  # PyTorch reports a short write, on a full disk, in these words
 
 
-def describe_run(plan, job_config, data: dict, tokenizer) -> dict:
+def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer) -> dict:
     """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts.
 
     Args:
@@ -87,8 +89,8 @@ def describe_run(plan, job_config, data: dict, tokenizer) -> dict:
         "size": plan.cell.size,
         "condition": plan.cell.condition,
         "run": run,
-        "configuration": job_config.to_dict(),
-        "folder": str(Path(job_config.job.dump_folder).resolve()),
+        "configuration": job.to_dict(),
+        "folder": str(Path(job.job.dump_folder).resolve()),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
     }

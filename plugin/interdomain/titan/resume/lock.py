@@ -23,6 +23,7 @@ from interdomain.files.run_folder import note_folders
 
 from ..errors import user_errors
 from ..host import logger
+from ..settings.schema import JobConfig
 from .resume_from import refuse_other_run
 
 NAME = "run.lock"
@@ -189,14 +190,14 @@ def _record(path: Path, text: bytes) -> dict:
     )
 
 
-def written_folders(job_config) -> list[Path]:
+def written_folders(job: JobConfig) -> list[Path]:
     """The folders that a run writes to, each once; none for a run that writes nothing."""
-    run, metrics = Path(job_config.job.dump_folder), job_config.metrics
+    run, metrics = Path(job.job.dump_folder), job.metrics
     folders = []
-    if job_config.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb:
+    if job.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb:
         folders.append(run)
-    if job_config.checkpoint.enable:
-        folders.append(run / job_config.checkpoint.folder)
+    if job.checkpoint.enable:
+        folders.append(run / job.checkpoint.folder)
     if metrics.enable_tensorboard:
         folders.append(run / metrics.save_tb_folder)
     by_place: dict[Path, Path] = {}
@@ -206,30 +207,30 @@ def written_folders(job_config) -> list[Path]:
 
 
 @user_errors
-def hold_folder(job_config) -> RunLock | None:
+def hold_folder(job: JobConfig) -> RunLock | None:
     """The lock of the run's folders, held by rank 0. None on other ranks, and for a run that writes nothing."""
-    folders = written_folders(job_config)
+    folders = written_folders(job)
     if not folders or int(os.environ["RANK"]):
         return None
     lock = RunLock(folders)
     lock.acquire()  # it writes: folders that cannot be written are refused now, and not at the first save
-    run = Path(job_config.job.dump_folder)
-    checkpoints = job_config.checkpoint.folder
-    if job_config.checkpoint.enable:
+    run = Path(job.job.dump_folder)
+    checkpoints = job.checkpoint.folder
+    if job.checkpoint.enable:
         # Before the note: the tools must not take another run's checkpoints for this run's.
         refuse_other_run(run / checkpoints, {"folder": str(run.resolve())})
-    note_folders(run, checkpoints, job_config.metrics.save_tb_folder)
+    note_folders(run, checkpoints, job.metrics.save_tb_folder)
     return lock
 
 
 @user_errors
-def require_shared(job_config, lock: RunLock | None) -> None:
+def require_shared(job: JobConfig, lock: RunLock | None) -> None:
     """Refuse folders that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
     token = [lock and lock.token]
     dist.broadcast_object_list(token)
     hidden: list[Path] = []
     if token[0] is not None:
-        hidden = written_folders(job_config)
+        hidden = written_folders(job)
     for _ in range(10):  # a network may take a moment
         hidden = [folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]]
         if not hidden:

@@ -29,20 +29,12 @@ from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
 
 from ..errors import user_errors
 from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
-from ..settings.job_config import pairs, reads_n_basis
-from ..settings.schema import JobConfig
+from ..settings.job_config import pairs
+from ..settings.rules import reads_n_basis
+from ..settings.schema import SETTINGS, JobConfig, Resume
 
 OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
-# Outside of [model] and [mixer] the one setting that changes what the model computes from the same tokens and weights.
-RESET = "data.reset_state_at_documents"
-# Settings that may change at any start: folders, logging, saving, and how the ranks share work and memory. The corpora are
-# compared by the fingerprints of their text.
-FREE = (
-    *("job.", "metrics.", "profiling.", "checkpoint.", "comm.", "parallelism.", "activation_checkpoint."),
-    *("data.corpus", "data.validation_corpus", "data.prefetch", "mixer.recompute", "lr_scheduler.allow_jump"),
-    *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq", "validation.local_batch_size"),
-    "training.reduce_gradients",
-)
+REFUSED = [name for name, setting in SETTINGS.items() if setting.resume is Resume.REFUSED]
 
 
 class ResumePoint(NamedTuple):
@@ -72,12 +64,12 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
 
 
 @user_errors
-def loads_a_model(job_config) -> bool:
+def loads_a_model(job: JobConfig) -> bool:
     """True if this start loads a model, and so draws no initial values. If finding out fails, the start ends. Collective."""
-    config = job_config.checkpoint
+    config = job.checkpoint
     if not config.enable:
         return False
-    folder = Path(job_config.job.dump_folder) / config.folder
+    folder = Path(job.job.dump_folder) / config.folder
     return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
 
 
@@ -243,12 +235,13 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     record = point.record
     before = settings_of(record)
     now = settings_of(run)
-    if before and point.source != "initial" and before[RESET] != now[RESET]:
-        raise ValueError(
-            f"{point.folder} was trained with {RESET} = {before[RESET]}, and here it is {now[RESET]}: the model would compute "
-            "something else. Restore the setting, or start another run from these weights: --job.dump_folder FOLDER "
-            f"--checkpoint.initial_load_path {point.folder}."
-        )
+    for name in REFUSED:
+        if before and point.source != "initial" and before[name] != now[name]:
+            raise ValueError(
+                f"{point.folder} was trained with {name} = {before[name]}, and here it is {now[name]}: the model would compute "
+                "something else. Restore the setting, or start another run from these weights: --job.dump_folder FOLDER "
+                f"--checkpoint.initial_load_path {point.folder}."
+            )
     name_before = before.get("optimizer.name", "AdamW")
     name_now = now.get("optimizer.name", "AdamW")
     if optimizer and (name_before == "Muon") != (name_now == "Muon"):
@@ -318,7 +311,8 @@ def warn_of_changes(point: ResumePoint, run: dict) -> None:
         return
     changes = ""
     for name, value in settings_of(run).items():
-        if name in before and before[name] != value and not name.startswith(FREE):
+        is_compared = name not in SETTINGS or SETTINGS[name].resume is Resume.WARNED  # the others are fingerprints
+        if is_compared and name in before and before[name] != value:
             changes += f"\n  {name}: {before[name]} -> {value}"
     if changes:
         logger.warning("%s was saved with other settings (there -> here):%s", point.folder, changes)

@@ -1,16 +1,25 @@
-"""The sections and settings of a TOML file, with TorchTitan's names and defaults where TorchTitan has the setting.
+"""All settings of a run, with TorchTitan's names and defaults where TorchTitan has the setting.
 
-The comment at a setting (`#:` above it, or `#` beside it) is its text in `./launch.sh --flags`. The annotation says what one
-setting may be: its type, its `Bound`, and whether it is a `PATH`. Most settings of [mixer] are those of `MixerConfig` and
-`Execution`, with their text. `job_config.py` reads a file and flags into a `JobConfig` and checks every setting. `plan` checks
-settings that depend on one another, and makes a `MixerConfig` of [mixer].
+This is the one place that says of a setting:
+
+- its name, type and default, and the values that it may have (`Bound`);
+- its text in `./launch.sh --flags`: the comment above it (`#:`) or beside it (`#`);
+- whether it is a path (`PATH`), in which `~` and `$NAME` are expanded;
+- what a resume does if the setting has changed (`Resume`, of the setting or of its whole section);
+- whether only our trainer honours it, and what TorchTitan's does instead (`OnlyOurs`).
+
+`SETTINGS` is the list that follows from it. The settings of TorchTitan that are not ours stand at the end, with what to use
+instead. Most settings of [mixer] are those of `MixerConfig` and `Execution`, with their text.
+
+`job_config` reads a file and flags into a `JobConfig`. `rules` checks settings that depend on one another.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import Field, asdict, dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, replace
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 import tyro
@@ -21,11 +30,27 @@ from interdomain.model.config import CONDITIONS, EXECUTION_SETTINGS, MIXER_SETTI
 class Bound(NamedTuple):
     """The values that a setting may have."""
 
-    words: str
+    description: str
     allows: Callable[[Any], bool]
 
 
-PATH = "path"  # in a setting's annotation: `~` and `$NAME` in it are expanded
+class Resume(Enum):
+    """What a resume does if a setting differs from the checkpoint's."""
+
+    FREE = "It goes on in silence: the setting changes no bit of the weights."
+    ROUNDING = "It goes on in silence: the same sums are taken in another order."
+    CONTENT = "It compares the text, by its fingerprint, and not the path."
+    WARNED = "It goes on, and a warning names the change."
+    REFUSED = "It ends: the model would compute something else."
+
+
+class OnlyOurs(NamedTuple):
+    """A setting that only our trainer honours."""
+
+    torchtitan: str  # what TorchTitan's trainer does instead, with a verb: "sends no notes"
+
+
+PATH = "path"
 
 
 def _one_of(names: Iterable[str]) -> Bound:
@@ -43,10 +68,7 @@ ALIASES = {"debugmodel": "debug"}  # TorchTitan's name for its smallest models -
 Size = Annotated[str, _one_of([*SIZES, *ALIASES])]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
-Folder = Annotated[
-    str, Bound("a folder, not an address (docs/clusters.md copies to one)", lambda x: "://" not in x), PATH
-]
-PathSetting = Annotated[str, PATH]
+Folder = Annotated[str, PATH]
 Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
@@ -59,6 +81,7 @@ CompileBackend = Annotated[
     ),
 ]
 Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
+_KEEPS_THE_LATEST = OnlyOurs("removes all but the latest checkpoints")
 
 
 def _with_settings_of_the_mixer(section: Section) -> Section:
@@ -73,46 +96,52 @@ def _with_settings_of_the_mixer(section: Section) -> Section:
         if name != "kind":  # the condition says it
             add(f, kind | None, None)
     for f in EXECUTION_SETTINGS.values():
-        # A bool's flag would be --mixer.no-recompute, unlike that of a `bool | None`.
-        kind = Literal[True, False] if f.type is bool else Annotated[f.type, _one_of(f.metadata["choices"])]
+        if f.type is bool:
+            # As a plain bool its flag would be --mixer.no-recompute, unlike that of a `bool | None`.
+            kind = Annotated[Literal[True, False], Resume.FREE]
+        else:
+            kind = Annotated[f.type, _one_of(f.metadata["choices"])]
         add(f, kind, f.default)
     return section
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
     """[job]: the folder and the name of a run."""
 
+    RESUME: ClassVar[Resume] = Resume.FREE
     config_file: Annotated[str | None, PATH] = None  # The TOML file to read.
     dump_folder: Folder = "./outputs"  # Folder that the run writes everything to.
     description: str = "default job"  # A description of the run; printed at the start.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Profiling:
     """[profiling]: traces of torch.profiler."""
 
+    RESUME: ClassVar[Resume] = Resume.FREE
     enable_profiling: bool = False  # Write traces of torch.profiler.
-    save_traces_folder: PathSetting = "profile_traces"  # Folder of the traces, in job.dump_folder.
+    save_traces_folder: Folder = "profile_traces"  # Folder of the traces, in job.dump_folder.
     profile_freq: Count = 10  # Steps between two traces.
     profiler_active: Count = 1  # Steps in a trace.
     profiler_warmup: CountOr0 = 3  # Warmup steps of the profiler before each trace.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Metrics:
     """[metrics]: the log and TensorBoard."""
 
+    RESUME: ClassVar[Resume] = Resume.FREE
     log_freq: Count = 10  # Steps between two logged steps.
     enable_tensorboard: bool = False  # Write TensorBoard events.
     disable_color_printing: bool = False  # Log without colours.
-    save_tb_folder: PathSetting = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
+    save_tb_folder: Folder = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
     enable_wandb: bool = False  # Log to Weights & Biases as well (needs the package wandb).
     #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, at logged steps only; 0: never.
     mixer_freq: CountOr0 = 100
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model:
     """[model]: the size. `flavor` chooses one; the other settings change it."""
 
@@ -126,7 +155,7 @@ class Model:
     n_heads: CountOr0 = 0  # Query heads; 0: as the size has it.
 
 
-@dataclass
+@dataclass(frozen=True)
 @_with_settings_of_the_mixer
 class Mixer:
     """[mixer]: the token mixer. `condition` chooses one; the other settings change it."""
@@ -141,27 +170,27 @@ class Mixer:
     layers: Conditions = field(default_factory=list)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Data:
     """[data]: the text (docs/data.md)."""
 
     #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards. Several are mixed by weight: a list in
     #: TOML, commas on the command line.
-    corpus: Annotated[str | list[str], PATH] = ""
+    corpus: Annotated[str | list[str], PATH, Resume.CONTENT] = ""
     #: Weights of the corpora in a mixture, in samples. They need not sum to 1.
     weights: list[float] = field(default_factory=list)
     #: Another corpus to validate on, or validation shards if `corpus` is shards without a manifest. Empty: the corpora's own
     #: split.
-    validation_corpus: PathSetting = ""
+    validation_corpus: Annotated[Folder, Resume.CONTENT] = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
-    tokenizer: PathSetting = ""
-    prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead; 0: none.
+    tokenizer: Folder = ""
+    prefetch: Annotated[CountOr0, Resume.FREE] = 4  # Micro-batches that a thread reads ahead; 0: none.
     #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
     #: The paper packs documents and mentions no reset.
-    reset_state_at_documents: bool = False
+    reset_state_at_documents: Annotated[bool, Resume.REFUSED] = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Optimizer:
     """[optimizer]: AdamW or Muon. The SSM parameters (input norms, Delta, A, C, c) have their own rate and weight decay."""
 
@@ -180,7 +209,7 @@ class Optimizer:
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
 
 
-@dataclass
+@dataclass(frozen=True)
 class LRScheduler:
     """[lr_scheduler]: warmup, then a constant rate, then a decay."""
 
@@ -196,14 +225,15 @@ class LRScheduler:
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, of all parameters.
     #: Continue a checkpoint even if this schedule changes the learning rate at its step by more than a factor of two.
-    allow_jump: bool = False
+    allow_jump: Annotated[bool, Resume.FREE, OnlyOurs("does not compare rates at a resume")] = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training:
     """[training]: batch, length, precision."""
 
-    local_batch_size: Count = 8  # Sequences per rank in one forward pass (a micro-batch).
+    #: Sequences per rank in one forward pass (a micro-batch).
+    local_batch_size: Annotated[Count, Resume.ROUNDING] = 8
     #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one pass of all ranks.
     global_batch_size: Annotated[int, Bound("at least 1, or -1 for one pass", lambda x: x >= 1 or x == -1)] = -1
     seq_len: Count = 2048  # Tokens per sequence.
@@ -211,27 +241,29 @@ class Training:
     max_norm: Annotated[float, Bound("positive", lambda x: x > 0)] = 1.0
     steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
     tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
-    #: Stop the run after so many steps in a row that were skipped, because loss or gradient norm was not finite. Such steps
-    #: change nothing. Checked every metrics.log_freq steps.
-    max_skipped_steps: Count = 10
-    enable_cpu_offload: bool = False  # Keep weights, gradients and optimizer state in CPU memory.
+    #: Stop the run after this many steps in a row that were skipped because the loss or the gradient norm was not finite. Such
+    #: steps change nothing. Checked every metrics.log_freq steps.
+    max_skipped_steps: Annotated[Count, OnlyOurs("takes steps that are not finite, or ends at one")] = 10
+    #: Keep weights, gradients and optimizer state in CPU memory.
+    enable_cpu_offload: Annotated[bool, Resume.ROUNDING] = False
     #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
     #: paper. float32: everything in float32. The optimizer's parameters, the dynamics and the loss are always float32.
     precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
     #: When the gradients of a step with several micro-batches are summed over the shards and replicas. step: once, and every
     #: rank holds whole gradients until then. micro-batch: after each one, which needs less memory and more network, and which
     #: a pipeline cannot.
-    reduce_gradients: Literal["step", "micro-batch"] = "step"
+    reduce_gradients: Annotated[Literal["step", "micro-batch"], Resume.ROUNDING] = "step"
     #: Precision in which they are summed over the ranks. bf16 halves the bytes; with several micro-batches it needs
     #: reduce_gradients = micro-batch, because these are added up in float32.
     mixed_precision_reduce: Literal["float32", "bf16"] = "float32"
-    gc_freq: Count = 50  # Steps between two garbage collections of Python.
+    gc_freq: Annotated[Count, Resume.FREE] = 50  # Steps between two garbage collections of Python.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parallelism:
     """[parallelism]: the product of the five degrees is the number of ranks (docs/parallelism.md)."""
 
+    RESUME: ClassVar[Resume] = Resume.ROUNDING
     data_parallel_replicate_degree: int = 1  # Replicas of the model.
     data_parallel_shard_degree: int = -1  # Shards of a replica (FSDP2). -1: all ranks that are left.
     #: Ranks that share every sequence, a contiguous piece each: for sequences that do not fit on one device.
@@ -251,10 +283,11 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Checkpoint:
     """[checkpoint]: saving and continuing a run. A damaged checkpoint is skipped."""
 
+    RESUME: ClassVar[Resume] = Resume.FREE
     enable: bool = False  # Save checkpoints, and continue from the latest.
     folder: Folder = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
     interval: Count = 500  # Steps between two checkpoints.
@@ -268,18 +301,23 @@ class Checkpoint:
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
     #: Steps between two milestones: checkpoints that are never removed, saved even where they are no multiple of interval.
     #: 0: none but keep_steps and the last step of the run.
-    keep_every: CountOr0 = 0
-    keep_every_tokens: CountOr0 = 0  # The same in tokens, rounded to steps; 0: use keep_every.
-    keep_steps: Steps = field(default_factory=list)  # Further milestones, such as the last step before the decay.
+    keep_every: Annotated[CountOr0, _KEEPS_THE_LATEST] = 0
+    keep_every_tokens: Annotated[CountOr0, _KEEPS_THE_LATEST] = (
+        0  # The same in tokens, rounded to steps; 0: use keep_every.
+    )
+    keep_steps: Annotated[Steps, _KEEPS_THE_LATEST] = field(
+        default_factory=list
+    )  # Further milestones, such as the last step before the decay.
     load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
     #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.
     exclude_from_loading: Parts = field(default_factory=list)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActivationCheckpoint:
     """[activation_checkpoint]: what the backward pass recomputes, to save memory."""
 
+    RESUME: ClassVar[Resume] = Resume.ROUNDING
     mode: Literal["selective", "full", "none"] = "selective"  # What is recomputed: every block, a part, or nothing.
     #: With selective: op recomputes all but matrix products and the scan; a number n every n-th block.
     selective_ac_option: Annotated[
@@ -287,7 +325,7 @@ class ActivationCheckpoint:
     ] = "op"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Compile:
     """[compile]: torch.compile of every block and the loss."""
 
@@ -297,10 +335,11 @@ class Compile:
     backend: CompileBackend = "inductor"  # Backend of torch.compile.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comm:
     """[comm]: communication between ranks."""
 
+    RESUME: ClassVar[Resume] = Resume.FREE
     init_timeout_seconds: Count = 300  # Timeout of a collective until the first step is done, in seconds.
     train_timeout_seconds: Count = 100  # Timeout of a collective after it, in seconds.
     trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder keeps; 0: none.
@@ -308,19 +347,20 @@ class Comm:
     mode: Literal["default", "fake_backend"] = "default"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Validation:
     """[validation]: loss on the same tokens every time, on any number of ranks."""
 
     enable: bool = False  # Validate during training.
     #: Tokens of the validation split to use, in whole sequences that lie evenly over it; 0: all.
     tokens: CountOr0 = 0
-    local_batch_size: Count = 8  # Sequences per rank in one forward pass (a micro-batch).
+    #: Sequences per rank in one forward pass (a micro-batch).
+    local_batch_size: Annotated[Count, Resume.FREE] = 8
     seq_len: Count = 2048  # Tokens per sequence.
     freq: Count = 10  # Steps between two validations.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Debug:
     """[debug]: seed and determinism."""
 
@@ -329,7 +369,7 @@ class Debug:
     deterministic: bool = False  # Use deterministic algorithms only; this is slower.
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobConfig:
     """All settings of a run. Built by `settings.read_job_config`."""
 
@@ -352,3 +392,131 @@ class JobConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __getitem__(self, setting: str) -> Any:
+        """The value of a setting by its name, such as "training.steps"."""
+        section, _, name = setting.partition(".")
+        return getattr(getattr(self, section), name)
+
+    def changed(self, values: Mapping[str, Any]) -> "JobConfig":
+        """A copy with other values of some settings. No value is checked."""
+        sections: dict[str, Any] = {}
+        for setting, value in values.items():
+            section, _, name = setting.partition(".")
+            sections[section] = replace(sections.get(section, getattr(self, section)), **{name: value})
+        return replace(self, **sections)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the schema says of a setting."""
+
+    kind: Any  # its type, without the annotations
+    bound: Bound | None
+    is_path: bool
+    resume: Resume
+    torchtitan: str | None  # what TorchTitan's trainer does instead, if only ours honours it
+
+
+def setting_of(annotation: Any, resume: Resume = Resume.WARNED) -> Setting:
+    """What an annotation says of a setting. resume: that of the section."""
+    kind, bound, is_path, torchtitan = annotation, None, False, None
+    if get_origin(annotation) is Annotated:
+        kind, *marks = get_args(annotation)
+        for mark in marks:
+            if isinstance(mark, Bound):
+                bound = mark
+            elif isinstance(mark, Resume):
+                resume = mark
+            elif isinstance(mark, OnlyOurs):
+                torchtitan = mark.torchtitan
+            elif mark == PATH:
+                is_path = True
+    return Setting(kind, bound, is_path, resume, torchtitan)
+
+
+def _settings() -> dict[str, Setting]:
+    settings = {}
+    for section, table in get_type_hints(JobConfig).items():
+        annotations = get_type_hints(table, include_extras=True)
+        resume = getattr(table, "RESUME", Resume.WARNED)
+        for f in fields(table):
+            settings[f"{section}.{f.name}"] = setting_of(annotations[f.name], resume)
+    return settings
+
+
+SETTINGS = _settings()  # by name, such as "training.steps"
+
+# Settings of TorchTitan that are not ours, and what to do instead. `HONOURED_BY_TORCHTITAN` has those that mean something to
+# TorchTitan's own trainer.
+INSTEAD = {
+    "training.dataset": "Set data.corpus instead.",
+    "training.dataset_path": "Set data.corpus instead.",
+    "training.mixed_precision_param": "Set training.precision instead: bf16, bf16-products or float32.",
+    "training.dtype": "Parameters are float32; training.precision says what is computed in bf16.",
+    "validation.dataset": "Set data.validation_corpus instead.",
+    "validation.dataset_path": "Set data.validation_corpus instead.",
+    "validation.steps": "Set validation.tokens instead.",
+    "model.hf_assets_path": "Set data.tokenizer instead.",
+    "model.converters": "Converters replace layers that this model's parallelism needs.",
+    "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr instead.",
+    "optimizer.early_step_in_backward": "The optimizer has two groups of parameters and one step.",
+    "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
+    "parallelism.pipeline_parallel_microbatch_size": "Set training.local_batch_size instead.",
+    "parallelism.pipeline_parallel_schedule_csv": "Set parallelism.pipeline_parallel_schedule instead.",
+    "parallelism.context_parallel_load_balancer": "The scan needs contiguous pieces of a sequence.",
+    "parallelism.context_parallel_ptrr_mask_key": "The scan needs contiguous pieces of a sequence.",
+    "parallelism.expert_parallel_degree": "The model has no experts.",
+    "parallelism.spmd_backend": "The logits are plain tensors, which only the loss of spmd_types takes.",
+    "parallelism.enable_sequence_parallel": "Tensor parallelism always shares the tokens between the mixers.",
+    "parallelism.enable_fsdp_symm_mem": "It was never run with this model.",
+    "compile.enable_async_tensor_parallel": "It needs DTensors in the model's products.",
+    "checkpoint.create_seed_checkpoint": "Initial values are the same on any number of ranks without one.",
+    "debug.spmd_typechecking": "The model has no types to check.",
+    "debug.moe_force_load_balance": "The model has no experts.",
+}
+HONOURED_BY_TORCHTITAN = (
+    *("lr_scheduler.min_lr_factor", "parallelism.pipeline_parallel_microbatch_size"),
+    *("training.dataset", "training.dataset_path", "validation.dataset", "validation.dataset_path"),
+    *("validation.steps", "model.hf_assets_path"),
+)
+# Those of its data, which data.corpus replaces.
+OF_TORCHTITANS_DATA = re.compile(r"(training|validation)\.data|validation\.steps|model\.hf_assets_path")
+TORCHTITAN_PATHS = (
+    *("training.dataset_path", "validation.dataset_path", "model.hf_assets_path"),
+    "profiling.save_memory_snapshot_folder",
+)
+# Settings of TorchTitan that this model passes over.
+NO_EFFECT = re.compile(
+    r"quantize\.|fault_tolerance\.|memory_estimation\.|debug\.moe_|checkpoint\.enable_ft_"
+    r"|activation_checkpoint\.(memory_budget|visualize)"
+    r"|parallelism\.(expert_|disable_loss_parallel|context_parallel_rotate|pipeline_parallel_expert)"
+)
+# Old files name these for TorchTitan's own entry point. They change nothing.
+IGNORED = ("job.custom_config_module", "experimental.custom_import")
+# Settings that only TorchTitan has, at the value that our trainer amounts to. Others amount to TorchTitan's default.
+AS_OURS = {"checkpoint.last_save_model_only": False}
+
+# Settings of a feature that is off change nothing, and TorchTitan's own files are full of them: the feature's switch, the value
+# of it that means off, and TorchTitan's settings that are read only while it is on.
+OFF = (
+    ("model.converters", [], r"quantize\."),
+    ("fault_tolerance.enable", False, r"fault_tolerance\.|checkpoint\.enable_ft_"),
+    ("memory_estimation.enable", False, r"memory_estimation\."),
+    ("validation.enable", False, r"validation\."),
+    ("checkpoint.enable", False, r"checkpoint\."),
+    ("compile.enable", False, r"compile\."),
+    ("profiling.enable_profiling", False, r"profiling\.(save_traces|profile)"),
+    ("activation_checkpoint.mode", "none", r"activation_checkpoint\."),
+    ("parallelism.pipeline_parallel_degree", 1, r"parallelism\.(pipeline_parallel_|module_fqns)"),
+    ("parallelism.context_parallel_degree", 1, r"parallelism\.context_parallel_"),
+    ("parallelism.tensor_parallel_degree", 1, r"parallelism\.(disable_loss_parallel|enable_async_tensor)"),
+    ("parallelism.expert_parallel_degree", 1, r"parallelism\.expert_"),
+)
+
+# These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
+IN_TOKENS = {
+    "training.steps": "training.tokens",
+    "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens",
+    "checkpoint.keep_every": "checkpoint.keep_every_tokens",
+}

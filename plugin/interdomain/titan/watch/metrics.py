@@ -1,7 +1,7 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
-import copy
 import math
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +15,9 @@ from interdomain.model import Transformer
 from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
 
 from ..errors import user_errors
-from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
+from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger, translate
 from ..plan.run_plan import RunPlan
+from ..settings.schema import JobConfig
 from ..step.gradients import norms
 from ..step.meshes import Meshes
 from ..step.optimizer import GroupedOptimizers
@@ -24,20 +25,19 @@ from .run_log import RunLog, WandbLog
 
 
 class InterdomainMetrics(MetricsProcessor):
-    job_config: Any
     logger: Any
     fingerprints: dict[str, str]  # of the training and the validation text
     model_parts: list[Any]
     optimizers: GroupedOptimizers
 
-    def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
+    def __init__(self, job: JobConfig, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
         # TorchTitan's own curves would be another run after every restart: `begin` opens ours.
-        without_curves = copy.copy(job_config)
-        without_curves.metrics = copy.copy(job_config.metrics)
-        without_curves.metrics.enable_tensorboard = without_curves.metrics.enable_wandb = False
-        super().__init__(without_curves, parallel_dims)
-        self.job_config = job_config
+        changed = {"metrics.enable_tensorboard": False, "metrics.enable_wandb": False}
+        if not sys.stderr.isatty():
+            changed["metrics.disable_color_printing"] = True  # a file or a pipe would show the codes of colours
+        super().__init__(translate(job.changed(changed)), parallel_dims)
         self.logger = LoggerContainer()
+        self.job = job
         self.plan = plan
         self.meshes = meshes
         self.num_flops_per_token = plan.flops_per_token
@@ -45,15 +45,14 @@ class InterdomainMetrics(MetricsProcessor):
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
-        config = self.job_config
-        folder = Path(self.job_config.job.dump_folder)
         if dist.get_rank() != 0:
             return
-        if config.metrics.enable_tensorboard:
-            place = folder / config.metrics.save_tb_folder
-            self.logger.add_logger(user_errors(RunLog)(place, self.plan, config, first_step, self.fingerprints))
-        if config.metrics.enable_wandb:
-            self.logger.add_logger(WandbLog(folder, self.plan, config, self.fingerprints))
+        settings, folder = self.job.metrics, Path(self.job.job.dump_folder)
+        if settings.enable_tensorboard:
+            place = folder / settings.save_tb_folder
+            self.logger.add_logger(user_errors(RunLog)(place, self.plan, self.job, first_step, self.fingerprints))
+        if settings.enable_wandb:
+            self.logger.add_logger(WandbLog(folder, self.plan, self.job, self.fingerprints))
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
@@ -65,7 +64,7 @@ class InterdomainMetrics(MetricsProcessor):
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
-            **gradient_norms(self.optimizers, grad_norm, self.job_config.training.max_norm, self.meshes),
+            **gradient_norms(self.optimizers, grad_norm, self.job.training.max_norm, self.meshes),
             **self.optimizers.step_guard.scalars(),
             "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
         }
@@ -87,8 +86,8 @@ class InterdomainMetrics(MetricsProcessor):
 
     def _mixer_is_due(self, step: int) -> bool:
         """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
-        freq = self.job_config.metrics.mixer_freq
-        log_freq = self.job_config.metrics.log_freq
+        freq = self.job.metrics.mixer_freq
+        log_freq = self.job.metrics.log_freq
         return bool(freq) and (step == 1 or step // freq > (step - log_freq) // freq)
 
     def _log_progress(self, step: int) -> None:

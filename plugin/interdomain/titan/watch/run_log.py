@@ -67,7 +67,7 @@ class RunLog(BaseLogger):
     """
 
     def __init__(
-        self, folder: Path, plan: RunPlan, job_config: Any, first_step: int, fingerprints: dict[str, str]
+        self, folder: Path, plan: RunPlan, job: JobConfig, first_step: int, fingerprints: dict[str, str]
     ) -> None:
         self.plan = plan
         self.writer: SummaryWriter | None = open_events(folder, first_step, max_queue=1000)
@@ -76,11 +76,11 @@ class RunLog(BaseLogger):
         self.writer.add_custom_scalars(
             {
                 category: {chart: ["Multiline", [f"{tag}$" for tag in tags]] for chart, tags in charts.items()}
-                for category, charts in charts_of(job_config).items()
+                for category, charts in charts_of(job).items()
             }
         )
-        self.writer.add_text("overview/settings", overview(plan, job_config), first_step)  # TensorBoard sorts by name
-        for tag, facts in facts_of(plan, job_config, fingerprints).items():
+        self.writer.add_text("overview/settings", overview(plan, job), first_step)  # TensorBoard sorts by name
+        for tag, facts in facts_of(plan, job, fingerprints).items():
             text = facts if isinstance(facts, str) else json.dumps(facts, indent=2 * (tag == "configuration") or None)
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
         self.writer.flush()
@@ -115,7 +115,7 @@ class WandbLog(BaseLogger):
     not the number of the record: Weights & Biases drops records whose number it has had.
     """
 
-    def __init__(self, folder: Path, plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> None:
+    def __init__(self, folder: Path, plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.plan = plan
@@ -130,7 +130,7 @@ class WandbLog(BaseLogger):
                 dir=folder,
                 project=os.environ.get("WANDB_PROJECT", "interdomain"),
                 name=os.environ.get("WANDB_RUN_NAME", folder.name),
-                config=facts_of(plan, job_config, fingerprints),
+                config=facts_of(plan, job, fingerprints),
             )
         except wandb.Error as e:
             stop(
@@ -155,22 +155,22 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     return metrics
 
 
-def charts_of(job_config: Any) -> dict[str, dict[str, list[str]]]:
+def charts_of(job: JobConfig) -> dict[str, dict[str, list[str]]]:
     """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
     by_position = {}
     begin = 0
-    while job_config.validation.enable and begin < job_config.validation.seq_len:
-        end = min(2 * begin or 1, job_config.validation.seq_len) - 1
+    while job.validation.enable and begin < job.validation.seq_len:
+        end = min(2 * begin or 1, job.validation.seq_len) - 1
         title = f"Tokens {begin:,} to {end:,} of the window" if end > begin else f"Token {begin} of the window"
         by_position[title] = [rf"validation_position/{begin:04d}-\d+"]
         begin = end + 1
     return CHARTS | ({"Validation loss by position": by_position} if by_position else {})
 
 
-def overview(plan: RunPlan, job_config: Any) -> str:
+def overview(plan: RunPlan, job: JobConfig) -> str:
     """Settings and machine of a start as Markdown tables: first what is not as by default. What a setting leaves to the size,
     the condition or the ranks is written as it was chosen."""
-    settings = dict(pairs(job_config.to_dict()))
+    settings = dict(pairs(job.to_dict()))
     defaults = dict(pairs(JobConfig().to_dict()))
     changed = [name for name in settings if settings[name] != defaults.get(name)]
     for name, value in list(settings.items()):
@@ -193,19 +193,19 @@ def overview(plan: RunPlan, job_config: Any) -> str:
     return "\n".join(lines)
 
 
-def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> dict[str, Any]:
+def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
     """Facts of a start of a run: its plan as text; hyperparameters, configuration and machine as tables."""
     return {
-        "plan": describe(plan, job_config),
-        "hyperparameters": hyperparameters(plan, job_config) | {"fingerprints": fingerprints},
-        "configuration": job_config.to_dict(),
+        "plan": describe(plan, job),
+        "hyperparameters": hyperparameters(plan, job) | {"fingerprints": fingerprints},
+        "configuration": job.to_dict(),
         "environment": environment(device_here()),
     }
 
 
-def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
+def hyperparameters(plan: RunPlan, job: JobConfig) -> dict[str, Any]:
     """Settings in which the runs of a study differ (tools.study)."""
-    optimizer = job_config.optimizer
+    optimizer = job.optimizer
     start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
     mixers = [mixer for mixer in plan.config.mixers if mixer.kind == "interdomain"]
     of_the_plan = ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")
@@ -221,5 +221,5 @@ def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
         "lr": optimizer.lr,
         "ssm_lr": min(optimizer.lr, optimizer.ssm_lr),
         "weight_decay": optimizer.weight_decay,
-        "max_norm": job_config.training.max_norm,
+        "max_norm": job.training.max_norm,
     }

@@ -20,6 +20,7 @@ from ..errors import user_errors
 from ..host import IGNORE_INDEX, logger
 from ..plan.device import device_here
 from ..resume.checkpoint import SelfDescribingCheckpoints
+from ..settings.schema import JobConfig
 from ..step.meshes import Meshes
 from ..step.passes import Passes
 from .metrics import InterdomainMetrics, perplexity
@@ -115,33 +116,32 @@ class FixedValidator:
     @user_errors
     def __init__(
         self,
-        job_config: Any,
+        job: JobConfig,
         rank: int,
         ranks: int,
         passes: Passes,
         metrics: InterdomainMetrics,
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
-        self.job_config = job_config
+        self.job = job
         self.rank = rank
         self.ranks = ranks
         self.metrics = metrics
         self.checkpoints = checkpoints
         self.passes = passes
-        self.dataset = open_dataset(job_config, "validation")
-        self.windows = windows_of(self.dataset, job_config.validation.tokens)
+        self.dataset = open_dataset(job, "validation")
+        self.windows = windows_of(self.dataset, job.validation.tokens)
 
     def should_validate(self, step: int) -> bool:
-        return step in (1, self.job_config.training.steps) or step % self.job_config.validation.freq == 0
+        return step in (1, self.job.training.steps) or step % self.job.validation.freq == 0
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
         """Validate the step that the run continues from, if that was due and did not finish. Collective."""
         if not (step and self.should_validate(step) and self.checkpoints.lacks_validation(step)):
             return
-        config = self.job_config
         # torch.compile makes general code for the second shape that it meets: were that the training step's, its sums would be
         # in another order than without the restart.
-        if config.compile.enable and step < config.training.steps:
+        if self.job.compile.enable and step < self.job.training.steps:
             logger.warning(
                 "step %d was saved and not validated, and is not now: with compile.enable, training comes first", step
             )
@@ -154,9 +154,9 @@ class FixedValidator:
         """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives, and the labels' documents [B, T]; the
         last batches are filled up with ignored windows so that every rank makes the same number of forward passes (FSDP2's are
         collective)."""
-        per_pass = self.job_config.validation.local_batch_size * self.ranks
+        per_pass = self.job.validation.local_batch_size * self.ranks
         at_once = per_pass * self.passes.together
-        positions = self.job_config.data.reset_state_at_documents
+        positions = self.job.data.reset_state_at_documents
         for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
             indices = [min(i, self.windows - 1) * len(self.dataset) // self.windows for i in mine]

@@ -1,0 +1,41 @@
+"""Problems of a configuration. They are collected, so that a user sees all of them at once."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+class SettingsError(ValueError):
+    """Problems of a configuration, each a sentence or more of its own."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        lines = [f"{len(problems)} problems of the settings:", *(f"  - {problem}" for problem in problems)]
+        super().__init__(problems[0] if len(problems) == 1 else "\n".join(lines))
+
+
+class Problems(list[str]):
+    """A list of problems.
+
+    Example:
+        problems = Problems()
+        with problems.collect():
+            check_one_thing(job)
+        with problems.collect():
+            check_another(job)
+        problems.raise_all()
+    """
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add the message of a ValueError from within, and go on after the block."""
+        try:
+            yield
+        except SettingsError as e:
+            self.extend(e.problems)
+        except ValueError as e:
+            self.append(str(e))
+
+    def raise_all(self) -> None:
+        """Raises: SettingsError with every problem once, if there are any."""
+        if self:
+            raise SettingsError(*dict.fromkeys(self))

@@ -1,0 +1,75 @@
+"""Settings that a resume may change in silence change no bit of the plan and of the weights (`schema.Resume.FREE`)."""
+
+import pytest
+
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.settings.schema import SETTINGS, Resume
+
+from .runs import SAVED, assert_same_tensors, flags
+
+FREE = [name for name, setting in SETTINGS.items() if setting.resume is Resume.FREE]
+# Another value than that of the tiny run.
+OTHERS = {
+    "job.description": "another run",
+    "mixer.recompute": False,
+    "data.prefetch": 0,
+    "lr_scheduler.allow_jump": True,
+    "training.gc_freq": 1,
+    "validation.local_batch_size": 2,
+    "checkpoint.folder": "elsewhere",
+    "checkpoint.interval": 2,
+    "checkpoint.async_mode": "async",
+    "checkpoint.keep_latest_k": 3,
+    "checkpoint.keep_every": 5,
+    "checkpoint.keep_every_tokens": 1024,
+    "checkpoint.keep_steps": [1],
+    "metrics.log_freq": 3,
+    "metrics.enable_tensorboard": True,
+    "metrics.disable_color_printing": False,
+    "metrics.save_tb_folder": "curves",
+    "metrics.mixer_freq": 1,
+    "profiling.save_traces_folder": "traces",
+    "profiling.profile_freq": 20,
+    "profiling.profiler_active": 2,
+    "profiling.profiler_warmup": 4,
+    "comm.init_timeout_seconds": 200,
+    "comm.train_timeout_seconds": 150,
+    "comm.trace_buf_size": 10,
+}
+# These choose the run's folder or where it starts, or need a GPU, a package or other processes.
+NOT_TRIED = {
+    *(
+        "job.config_file",
+        "job.dump_folder",
+        "checkpoint.enable",
+        "checkpoint.initial_load_path",
+        "checkpoint.load_step",
+    ),
+    *("checkpoint.initial_load_model_only", "checkpoint.exclude_from_loading"),
+    *("metrics.enable_wandb", "profiling.enable_profiling", "comm.mode"),
+}
+CHECKPOINTS = {"milestones"}  # what the plan says of the checkpoints that stay
+
+
+def test_every_free_setting_is_tried():
+    assert OTHERS.keys() | NOT_TRIED == {*FREE}
+
+
+@pytest.mark.parametrize("setting", OTHERS)
+def test_a_free_setting_changes_no_plan(setting):
+    job = read_job_config(flags("corpus", "folder", **SAVED))
+    assert job[setting] != OTHERS[setting]
+    plans = [vars(make_plan(one, 1)) for one in (job, job.changed({setting: OTHERS[setting]}))]
+    before, after = ({name: value for name, value in plan.items() if name not in CHECKPOINTS} for plan in plans)
+    if setting == "mixer.recompute":
+        assert before.pop("execution") != after.pop("execution")  # how it is computed, not what
+    assert before == after
+
+
+@pytest.mark.e2e
+def test_free_settings_change_no_bit_of_the_weights(runs):
+    """All of them at once."""
+    others = {setting.replace(".", "__"): value for setting, value in OTHERS.items()}
+    runs.add("1 free", **SAVED | {"validation__enable": True} | others)
+    assert_same_tensors(runs.at("1 free") / "elsewhere" / "step-6", runs.checkpoint("1 text", 6))
