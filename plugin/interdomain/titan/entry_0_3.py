@@ -168,6 +168,11 @@ def configuration_of_ours(file: str, trainer: Any) -> Any:
 
 def refuse_theirs(config: Any, job: JobConfig) -> None:
     """Raises: ValueError for a flag that only TorchTitan's trainer has."""
+    if config.override.imports:
+        raise ValueError(
+            f"override.imports = {config.override.imports} has no effect in our trainer. Leave it out, or start with --module "
+            "interdomain.titan."
+        )
     for section in SECTIONS:
         ours = getattr(job, OTHER_NAMES.get(section, section))
         before, after = section_of(job, section), getattr(config, section)

@@ -53,7 +53,6 @@ NOT_HONOURED = {
     "parallelism.pipeline_parallel_schedule_csv": "Set parallelism.pipeline_parallel_schedule.",
     "parallelism.context_parallel_ptrr_mask_key": "The scan needs contiguous pieces. Leave it out.",
     "compile.enable_async_tensor_parallel": "It needs DTensors in the model's products. Leave it out.",
-    "checkpoint.create_seed_checkpoint": "Initial values are the same on any number of ranks without one. Leave it out.",
     "debug.spmd_typechecking": "The model has no types to check. Leave it out.",
     "debug.moe_force_load_balance": "The model has no experts. Leave it out.",
 }

@@ -6,6 +6,7 @@ import torch
 
 from interdomain.scan.triton_support import cannot_launch
 
+from ..host import VERSION
 from ..settings.job_config import refuse, value_of
 from ..settings.schema import JobConfig
 
@@ -36,7 +37,10 @@ def refuse_for_device(job_config: JobConfig) -> None:
             )
         return
     problems = []
-    for setting in ("training.enable_cpu_offload", "profiling.enable_profiling"):
+    needing = ["training.enable_cpu_offload"]
+    if VERSION == "0.2.2":  # its profiler also asks for a GPU's events
+        needing.append("profiling.enable_profiling")
+    for setting in needing:
         if value_of(job_config, setting):
             problems.append(f"{setting} needs a GPU, and this machine has none. Turn it off to run on the CPU.")
     refuse(problems)
