@@ -74,7 +74,7 @@ def new(runs, tmp_path_factory):
         add_stock_03(new, runs, name, settings, 3)
     for length, (name, (settings, _)) in enumerate(CONTINUED_03.items(), 4):
         add_stock_03(new, runs, name, settings, length)
-    add_stock_03(new, runs, "2 entered", parallel(tensor=2), 3, "interdomain.titan.trainer")
+    add_stock_03(new, runs, "2 entered", parallel(tensor=2) | TRACES, 3, "interdomain.titan.trainer")
     add_stock_03(new, runs, "1 seed", SAVED, 3)
     new.jobs["1 seed"]["args"].append("--checkpoint.create_seed_checkpoint")
     add_stock_03(new, runs, "2 stock seeded", parallel(tensor=2) | SAVED, 3)
@@ -92,6 +92,8 @@ def new(runs, tmp_path_factory):
         ]
         args += [f"--parallelism.{axis}_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4"]
         new.jobs[f"2 own {axis}"]["args"] = args
+    # Replaces a component that the model does not have: TorchTitan warns.
+    new.jobs["2 own tensor"]["args"] += ["--override.imports", "torchtitan.overrides.fused_swiglu.fused_swiglu"]
     yield new
     new.end()
     del os.environ["RUNS_OF_TITAN03"], os.environ["OWN_DATA"]
@@ -146,8 +148,9 @@ def test_a_seed_checkpoint(runs, new):
 
 
 @TITAN_03
-def test_traces_of_a_cpu(new):
-    traces = new.at("2 stock shards") / "profile_traces"
+@pytest.mark.parametrize("name", ["2 stock shards", "2 entered"])
+def test_traces_of_a_cpu(new, name):
+    traces = new.at(name) / "profile_traces"
     assert sorted(path.name for path in traces.rglob("*.gz")) == ["rank0_trace.json.gz", "rank1_trace.json.gz"]
 
 
@@ -174,6 +177,8 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
     ("--training.no-disable-cuda-graphs", "was never captured"),
     ("--training.mixed_precision_param float32", "no effect beside training.precision"),
     ("--debug.spmd_typechecking", "no types to check"),
+    ("--profiler.enable_memory_snapshot", "needs a GPU"),
+    ("--hf_assets_path elsewhere", "the tokenizer is that of data.corpus"),
     (
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
         NO_ZERO_BUBBLE,

@@ -241,6 +241,8 @@ def prepare(config: Any, model: ModelConfig) -> None:
 
 def take_flags(config: Any, job: JobConfig) -> None:
     """Carry the values of our entry's configuration over into ours. Raises: ValueError for one without effect."""
+    if config.hf_assets_path != Trainer.Config().hf_assets_path:
+        raise ValueError("hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out.")
     job.job.dump_folder = config.dump_folder
     job.model, job.mixer, job.data = config.model, config.mixer, config.data
     let_steps_win(job, sys.argv[1:])

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from .host import (
     titan_tokenizer,
 )
 from .host.patches import use_cpu_if_alone
+from .plan.device import device_here
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import plan_of_local_batches
 from .settings.job_config import (
@@ -101,6 +102,14 @@ class ModelConfig(BaseModel.Config):
 
     def to_dict(self) -> dict[str, Any]:
         return self.job.to_dict()
+
+    def traverse(self, config_cls: type, *, recurse: bool = False, _prefix: str = "") -> Iterator[tuple[Any, ...]]:
+        """TorchTitan's overrides look for their component here: the model has none of TorchTitan's.
+
+        Going through the fields would lead to `trainer_config`, and from there back to this model.
+        """
+        if isinstance(self, config_cls):
+            yield _prefix, self, None, None
 
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
@@ -251,6 +260,8 @@ def take_sections(config: Any, job: JobConfig) -> None:
         raise ValueError(
             "parallelism.context_parallel_load_balancer must be left out: the scan needs contiguous pieces of a sequence."
         )
+    if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
+        raise ValueError("profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
     if not config.training.disable_cuda_graphs:
         raise ValueError(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
