@@ -159,10 +159,6 @@ def configuration_of_ours(file: str, trainer: Any) -> Any:
             user_errors(take_flags)(config, job)
             super().__init__(job)
 
-        def close(self, ended: bool = False) -> None:
-            # TorchTitan's entry closes a run that failed in the same way: the step tells them apart.
-            super().close(ended=ended or self.step >= self.plan.steps)
-
     return trainer_config(EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None)
 
 
