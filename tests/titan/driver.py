@@ -14,7 +14,7 @@ OUTPUT.rankN.pt:
     order            (a probe) what PyTorch's profiler has of the first step, by its beginning
     timeouts         (name, seconds) of all process groups at the end
 
-"stock": TorchTitan's own trainer and settings
+"stock": TorchTitan's own trainer and settings. With --checkpoint.create_seed_checkpoint its entry saves instead of training.
 "spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite. "stops": the run ends itself.
 """
 
@@ -185,7 +185,10 @@ def run(job):
         if "scan" in job.get("probes", ()):
             watch_scan(trainer, stack, seen)
         with contextlib.suppress(SystemExit) if job.get("stops") else contextlib.nullcontext():
-            trainer.train()
+            if "--checkpoint.create_seed_checkpoint" in job["args"]:
+                trainer.checkpointer.save(curr_step=0, last_step=True)
+            else:
+                trainer.train()
             assert not job.get("stops")
     seen["timeouts"] = {
         (group.group_desc, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())

@@ -38,10 +38,11 @@ TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh 
 TITAN_03 = pytest.mark.slow
 OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
 WHOLE_WINDOWS = {"validation__local_batch_size": 8}
+TRACES = {"profiling__enable_profiling": True, "profiling__profile_freq": 3, "profiling__profiler_warmup": 1}
 PIPELINE_03 = parallel(pipeline=2) | MICRO
 REFERENCES_03 = {"1 answers again": ANSWERS | STEPS | GRADIENTS}
 STOCK_03 = {  # runs of TorchTitan 0.3.0's trainer: their settings, and ours that do the same
-    "2 stock shards": (WINDOWS | SAVED, "2 text"),
+    "2 stock shards": (WINDOWS | SAVED | TRACES, "2 text"),
     "2 stock replicas": (parallel(replicas=2), "2 text"),
     "2 stock compiled": (COMPILED, "2 text"),
     "2 stock context": (parallel(context=2) | WINDOWS | SAVED, "2 text"),
@@ -73,7 +74,10 @@ def new(runs, tmp_path_factory):
         add_stock_03(new, runs, name, settings, 3)
     for length, (name, (settings, _)) in enumerate(CONTINUED_03.items(), 4):
         add_stock_03(new, runs, name, settings, length)
-    add_stock_03(new, runs, "2 entered", parallel(tensor=2), 3, "interdomain.titan.trainer")
+    add_stock_03(new, runs, "2 entered", parallel(tensor=2) | TRACES, 3, "interdomain.titan.trainer")
+    add_stock_03(new, runs, "1 seed", SAVED, 3)
+    new.jobs["1 seed"]["args"].append("--checkpoint.create_seed_checkpoint")
+    add_stock_03(new, runs, "2 stock seeded", parallel(tensor=2) | SAVED, 3)
     os.environ["OWN_DATA"] = str(folder)
     own_data(folder)
     for axis in ("context", "tensor", "pipeline"):
@@ -88,6 +92,8 @@ def new(runs, tmp_path_factory):
         ]
         args += [f"--parallelism.{axis}_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4"]
         new.jobs[f"2 own {axis}"]["args"] = args
+    # Replaces a component that the model does not have: TorchTitan warns.
+    new.jobs["2 own tensor"]["args"] += ["--override.imports", "torchtitan.overrides.fused_swiglu.fused_swiglu"]
     yield new
     new.end()
     del os.environ["RUNS_OF_TITAN03"], os.environ["OWN_DATA"]
@@ -134,6 +140,21 @@ def test_torchtitan_0_3_goes_on_on_another_axis(runs, new):
 
 
 @TITAN_03
+def test_a_seed_checkpoint(runs, new):
+    """One rank writes the initial values, and another number of ranks begins with them."""
+    continue_from(new.checkpoint("1 seed", 0), new.folder / "2 stock seeded")
+    assert list(new.seen("2 stock seeded")["log"]) == [1, 2, 3]
+    assert_same_run(new, "2 stock seeded", "2 text", TOLERANCE, runs)
+
+
+@TITAN_03
+@pytest.mark.parametrize("name", ["2 stock shards", "2 entered"])
+def test_traces_of_a_cpu(new, name):
+    traces = new.at(name) / "profile_traces"
+    assert sorted(path.name for path in traces.rglob("*.gz")) == ["rank0_trace.json.gz", "rank1_trace.json.gz"]
+
+
+@TITAN_03
 def test_a_configuration_of_the_users_own(new, tmp_path):
     """TorchTitan's data, optimizer, metrics and validator; the data of all axes are the same."""
     expected = new.seen("2 own tensor")
@@ -156,7 +177,8 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
     ("--training.no-disable-cuda-graphs", "was never captured"),
     ("--training.mixed_precision_param float32", "Set training.precision instead"),
     ("--debug.spmd_typechecking", "no types to check"),
-    ("--checkpoint.create_seed_checkpoint", "without one"),
+    ("--profiler.enable_memory_snapshot", "needs a GPU"),
+    ("--hf_assets_path elsewhere", "the tokenizer is that of data.corpus"),
     (
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
         NO_ZERO_BUBBLE,
@@ -167,6 +189,7 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
 REFUSED_BY_OURS_03 = [
     ("--checkpoint.load_only", "no effect in our trainer"),
     ("--parallelism.pipeline_parallel_microbatch_size 4", "no effect in our trainer"),
+    ("--override.imports torchtitan.overrides.fused_swiglu.fused_swiglu", "no effect in our trainer"),
 ]
 REFUSED_OF_THE_USER_03 = [
     ("--training.dtype bfloat16", "Parameters are float32"),

@@ -162,6 +162,11 @@ def configuration_of_ours(file: str, trainer: Any) -> Any:
 
 def refuse_theirs(config: Any, job: JobConfig) -> None:
     """Raises: ValueError for a flag that only TorchTitan's trainer has."""
+    if config.override.imports:
+        raise ValueError(
+            f"override.imports = {config.override.imports} has no effect in our trainer. Leave it out, or start with --module "
+            "interdomain.titan."
+        )
     for section in SECTIONS:
         ours = getattr(job, OTHER_NAMES.get(section, section))
         before, after = section_of(job, section), getattr(config, section)
@@ -230,6 +235,8 @@ def with_flags(config: Any, job: JobConfig) -> JobConfig:
     if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
         values["mixer.n_basis"] = None
     problems = Problems()
+    if config.hf_assets_path != Trainer.Config().hf_assets_path:
+        problems.append("hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out.")
     for section in (*OUR_COMPONENTS, "validator"):
         theirs = getattr(config, section)
         for field in dataclasses.fields(theirs):

@@ -6,7 +6,7 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from .host import (
     titan_tokenizer,
 )
 from .host.patches import use_cpu_if_alone
+from .plan.device import device_here
 from .plan.run_plan import RunPlan, make_plan_for_torchtitan
 from .settings.job_config import job_config_of, job_config_of_values
 from .settings.problems import Problems
@@ -87,6 +88,14 @@ class ModelConfig(BaseModel.Config):
 
     def to_dict(self) -> dict[str, Any]:
         return self.job.to_dict()
+
+    def traverse(self, config_cls: type, *, recurse: bool = False, _prefix: str = "") -> Iterator[tuple[Any, ...]]:
+        """TorchTitan's overrides look for their component here: the model has none of TorchTitan's.
+
+        Going through the fields would lead to `trainer_config`, and from there back to this model.
+        """
+        if isinstance(self, config_cls):
+            yield _prefix, self, None, None
 
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
@@ -241,6 +250,8 @@ def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORC
                 values[ours] = value
             elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
                 problems.append(f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out.")
+    if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
+        problems.append("profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
     if not config.training.disable_cuda_graphs:
         problems.append(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."

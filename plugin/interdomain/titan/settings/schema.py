@@ -471,7 +471,6 @@ INSTEAD = {
     "parallelism.enable_sequence_parallel": "Tensor parallelism always shares the tokens between the mixers.",
     "parallelism.enable_fsdp_symm_mem": "It was never run with this model.",
     "compile.enable_async_tensor_parallel": "It needs DTensors in the model's products.",
-    "checkpoint.create_seed_checkpoint": "Initial values are the same on any number of ranks without one.",
     "debug.spmd_typechecking": "The model has no types to check.",
     "debug.moe_force_load_balance": "The model has no experts.",
 }
