@@ -34,7 +34,7 @@ def random_texts(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 
 
 def code_of(model, file: str = "modeling"):
-    """The module of a folder's own code, or the package's, that a model is made of: `modeling` or `scan`."""
+    """The module of a folder's own code, or the package's, that a model is made of: `modeling` or `plain`."""
     return sys.modules[type(model).__module__.replace("modeling_", f"{file}_")]
 
 

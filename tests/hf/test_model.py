@@ -18,9 +18,7 @@ EXACT = dict(rtol=1e-9, atol=1e-10)
 def classes(monkeypatch):
     """`interdomain.hf` in plain PyTorch; what `loaded` gives computes with the package's kernels."""
     hf = pytest.importorskip("interdomain.hf")
-    from interdomain.hf import scan_interdomain
-
-    monkeypatch.setattr(scan_interdomain, "input_features", None)
+    monkeypatch.setattr("interdomain.model.kernels.HAS_PACKAGE", False)
     return hf
 
 
@@ -81,7 +79,7 @@ def test_turns_of_unequal_length(classes, case, sides):
 def test_positions_masks_and_embeddings(loaded):
     _, model = loaded("interdomain")
     assert code_of(model).__name__.startswith("transformers_modules.")
-    assert code_of(model, "scan").input_features is not None  # the package's kernels
+    assert code_of(model, "plain").HAS_PACKAGE
     tokens, mask = padded([random_texts(1, 5), random_texts(1, 12, seed=2)], "left")
     out = model(tokens, attention_mask=mask)
     assert torch.equal(model(tokens, attention_mask=mask, logits_to_keep=5).logits, out.logits[:, -5:])

@@ -92,8 +92,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert_same(stored(output), model.state_dict())
     assert {path.name for path in output.iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-        *("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py"),
-        *("fixed_state_interdomain.py", "plain_interdomain.py"),
+        *("configuration_interdomain.py", "modeling_interdomain.py", "cache_interdomain.py", "plain_interdomain.py"),
         *("generation_config.json", "README.md", "LICENSE"),
     }
     assert len({path.stat().st_mode for path in output.iterdir()}) == 1  # by the umask: safetensors' own is 0600
