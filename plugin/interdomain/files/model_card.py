@@ -48,7 +48,7 @@ As the run resolved them. A setting that is not named is not set.
 ### transformers
 
 Needs Python 3.11, torch 2.11 and transformers 4.57 or later, and nothing else. The code is in this folder,
-five files of plain PyTorch: read it before you trust it. With the package `interdomain` installed it runs that package's
+four files of plain PyTorch: read it before you trust it. With the package `interdomain` installed it runs that package's
 kernels, which are Triton on an NVIDIA GPU of compute capability 8.0 or higher.
 {tokenizer}
 ```python

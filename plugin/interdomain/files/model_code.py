@@ -6,9 +6,7 @@ MODULES, without the definitions and methods that nothing there names.
 """
 
 import ast
-import copy
 import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
@@ -36,6 +34,20 @@ MODULES = (  # each needs only what stands before it
     "model/mixers/softmax.py",
     "model/transformer.py",
 )
+IMPORTS = """\
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+"""
 CALLED_BY_TORCH = {"forward", "reset_parameters", "_apply"}  # methods
 
 
@@ -49,116 +61,80 @@ def write_code(folder: Path) -> None:
 
 def plain() -> str:
     """What the other files need of MODULES, as one text."""
-    trees = {name: ast.parse((PACKAGE / name).read_text()) for name in MODULES}
+    texts = {name: (PACKAGE / name).read_text() for name in MODULES}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
     used = set()
     for file in (PACKAGE / "hf").glob("*_interdomain.py"):
         used |= _uses(ast.parse(file.read_text()))
-    kept: set[ast.stmt] = set()
+
+    # Take what is used, then what that uses, until there is nothing more. Methods wait for their class.
+    kept: set[ast.AST] = set()
     found = True
     while found:
         found = []
         for tree in trees.values():
-            for statement in tree.body:
-                if statement not in kept and used & _defined(statement):
-                    found.append(statement)
-                elif statement in kept:
-                    found += [m for m in _methods(statement) if m not in kept and _is_called(m.name, used)]
+            found += [member for member in tree.body if _is_needed(member, used)]
+            for parent in tree.body:
+                if parent in kept and isinstance(parent, ast.ClassDef):
+                    methods = [member for member in parent.body if isinstance(member, ast.FunctionDef)]
+                    found += [method for method in methods if _is_called(method.name, used)]
+        found = [member for member in found if member not in kept]
         kept.update(found)
-        for statement in found:
-            used |= _uses(statement)
+        for member in found:
+            used |= _uses(member)
 
-    names = [
-        name for tree in trees.values() for statement in tree.body if statement in kept for name in _defined(statement)
-    ]
-    twice = {name for name in names if names.count(name) > 1 and name != "HAS_PACKAGE"}
-    assert not twice, f"two files define {twice}: one text cannot have both"
     listed = "\n".join(f"    interdomain/{name}" for name in MODULES)
-    head = (
-        f'"""The model, from these files of the package interdomain, without what is not needed here.\n\n{listed}\n"""'
-    )
-    parts = [head, _imports(trees.values(), used)]
+    head = f'"""The model, from these files of the package interdomain, without what is not needed here.\n\n{listed}\n"""\n'
+    parts = [head, IMPORTS]
     for name, tree in trees.items():
-        text = "\n\n\n".join(_source((PACKAGE / name).read_text().splitlines(), tree, kept))
-        parts.append(f"# ---- interdomain/{name}\n\n{text}")
-    return "\n\n".join(parts) + "\n"
-
-
-def _methods(statement: ast.AST) -> list[ast.FunctionDef]:
-    members = statement.body if isinstance(statement, ast.ClassDef) else []
-    return [member for member in members if isinstance(member, ast.FunctionDef)]
-
-
-def _defined(statement: ast.stmt) -> set[str]:
-    """The names that a top-level statement defines."""
-    match statement:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
-            return {name}
-        case ast.Assign(targets=targets):
-            return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-        case ast.Try(body=body):
-            return {name for inner in body for name in _defined(inner)}
-    return set()
+        lines = _lines_of(texts[name].splitlines(), tree, 0, kept)
+        parts += [f"\n# ---- interdomain/{name}", *lines]
+    return "\n".join(parts) + "\n"
 
 
 def _is_called(method: str, used: set[str]) -> bool:
     return f".{method}" in used or method in CALLED_BY_TORCH or method.startswith("__")
 
 
+def _is_needed(statement: ast.AST, used: set[str]) -> bool:
+    """Whether a statement at the top of a file defines a name that is used."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name in used
+        case ast.Assign(targets=targets):
+            return any(name.id in used for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+        case ast.Try(body=body):
+            return any(_is_needed(inner, used) for inner in body)
+    return False
+
+
 def _uses(tree: ast.AST) -> set[str]:
-    """The names in a text, and its attributes as ".attribute"; without those in the methods of a class."""
-    skipped = {id(node) for method in _methods(tree) for node in ast.walk(method)}
+    """The names in a text, and its attributes as ".attribute". A class's methods are asked by themselves."""
     used = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+    left = [tree]
+    while left:
+        node = left.pop()
         if isinstance(node, ast.Name):
             used.add(node.id)
         elif isinstance(node, ast.Attribute):
             used.add(f".{node.attr}")
-        elif isinstance(node, ast.ImportFrom):
-            used.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.alias):
+            used.add(node.name)
+        children = ast.iter_child_nodes(node)
+        methods = isinstance(tree, ast.ClassDef) and node is tree
+        left += [child for child in children if not (methods and isinstance(child, ast.FunctionDef))]
     return used
 
 
-def _imports(trees: Iterable[ast.Module], used: set[str]) -> str:
-    """Statements that import what is used from other projects."""
-    lines = set()
-    for statement in (statement for tree in trees for statement in tree.body):
-        if not isinstance(statement, ast.Import | ast.ImportFrom):
-            continue
-        if isinstance(statement, ast.ImportFrom) and (
-            statement.level or (statement.module or "").startswith("interdomain")
-        ):
-            continue
-        for alias in statement.names:
-            if (alias.asname or alias.name) in used:
-                one = copy.copy(statement)
-                one.names = [alias]
-                lines.add(ast.unparse(one))
-    return "\n".join(sorted(lines, key=lambda line: (line.startswith("from"), line)))
-
-
-def _source(lines: list[str], tree: ast.Module, kept: set[ast.stmt]) -> Iterator[str]:
-    """The legend of shapes, and the text of each statement that is kept, with the comment above it."""
-
-    def begin(statement: ast.stmt) -> int:
-        decorators = getattr(statement, "decorator_list", [])
-        first = min([statement.lineno, *(decorator.lineno for decorator in decorators)]) - 1
-        while lines[first - 1].lstrip().startswith("#"):
-            first -= 1
-        return first
-
-    for i, line in enumerate(lines):
-        if line.startswith("# Shapes"):
-            end = next(j for j in range(i, len(lines)) if not lines[j].startswith("#"))
-            yield "\n".join(lines[i:end])
-    for statement in tree.body:
-        if statement in kept:
-            dropped = {
-                i
-                for method in _methods(statement)
-                if method not in kept
-                for i in range(begin(method), (method.end_lineno or 0) + 1)
-            }
-            span = range(begin(statement), statement.end_lineno or 0)
-            yield "\n".join(lines[i] for i in span if i not in dropped).rstrip()
+def _lines_of(lines: list[str], parent: ast.Module | ast.ClassDef, begin: int, kept: set[ast.AST]) -> list[str]:
+    """The text of what is kept of a file or a class, from line `begin` on, each with what stands above it."""
+    text = []
+    for member in parent.body:
+        end = member.end_lineno or 0
+        if isinstance(member, ast.ClassDef) and member in kept:
+            head = member.body[0].lineno - 1
+            text += lines[begin:head] + _lines_of(lines, member, head, kept)
+        elif member in kept or (isinstance(parent, ast.ClassDef) and not isinstance(member, ast.FunctionDef)):
+            text += lines[begin:end]
+        begin = end
+    return text

@@ -42,54 +42,32 @@ def runs_package() -> bool:
     return HAS_PACKAGE and not is_exporting()
 
 
-def input_features(
-    x: Tensor,
-    head_dim: int,
-    *,
-    conv: Any = None,
-    past: Tensor | None = None,
-    documents: Tensor | None = None,
-    rope: Any = None,
-    silu: bool = False,
-    norm: Any = None,
-    eps: float = 1e-5,
-    execution: Any = None,
-) -> Tensor:
+def input_features(x: Tensor, head_dim: int, *, execution: Any = None, **options: Any) -> Tensor:
     """`interdomain.features.input_features` of documents that are counted already."""
     if runs_package():
-        options = dict(conv=conv, past=past, documents=documents, rope=rope, silu=silu, norm=norm, eps=eps)
         backend = "auto" if execution is None else execution.features
         return interdomain.features.input_features(x, head_dim, backend=backend, check_documents=False, **options)
-    weight, bias = (None, None) if conv is None else (conv[0].flatten(1), conv[1])
-    cos, sin = rope or (None, None)
-    scale, shift = norm or (None, None)
-    if weight is None and cos is None and scale is None and not silu:
-        return x.unflatten(-1, (-1, head_dim))
     with torch.autocast(x.device.type, enabled=False):
-        return features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps)
+        return features(x, head_dim, **_one_by_one(options))
 
 
-def input_features_step(
-    x: Tensor,
-    head_dim: int,
-    *,
-    conv: Any = None,
-    past: Tensor | None = None,
-    rope: Any = None,
-    rotated: int = 0,
-    silu: int = 0,
-    norm: Any = None,
-    eps: float = 1e-5,
-    execution: Any = None,
-) -> Tensor:
+def input_features_step(x: Tensor, head_dim: int, *, execution: Any = None, **options: Any) -> Tensor:
     """`interdomain.features.input_features_step`: overwrites `past`."""
     if runs_package():
-        options = dict(conv=conv, past=past, rope=rope, rotated=rotated, silu=silu, norm=norm, eps=eps)
         backend = "auto" if execution is None else execution.features
         return interdomain.features.input_features_step(x, head_dim, backend=backend, **options)
-    tables = *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu, *(norm or (None, None)), eps
     with torch.autocast(x.device.type, enabled=False):
-        return step(x, head_dim, *tables)
+        return step(x, head_dim, **_one_by_one(options))
+
+
+def _one_by_one(options: dict[str, Any]) -> dict[str, Any]:
+    """The pairs among the options as two tensors each."""
+    options = dict(options)
+    for pair, names in {"conv": ("weight", "bias"), "rope": ("cos", "sin"), "norm": ("scale", "shift")}.items():
+        tensors = options.pop(pair, None)
+        if tensors is not None:
+            options |= zip(names, tensors, strict=True)
+    return options
 
 
 def interdomain_scan(

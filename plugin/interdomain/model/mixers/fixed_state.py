@@ -168,8 +168,8 @@ class FixedStateMixer(Mixer):
         parts = []
         for mixer in mixers:
             parameters = () if mixer.ssm is None else mixer.ssm()
-            widened = (p.to(torch.promote_types(p.dtype, dtype)) for p in parameters)
-            parts.append(tuple(shard_of(p, mixer.heads) for p in widened))
+            exact = (p.to(torch.promote_types(p.dtype, dtype)) for p in parameters)
+            parts.append(tuple(shard_of(p, mixer.heads) for p in exact))
         return parts
 
     @staticmethod

@@ -176,8 +176,8 @@ class InterdomainMixer(Mixer):
         """(log_decay, mixing or readout) of each mixer, of `dtype` where the parameters have less."""
         parts = []
         for mixer in mixers:
-            widened = [p if p is None else p.to(torch.promote_types(p.dtype, dtype)) for p in mixer.ssm()]
-            parts.append(Dynamics(*(p if p is None else shard_of(p, mixer.heads) for p in widened)))
+            exact = [p if p is None else p.to(torch.promote_types(p.dtype, dtype)) for p in mixer.ssm()]
+            parts.append(Dynamics(*(p if p is None else shard_of(p, mixer.heads) for p in exact)))
         return fold(parts, mixers[0].config.readout)
 
     @staticmethod
