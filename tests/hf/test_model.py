@@ -15,28 +15,29 @@ EXACT = dict(rtol=1e-9, atol=1e-10)
 
 
 @pytest.fixture
-def classes(monkeypatch):
-    """`interdomain.hf` in plain PyTorch; what `loaded` gives computes with the package's kernels."""
+def plain(monkeypatch):
+    """plain(model of the package) -> the same in `interdomain.hf`, from now on in plain PyTorch."""
     hf = pytest.importorskip("interdomain.hf")
-    monkeypatch.setattr("interdomain.model.kernels.HAS_PACKAGE", False)
-    return hf
 
+    def make(native):
+        settings = to_transformers(native.config)
+        assert from_transformers({**settings, "facts": {}}) == native.config
+        model = hf.InterdomainForCausalLM(hf.InterdomainConfig(**settings)).double().eval()
+        model.load_state_dict({stored_name(name): tensor for name, tensor in native.state_dict().items()})
+        monkeypatch.setattr("interdomain.model.kernels.HAS_PACKAGE", False)
+        return model
 
-def of_native(classes, native, kind="InterdomainForCausalLM"):
-    settings = to_transformers(native.config)
-    assert from_transformers({**settings, "facts": {}}) == native.config
-    model = getattr(classes, kind)(classes.InterdomainConfig(**settings)).to(native.norm.weight.dtype)
-    model.load_state_dict({stored_name(name): tensor for name, tensor in native.state_dict().items()})
-    return model.eval()
+    return make
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_logits_gradients_and_steps(classes, condition, option):
+def test_logits_gradients_and_steps(plain, condition, option):
     """In float64, over two chunks: a whole pass; and prefill, steps and a second piece with a cache."""
     native = variant(condition, option)
-    model, tokens = of_native(classes, native), random_tokens(native.config, 2, 75)
+    tokens = random_tokens(native.config, 2, 75)
     wanted = native(tokens)
     F.cross_entropy(wanted.flatten(0, 1), tokens.flatten()).backward()
+    model = plain(native)
     whole, pieces, cache = model.train()(tokens).logits, [], None
     for piece in tokens.split([66, 1, 1, 7], dim=1):
         out = model.eval()(piece, past_key_values=cache)
@@ -56,12 +57,13 @@ def test_logits_gradients_and_steps(classes, condition, option):
 @pytest.mark.parametrize("sides", [("left", "left"), ("right", "left"), ("left", "right"), ("right", "right")])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_turns_of_unequal_length(classes, case, sides):
+def test_turns_of_unequal_length(plain, case, sides):
     """Padding anywhere, in the first turn and in the next ones, is as if it were not there."""
     condition, overrides = CASES[case]
     native = lively(small_config(condition, **overrides))
-    model = of_native(classes, native)
     turns = [[random_tokens(native.config, 1, n, seed=n) for n in lengths] for lengths in ((70, 3), (2, 66), (1, 1))]
+    wanted = [native(torch.cat([turn[row] for turn in turns], dim=1))[0] for row in range(2)]
+    model = plain(native)
     cache, mask, found = None, torch.zeros(2, 0), ([], [])
     for turn, side in zip(turns, (*sides, "left"), strict=True):
         tokens, new = padded(turn, side)
@@ -71,8 +73,7 @@ def test_turns_of_unequal_length(classes, case, sides):
         for row in range(2):
             found[row].append(out.logits[row, new[row].bool()])
     for row in range(2):
-        text = torch.cat([turn[row] for turn in turns], dim=1)
-        torch.testing.assert_close(torch.cat(found[row]), native(text)[0], **EXACT)
+        torch.testing.assert_close(torch.cat(found[row]), wanted[row], **EXACT)
 
 
 @torch.no_grad()
