@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from interdomain.model.config import FIXED_STATE
@@ -21,6 +22,8 @@ CASES = {
     "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity", readout="hermitian", output_norm="soft")),
 }
 KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window", "mamba2")  # one of each kind of state
+each_case = pytest.mark.parametrize("case", CASES)
+each_kind = pytest.mark.parametrize("case", KINDS)
 
 EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version begins with, where that is given
 VOCAB, TOKENS = 420, 400  # the last rows are no tokens

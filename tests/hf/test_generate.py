@@ -5,14 +5,13 @@ import copy
 import pytest
 import torch
 
-from .common import CASES, CLOSE, KINDS, ON, code_of, greedy, padded, random_texts
+from .common import CLOSE, ON, code_of, each_case, each_kind, greedy, padded, random_texts
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_text_of_every_path(loaded, case):
-    model, there = loaded(case)
+@each_case
+def test_greedy_text_of_every_path(native, there):
     tokens = random_texts(2, 20)
-    wanted = greedy(model, tokens, 8)
+    wanted = greedy(native, tokens, 8)
     embeds = there.get_input_embeddings()(tokens)
     assert torch.equal(there.generate(tokens, max_new_tokens=8, **ON), wanted)
     assert torch.equal(there.generate(tokens, max_new_tokens=8, use_cache=False, **ON), wanted)
@@ -21,20 +20,18 @@ def test_greedy_text_of_every_path(loaded, case):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("case", KINDS)
-def test_padding_leaves_no_trace(loaded, case, side):
-    model, there = loaded(case)
+@each_kind
+def test_padding_leaves_no_trace(native, there, side):
     rows = [random_texts(1, length, seed=length) for length in (3, 14, 1)]
     tokens, mask = padded(rows, side)
-    wanted = torch.cat([greedy(model, row, 6)[:, -6:] for row in rows])
+    wanted = torch.cat([greedy(native, row, 6)[:, -6:] for row in rows])
     for options in ({}, dict(use_cache=False), dict(prefill_chunk_size=5)):
         text = there.generate(tokens, attention_mask=mask, max_new_tokens=6, **ON, **options)
         assert torch.equal(text[:, 14:], wanted), options
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_beams(loaded, case, monkeypatch):
-    _, there = loaded(case)
+@each_kind
+def test_beams(there, monkeypatch):
     cache, moved = code_of(there).InterdomainCache, []
     select = cache.reorder_cache
     monkeypatch.setattr(cache, "reorder_cache", lambda self, rows: (moved.append(rows.tolist()), select(self, rows)))
@@ -46,15 +43,14 @@ def test_beams(loaded, case, monkeypatch):
     assert any(rows != sorted(set(rows)) for rows in moved)  # some beam was dropped for another
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_a_text_that_goes_on(loaded, case):
+@each_kind
+def test_a_text_that_goes_on(native, there):
     """Turn by turn with the returned cache: what it has read is not read again, and the text is that of one prompt."""
-    model, there = loaded(case)
     read = []
     hook = there.get_input_embeddings().register_forward_hook(lambda _, args, out: read.append(args[0].shape[1]))
     text, cache = random_texts(2, 12), None
     for turn in range(3):
-        wanted = greedy(model, text, 5)
+        wanted = greedy(native, text, 5)
         fork = copy.deepcopy(cache)
         for past in (cache, fork):
             read.clear()
@@ -70,10 +66,9 @@ def test_a_text_that_goes_on(loaded, case):
         there.generate(wanted[:, :-1], past_key_values=cache, max_new_tokens=5, **ON)
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(loaded, case):
+@each_kind
+def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(native, there):
     """As after an answer that ended early, whose padding was read as text: the text is that without a cache."""
-    model, there = loaded(case)
     text, mask, cache = random_texts(2, 9), torch.ones(2, 13).long(), None
     mask[0, :3] = 0
     for begin, end in ((0, 6), (6, 9)):
@@ -88,7 +83,7 @@ def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(loaded, case):
         there(text[:, 9:], attention_mask=mask, past_key_values=copy.copy(cache))
     found = there.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=4, **ON)
     for row in range(2):
-        wanted = greedy(model, text[row, mask[row].bool()][None], 4)
+        wanted = greedy(native, text[row, mask[row].bool()][None], 4)
         assert torch.equal(found[row, -4:], wanted[0, -4:])
 
 
@@ -113,13 +108,13 @@ def test_what_needs_another_cache_is_refused(loaded):
         there.generate(tokens, max_new_tokens=2, cache_implementation="static")
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_tokens_that_a_wrapper_puts_before_the_text(loaded, case, monkeypatch):
+@each_kind
+def test_tokens_that_a_wrapper_puts_before_the_text(there, monkeypatch):
     """As PEFT's prompt tuning does, where it finds no cache, or one of transformers' that has read nothing: embeddings before
     those of the text, and ones before its mask."""
     from transformers.cache_utils import Cache
 
-    there, virtual = loaded(case)[1], random_texts(2, 3, seed=5)
+    virtual = random_texts(2, 3, seed=5)
     tokens, mask = padded([random_texts(1, 4), random_texts(1, 9, seed=2)], "left")
     prepare = there.prepare_inputs_for_generation
 
@@ -142,10 +137,9 @@ def test_tokens_that_a_wrapper_puts_before_the_text(loaded, case, monkeypatch):
     assert torch.equal(found[:, 9:], wanted[:, 12:])
 
 
-@pytest.mark.parametrize("case", KINDS)
+@each_kind
 @torch.no_grad()
-def test_methods_of_a_cache(loaded, case):
-    _, there = loaded(case)
+def test_methods_of_a_cache(there):
     tokens, token = random_texts(2, 9), random_texts(2, 1, seed=2)
     cache = there(tokens).past_key_values
     assert (len(cache), cache.batch_size, cache.get_mask_sizes(1, 0)) == (there.config.num_hidden_layers, 2, (10, 0))
@@ -164,9 +158,8 @@ def test_methods_of_a_cache(loaded, case):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("case", KINDS)
-def test_copies_of_a_cache_go_their_own_ways(loaded, case, grad):
-    _, there = loaded(case)
+@each_kind
+def test_copies_of_a_cache_go_their_own_ways(there, grad):
     tokens = random_texts(2, 9)
     for duplicate in (copy.copy, copy.deepcopy):
         with torch.set_grad_enabled(grad):
@@ -178,11 +171,10 @@ def test_copies_of_a_cache_go_their_own_ways(loaded, case, grad):
             assert found.requires_grad == grad
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_offloaded_weights(loaded, case):
+@each_kind
+def test_offloaded_weights(there):
     """Weights of modules on "cpu" or "disk", by device_map: they are brought around the module's call."""
     accelerate = pytest.importorskip("accelerate")
-    _, there = loaded(case)
     tokens = random_texts(2, 9)
     with torch.no_grad():
         expected = there(tokens).logits
