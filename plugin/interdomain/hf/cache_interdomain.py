@@ -107,7 +107,8 @@ class InterdomainCache(Cache):
         kept = self.states.get(layer_idx)
         if isinstance(mixer, SoftmaxMixer):
             empty = x.new_empty(x.shape[0], mixer.n_kv_heads, 0, mixer.head_dim)
-            return KVCache(*(kept or (empty, empty))), ()
+            keys, values = kept or (empty, empty)
+            return KVCache(keys, values), ()
         dynamics, prepared = self.tables.get(layer_idx) or (dynamics_of(mixer, x), None)
         if kept is None or layer_idx not in self.tables:
             state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, dynamics)
@@ -187,6 +188,15 @@ class InterdomainCache(Cache):
         vars(self).update(vars(others))
 
 
+def token_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The positions of each row with its tokens first and its padding last, [B, T]; those that undo it; how many tokens, [B].
+    mask: [B, T], False for padding."""
+    lengths = mask.sum(1, keepdim=True)
+    back = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
+    places = torch.arange(mask.shape[1], device=mask.device).expand_as(back)
+    return torch.zeros_like(back).scatter(1, back, places), back, lengths[:, 0]
+
+
 class Rows(NamedTuple):
     """What a layer is told of the rows of a batch.
 
@@ -207,11 +217,8 @@ class Rows(NamedTuple):
     @classmethod
     def padded(cls, mask: Tensor) -> "Rows":
         """Of recurrent layers. mask: [B, T], False for padding."""
-        lengths = mask.sum(1, keepdim=True)
-        back = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
-        places = torch.arange(mask.shape[1], device=mask.device).expand_as(back)
-        order = torch.zeros_like(back).scatter(1, back, places)
-        return cls(Packing(lengths=lengths[:, 0]), order, back)
+        order, back, lengths = token_order(mask)
+        return cls(Packing(lengths=lengths), order, back)
 
     @classmethod
     def attended(

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .cache_interdomain import InterdomainCache, Rows, dynamics_of
+from .cache_interdomain import InterdomainCache, Rows, dynamics_of, token_order
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import (
     FeedForward,
@@ -78,7 +78,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         modules = dict(self.named_modules())
         for name, module in modules.items():
-            module.place = name.removeprefix("model.")  # for _init_weights
+            vars(module)["place"] = name.removeprefix("model.")  # for _init_weights
         super().post_init()
         self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & {name.rpartition(".")[2] for name in modules}
 
@@ -282,9 +282,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
-            rows = Rows.padded(attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool())
-            last = (rows.told.lengths[:, None] - 1) % hidden.shape[1]
-            hidden = take(hidden, rows.order.gather(1, last))
+            order, _, lengths = token_order(attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool())
+            last = (lengths[:, None] - 1) % hidden.shape[1]
+            hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])
         loss = None
         if labels is not None:

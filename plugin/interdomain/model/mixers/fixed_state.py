@@ -106,11 +106,11 @@ class FixedStateMixer(Mixer):
         if self.shard is not None and self.conv is not None:
             sent = self.shard.send_tail(x, self.config.conv_past)
         y, widths = self._projected(x)
-        conv = None if state is None else state.conv
+        last = None
         if self.conv is not None:
             past = None if state is None else state.conv.to(y.dtype)
             if state is not None:
-                conv = last_inputs(state.conv, y, self.config.conv_past, lengths)
+                last = last_inputs(state.conv, y, self.config.conv_past, lengths)
             if sent is not None:
                 assert self.shard is not None
                 past, _ = self._projected(self.shard.receive_tail(sent, x, back))
@@ -130,7 +130,7 @@ class FixedStateMixer(Mixer):
         if self.shard is None:
             make_gate()
         if state is not None:
-            state.advance(conv, S)
+            state.advance(state.conv if last is None else last, S)
         return self.wo(self._gate(o, gate))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, list[int]]:

@@ -118,8 +118,8 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
         dt = joined.log_dt.exp()
         log_decay = decay_exponent(dt, joined.log_A_real, joined.A_imag)
         gain = input_gain(log_decay, dt)
-        has_c = joined.c is not None
-        table = readout_vector(gain, joined.C, joined.c) if has_c else mixing_matrix(gain, joined.C, readout)
+        c = joined.c
+        table = mixing_matrix(gain, joined.C, readout) if c is None else readout_vector(gain, joined.C, c)
     # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
     by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
     return list(zip(*by_layer, strict=True))
