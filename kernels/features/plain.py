@@ -1,5 +1,7 @@
 """The features in plain PyTorch, recorded by autograd: the CPU path, with which tests compare the kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -8,8 +10,8 @@ from torch.nn import functional as F
 
 
 def features(
-    x, head_dim, weight=None, bias=None, past=None, documents=None, cos=None, sin=None, silu=False, scale=None, shift=None,
-    eps=1e-5,
+    x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, documents: Any = None, cos: Any = None,
+    sin: Any = None, silu: Any = False, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
 ) -> Tensor:  # fmt: skip
     """x [B, T, E] -> [B, T, H, R]. weight: [E, W] or [E, 1, W]; past: [B, W - 1, E]; documents: [B, T]. None: not there."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -43,19 +45,9 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, doc
 
 
 def step(
-    x,
-    head_dim,
-    weight=None,
-    bias=None,
-    past=None,
-    cos=None,
-    sin=None,
-    rotated=0,
-    silu=0,
-    scale=None,
-    shift=None,
-    eps=1e-5,
-) -> Tensor:
+    x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, cos: Any = None, sin: Any = None,
+    rotated: Any = 0, silu: Any = 0, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
+) -> Tensor:  # fmt: skip
     """One token of all projections, x [B, H R] -> [B, H, R], in few operations that overwrite x.
 
     weight [W, C] and past [B, W - 1, C], overwritten; scale and shift [N, R]; see `input_features_step`.

@@ -55,7 +55,7 @@ __all__ = [
     "send_state",
 ]
 
-# Number of what exported models call here and in interdomain.features. Raise it, and the one in model/kernels.py, with every
+# Number of what exported models call here and in interdomain.features. Raise it, and the one in mixers/kernels.py, with every
 # change of these functions' arguments, layouts or results.
 INTERFACE = 1
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "fft", "reference")

@@ -24,7 +24,7 @@ def plain(monkeypatch):
         assert from_transformers({**settings, "facts": {}}) == native.config
         model = hf.InterdomainForCausalLM(hf.InterdomainConfig(**settings)).double().eval()
         model.load_state_dict({stored_name(name): tensor for name, tensor in native.state_dict().items()})
-        monkeypatch.setattr("interdomain.model.kernels.HAS_PACKAGE", False)
+        monkeypatch.setattr("interdomain.model.mixers.kernels.HAS_PACKAGE", False)
         return model
 
     return make

@@ -23,7 +23,7 @@ MODULES = (  # each needs only what stands before it
     "model/recomputation.py",
     "model/state.py",
     "model/mixers/fixed_state_scan.py",
-    "model/kernels.py",
+    "model/mixers/kernels.py",
     "model/initialize.py",
     "model/shard.py",
     "model/layers.py",

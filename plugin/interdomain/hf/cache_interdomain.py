@@ -114,7 +114,8 @@ class InterdomainCache(Cache):
             state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, dynamics)
             prepared = state.prepared = None if is_exporting() else state.prepared
         if kept is not None:
-            state = MixerState(*(x.clone() for x in kept), prepared)  # a mixer may write into its state
+            conv, ssm = kept
+            state = MixerState(conv.clone(), ssm.clone(), prepared)  # copies: a mixer may write into its state
         if not is_exporting():
             self.tables[layer_idx] = dynamics, prepared
         return state, dynamics

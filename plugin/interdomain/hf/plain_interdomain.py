@@ -5,9 +5,9 @@ from interdomain.files.config_json import from_transformers
 from interdomain.model.config import FORMAT_VERSION, ModelConfig
 from interdomain.model.feature_maps import float32_modules, widened
 from interdomain.model.initialize import initial_value
-from interdomain.model.kernels import is_exporting
 from interdomain.model.layers import RMSNorm, rope_of
 from interdomain.model.mixers.base import Packing, take
+from interdomain.model.mixers.kernels import is_exporting
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer, additive_mask
 from interdomain.model.recomputation import backward_pass, check_not_recomputed
 from interdomain.model.settings import MixerConfig

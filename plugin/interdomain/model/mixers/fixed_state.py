@@ -15,13 +15,13 @@ from interdomain.scan.tables import CHUNK
 
 from ..config import ModelConfig
 from ..feature_maps import KeptInFloat32, widened
-from ..kernels import input_features, recurrence
 from ..layers import Linear, LocalParameters, RMSNorm, ShortConv
 from ..settings import MixerConfig, state_shape
 from ..shard import shard_of
 from ..state import MixerState
 from .base import Mixer, Packing, last_inputs, numbered
 from .fixed_state_scan import l2_normed
+from .kernels import input_features, recurrence
 from .ssm import copied
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from interdomain.scan.tables import CHUNK, multiply, powers
 
 from ..config import ModelConfig
 from ..feature_maps import FEATURE_MAPS, GATES, divided, feature_map, widened
-from ..kernels import input_features, input_features_step, interdomain_scan, interdomain_step, linear_scan, linear_step
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
 from ..settings import MixerConfig
 from ..shard import shard_of
 from ..state import MixerState
 from .base import Mixer, Packing, last_inputs, numbered, take
+from .kernels import input_features, input_features_step, interdomain_scan, interdomain_step, linear_scan, linear_step
 from .ssm import Dynamics, SSMDynamics, fold
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..config import ModelConfig
-from ..kernels import input_features
 from ..layers import Linear
 from ..settings import MixerConfig
 from ..state import KVCache, WindowCache
 from .base import Mixer
+from .kernels import input_features
 
 if TYPE_CHECKING:
     from ..config import Execution

@@ -17,7 +17,7 @@ from interdomain.features.plain import features, step
 from interdomain.scan.plain import is_exporting, plain_scan
 from interdomain.scan.step import linear_one_step, scan_step
 
-from .mixers.fixed_state_scan import plain_recurrence
+from .fixed_state_scan import plain_recurrence
 
 INTERFACE = 1  # of the package's functions that are called here
 HAS_PACKAGE = False
