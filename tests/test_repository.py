@@ -95,6 +95,7 @@ ALLOWED = {
         *("torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"),
         *("interdomain.markdown", "interdomain.patches"),
         "tensorboard",  # late: what writes event files
+        "jinja2",  # the model card
     },
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),

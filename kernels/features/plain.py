@@ -1,5 +1,7 @@
 """The features in plain PyTorch, recorded by autograd: the CPU path, with which tests compare the kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -7,12 +9,15 @@ from torch.nn import functional as F
 # Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
 
 
-def features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps) -> Tensor:
-    """x [B, T, E]; weight [E, W]; past [B, W - 1, E]; documents [B, T]; None for tensors not there. Returns [B, T, H, R]."""
+def features(
+    x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, documents: Any = None, cos: Any = None,
+    sin: Any = None, silu: Any = False, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
+) -> Tensor:  # fmt: skip
+    """x [B, T, E] -> [B, T, H, R]. weight: [E, W] or [E, 1, W]; past: [B, W - 1, E]; documents: [B, T]. None: not there."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(dtype)
     if weight is not None:
-        y = _convolved(y, weight.to(dtype), bias.to(dtype), past, documents)
+        y = _convolved(y, weight.flatten(1).to(dtype), bias.to(dtype), past, documents)
     y = y.unflatten(-1, (-1, head_dim))
     if cos is not None:
         other = y.roll(head_dim // 2, dims=-1)  # the halves (b, a) of (a, b)
@@ -39,7 +44,10 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, doc
     return y
 
 
-def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps) -> Tensor:
+def step(
+    x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, cos: Any = None, sin: Any = None,
+    rotated: Any = 0, silu: Any = 0, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
+) -> Tensor:  # fmt: skip
     """One token of all projections, x [B, H R] -> [B, H, R], in few operations that overwrite x.
 
     weight [W, C] and past [B, W - 1, C], overwritten; scale and shift [N, R]; see `input_features_step`.

@@ -7,8 +7,8 @@ pairs in the last axis. Derivation, notation, backends and tolerances: docs/kern
 
 # reference.py judges all other modules. chunkwise*.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they
 # run); ops.py makes `torch.library` ops of the two. fft.py is plain PyTorch that autograd records. step.py is one token.
-# tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for sequences whose
-# shards are on several ranks. This package imports torch and triton, nothing else.
+# plain.py is for exported models and graphs. tables.py makes W, readouts and powers of the decay; packing.py is for packed
+# documents, shards.py for sequences whose shards are on several ranks. This package imports torch and triton, nothing else.
 
 import math
 from collections.abc import Callable
@@ -55,8 +55,8 @@ __all__ = [
     "send_state",
 ]
 
-# Number of what exported folders call here and in interdomain.features. Raise it, and the one in hf/scan_interdomain.py, with
-# every change of these functions' arguments, layouts or results.
+# Number of what exported models call here and in interdomain.features. Raise it, and the one in mixers/kernels.py, with every
+# change of these functions' arguments, layouts or results.
 INTERFACE = 1
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "fft", "reference")
 

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from interdomain.model.config import FIXED_STATE
@@ -21,6 +22,8 @@ CASES = {
     "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity", readout="hermitian", output_norm="soft")),
 }
 KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window", "mamba2")  # one of each kind of state
+each_case = pytest.mark.parametrize("case", CASES)
+each_kind = pytest.mark.parametrize("case", KINDS)
 
 EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version begins with, where that is given
 VOCAB, TOKENS = 420, 400  # the last rows are no tokens
@@ -34,7 +37,7 @@ def random_texts(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 
 
 def code_of(model, file: str = "modeling"):
-    """The module of a folder's own code, or the package's, that a model is made of: `modeling` or `scan`."""
+    """The module of a folder's own code, or the package's, that a model is made of: `modeling` or `plain`."""
     return sys.modules[type(model).__module__.replace("modeling_", f"{file}_")]
 
 

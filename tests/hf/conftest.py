@@ -68,3 +68,14 @@ def loaded(exported):
         return made[case]
 
     return load
+
+
+@pytest.fixture
+def native(loaded, case):
+    return loaded(case)[0]
+
+
+@pytest.fixture
+def there(loaded, case):
+    """The model of a test's `case` in transformers. No test changes it."""
+    return loaded(case)[1]

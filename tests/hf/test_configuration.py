@@ -31,16 +31,19 @@ def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed: 1 to"),
-        ({"hidden_size": 2**40}, "hidden_size is 1099511627776; allowed: 1 to"),
-        ({"hidden_size": 30}, "hidden_size must be heads x an even head_dim"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
-        ({"mixer": "mamba"}, "mixer is 'mamba'; allowed"),
-        ({"mixer": "hybrid", "layer_settings": [{"mixer": "softmax"}] * 3}, "layer_settings.*divide 2"),
+        ({"num_hidden_layers": 10**9}, "n_layers must be at most 1,048,576: got 1000000000"),
+        ({"hidden_size": 2**40}, "dim must be at most 1,048,576: got 1099511627776"),
+        ({"hidden_size": 30}, r"n_heads \* head_dim must be dim"),
+        ({"num_key_value_heads": 3}, "mixer.n_kv_heads must divide n_heads"),
+        ({"mixer": "mamba"}, "mixer.kind = 'mamba' is unknown; allowed"),
+        (
+            {"mixer": "hybrid", "layer_settings": [{"mixer": "softmax"}] * 3},
+            "3 conditions.*divide n_layers = 2",
+        ),
         ({"mixer": "hybrid", "layer_settings": [{}, {"readout": "imag"}]}, "readout = 'imag' is unknown"),
         ({"query_readout": False, "num_key_value_heads": 2}, "n_kv_heads = 2 is not possible"),
         ({"window": 4}, "window"),
-        ({"rope_theta": 0.0}, "rope_theta must be larger than 0"),
+        ({"rope_theta": 0.0}, "rope_theta must be positive"),
     ],
 )
 def test_a_configuration_that_cannot_be(settings, words):

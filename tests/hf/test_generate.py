@@ -5,14 +5,13 @@ import copy
 import pytest
 import torch
 
-from .common import CASES, CLOSE, KINDS, ON, code_of, greedy, padded, random_texts
+from .common import CLOSE, ON, code_of, each_case, each_kind, greedy, padded, random_texts
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_text_of_every_path(loaded, case):
-    model, there = loaded(case)
+@each_case
+def test_greedy_text_of_every_path(native, there):
     tokens = random_texts(2, 20)
-    wanted = greedy(model, tokens, 8)
+    wanted = greedy(native, tokens, 8)
     embeds = there.get_input_embeddings()(tokens)
     assert torch.equal(there.generate(tokens, max_new_tokens=8, **ON), wanted)
     assert torch.equal(there.generate(tokens, max_new_tokens=8, use_cache=False, **ON), wanted)
@@ -20,20 +19,20 @@ def test_greedy_text_of_every_path(loaded, case):
     assert torch.equal(there.generate(inputs_embeds=embeds, max_new_tokens=8, **ON), wanted[:, 20:])
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_left_padding_leaves_no_trace(loaded, case):
-    model, there = loaded(case)
+@pytest.mark.parametrize("side", ["left", "right"])
+@each_kind
+def test_padding_leaves_no_trace(native, there, side):
     rows = [random_texts(1, length, seed=length) for length in (3, 14, 1)]
-    tokens, mask = padded(rows, "left")
-    for options in ({}, dict(use_cache=False), dict(prefill_chunk_size=5)):
-        found = there.generate(tokens, attention_mask=mask, max_new_tokens=6, **ON, **options)
-        for row, text in zip(rows, found, strict=True):
-            assert torch.equal(text[14 - row.shape[1] :], greedy(model, row, 6)[0]), options
+    tokens, mask = padded(rows, side)
+    wanted = torch.cat([greedy(native, row, 6)[:, -6:] for row in rows])
+    in_chunks = dict(prefill_chunk_size=5) if side == "left" else {}  # only the last chunk gives a next token
+    for options in ({}, dict(use_cache=False), in_chunks):
+        text = there.generate(tokens, attention_mask=mask, max_new_tokens=6, **ON, **options)
+        assert torch.equal(text[:, 14:], wanted), options
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_beams(loaded, case, monkeypatch):
-    _, there = loaded(case)
+@each_kind
+def test_beams(there, monkeypatch):
     cache, moved = code_of(there).InterdomainCache, []
     select = cache.reorder_cache
     monkeypatch.setattr(cache, "reorder_cache", lambda self, rows: (moved.append(rows.tolist()), select(self, rows)))
@@ -45,19 +44,19 @@ def test_beams(loaded, case, monkeypatch):
     assert any(rows != sorted(set(rows)) for rows in moved)  # some beam was dropped for another
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_a_text_that_goes_on(loaded, case):
+@each_kind
+def test_a_text_that_goes_on(native, there):
     """Turn by turn with the returned cache: what it has read is not read again, and the text is that of one prompt."""
-    model, there = loaded(case)
     read = []
     hook = there.get_input_embeddings().register_forward_hook(lambda _, args, out: read.append(args[0].shape[1]))
     text, cache = random_texts(2, 12), None
     for turn in range(3):
-        wanted = greedy(model, text, 5)
+        wanted = greedy(native, text, 5)
         fork = copy.deepcopy(cache)
         for past in (cache, fork):
             read.clear()
-            out = there.generate(text, past_key_values=past, max_new_tokens=5, return_dict_in_generate=True, **ON)
+            with torch.inference_mode(turn == 0):
+                out = there.generate(text, past_key_values=past, max_new_tokens=5, return_dict_in_generate=True, **ON)
             assert torch.equal(out.sequences, wanted)
             assert read == [12 if turn == 0 else 5, 1, 1, 1, 1]  # the last token of the turn before, and four new ones
         cache = out.past_key_values
@@ -68,67 +67,24 @@ def test_a_text_that_goes_on(loaded, case):
         there.generate(wanted[:, :-1], past_key_values=cache, max_new_tokens=5, **ON)
 
 
-@pytest.mark.parametrize("case", ["interdomain", "softmax"])
-def test_chats_with_turns_of_unequal_length(loaded, case):
-    model, there = loaded(case)
-    options = dict(max_new_tokens=4, return_dict_in_generate=True, **ON)
-    text, mask = padded([random_texts(1, 4), random_texts(1, 10, seed=2)], "left")
-    with torch.inference_mode():
-        out = there.generate(text, attention_mask=mask, **options)
-    turn, more = padded([random_texts(1, 5, seed=3), random_texts(1, 2, seed=4)], "left")
-    text, mask = torch.cat([out.sequences, turn], dim=1), torch.cat([mask, torch.ones(2, 4).long(), more], dim=1)
-    found = there.generate(text, attention_mask=mask, past_key_values=out.past_key_values, **options).sequences
-    for row in range(2):
-        kept = torch.cat([mask[row], torch.ones(4).long()]).bool()
-        assert torch.equal(found[row, kept], greedy(model, text[row, mask[row].bool()][None], 4)[0])
-
-
-@pytest.mark.parametrize("case", KINDS)
-def test_a_chat_in_which_a_row_has_ended_early(loaded, case, tokenizer):
-    """Its padding was read as text, and the next turn's mask leaves it out: the text is that without a cache."""
-    model, there = loaded(case)
-    rows = random_texts(1, 4), random_texts(1, 10, seed=3)
-    text, mask = padded(rows, "left")
-    first, second = (greedy(model, row, 6)[0, -6:].tolist() for row in rows)
-    stop = next(token for token in first if token not in second)
-    out = there.generate(
-        text, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=stop, return_dict_in_generate=True
-    )
-    answer = torch.ones(2, 6).long()
-    answer[0, first.index(stop) + 1 :] = 0
-    assert not answer.all()
-    text = torch.cat([out.sequences, random_texts(2, 3, seed=3)], dim=1)
-    mask = torch.cat([mask, answer, torch.ones(2, 3).long()], dim=1)
-    with torch.no_grad(), pytest.raises(ValueError, match="Leave past_key_values out"):
-        there(text[:, -4:], attention_mask=mask, past_key_values=copy.copy(out.past_key_values))
-    found = there.generate(text, attention_mask=mask, past_key_values=out.past_key_values, max_new_tokens=4, **ON)
-    for row in range(2):
-        wanted = greedy(model, text[row, mask[row].bool()][None], 4)
-        assert torch.equal(found[row, -4:], wanted[0, -4:])
-
-
-@pytest.mark.parametrize("case", KINDS)
-@pytest.mark.parametrize("pieces", [[9], [6, 3]], ids=str)
-def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(loaded, case, pieces):
-    """Also where each row has as many tokens as were read: the text is that without a cache."""
-    model, there = loaded(case)
-    text, mask = random_texts(2, 9), torch.ones(2, 9).long()
+@each_kind
+def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(native, there):
+    """As after an answer that ended early, whose padding was read as text: the text is that without a cache."""
+    text, mask, cache = random_texts(2, 9), torch.ones(2, 13).long(), None
     mask[0, :3] = 0
-    cache = None
-    for begin, end in zip([0, *pieces], [sum(pieces[: i + 1]) for i in range(len(pieces))], strict=False):
-        out = there(text[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+    for begin, end in ((0, 6), (6, 9)):
+        cache = there(text[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = cache.past_key_values
     cache.reorder_cache(torch.tensor([1, 0]))
-    text = torch.cat([text[[1, 0]], random_texts(2, 4, seed=3)], dim=1)
-    mask = torch.ones(2, 13).long()
-    mask[1, :3] = 0
+    text = torch.cat([text.flip(0), random_texts(2, 4, seed=3)], dim=1)
+    mask = mask.flip(0)
     assert cache.has_read(mask)
-    mask[1, :6] = torch.tensor([1, 1, 1, 0, 0, 0])
+    mask[1, :6] = torch.tensor([1, 1, 1, 0, 0, 0])  # as many tokens as were read
     with pytest.raises(ValueError, match="Leave past_key_values out"):
         there(text[:, 9:], attention_mask=mask, past_key_values=copy.copy(cache))
     found = there.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=4, **ON)
     for row in range(2):
-        wanted = greedy(model, text[row, mask[row].bool()][None], 4)
+        wanted = greedy(native, text[row, mask[row].bool()][None], 4)
         assert torch.equal(found[row, -4:], wanted[0, -4:])
 
 
@@ -143,64 +99,49 @@ def test_the_end_of_text(loaded, tokenizer):
     assert torch.equal(found[1], whole[1])
 
 
-def test_generation_that_takes_tokens_back_is_refused(loaded):
+def test_what_needs_another_cache_is_refused(loaded):
+    there, tokens = loaded("interdomain")[1], random_texts(1, 9)
     with pytest.raises(ValueError, match="stateful"):
-        loaded("interdomain")[1].generate(random_texts(1, 9), max_new_tokens=2, prompt_lookup_num_tokens=3)
-
-
-@pytest.mark.parametrize("case", KINDS)
-def test_rows_padded_on_the_right(loaded, case):
-    model, there = loaded(case)
-    rows = [random_texts(1, length, seed=length) for length in (3, 14)]
-    tokens, mask = padded(rows, "right")
-    text = there.generate(tokens, attention_mask=mask, max_new_tokens=6, **ON)[:, 14:]
-    assert torch.equal(text, torch.cat([greedy(model, row, 6)[:, -6:] for row in rows]))
-
-
-def test_caches_of_transformers_are_refused(loaded):
-    there = loaded(KINDS[0])[1]
+        there.generate(tokens, max_new_tokens=2, prompt_lookup_num_tokens=3)
     with pytest.raises(NotImplementedError, match="call generate with a padded batch"):
         there.init_continuous_batching()
     with pytest.raises(ValueError, match="cache_implementation is 'static'"):
-        there.generate(random_texts(1, 9), max_new_tokens=2, cache_implementation="static")
+        there.generate(tokens, max_new_tokens=2, cache_implementation="static")
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_tokens_that_a_wrapper_puts_before_the_text(loaded, case, monkeypatch):
+@each_kind
+def test_tokens_that_a_wrapper_puts_before_the_text(there, monkeypatch):
     """As PEFT's prompt tuning does, where it finds no cache, or one of transformers' that has read nothing: embeddings before
     those of the text, and ones before its mask."""
     from transformers.cache_utils import Cache
 
-    _, there = loaded(case)
-    virtual, (tokens, mask) = (
-        random_texts(2, 3, seed=5),
-        padded([random_texts(1, 4), random_texts(1, 9, seed=2)], "left"),
-    )
+    virtual = random_texts(2, 3, seed=5)
+    tokens, mask = padded([random_texts(1, 4), random_texts(1, 9, seed=2)], "left")
     prepare = there.prepare_inputs_for_generation
 
     def prepare_with_prompt(*args, **kwargs):
         inputs = prepare(*args, **kwargs)
         inputs["attention_mask"] = torch.cat([torch.ones(2, 3), inputs["attention_mask"]], dim=1)
         cache = inputs.get("past_key_values", inputs.get("cache"))
-        if cache is None or (isinstance(cache, Cache) and not cache.get_seq_length()):
+        assert isinstance(cache, Cache)
+        if cache.get_seq_length():
+            inputs["input_ids"] = inputs["input_ids"][:, -1:]
+        else:
             text = torch.cat([virtual, inputs.pop("input_ids")], dim=1)
             inputs["inputs_embeds"] = there.get_input_embeddings()(text)
-        else:
-            inputs["input_ids"] = inputs["input_ids"][:, -1:]
         return inputs
 
-    rows = torch.cat([virtual, tokens], dim=1)
-    options = dict(max_new_tokens=5, **ON)
-    wanted = there.generate(rows, attention_mask=torch.cat([torch.ones(2, 3).long(), mask], dim=1), **options)
+    rows, whole = torch.cat([virtual, tokens], dim=1), torch.cat([torch.ones(2, 3).long(), mask], dim=1)
+    wanted = there.generate(rows, attention_mask=whole, max_new_tokens=5, **ON)
     monkeypatch.setattr(there, "prepare_inputs_for_generation", prepare_with_prompt)
-    found = there.generate(tokens, attention_mask=mask, **options)
+    found = there.generate(tokens, attention_mask=mask, max_new_tokens=5, **ON)
     assert torch.equal(found[:, 9:], wanted[:, 12:])
 
 
-@pytest.mark.parametrize("case", KINDS)
+@each_kind
 @torch.no_grad()
-def test_methods_of_a_cache(loaded, case):
-    _, there = loaded(case)
+def test_methods_of_a_cache(there):
+    there = copy.deepcopy(there).double()
     tokens, token = random_texts(2, 9), random_texts(2, 1, seed=2)
     cache = there(tokens).past_key_values
     assert (len(cache), cache.batch_size, cache.get_mask_sizes(1, 0)) == (there.config.num_hidden_layers, 2, (10, 0))
@@ -218,26 +159,24 @@ def test_methods_of_a_cache(loaded, case):
     assert torch.equal(there(tokens, past_key_values=cache).logits, there(tokens).logits)
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("case", KINDS)
-def test_copies_of_a_cache_go_their_own_ways(loaded, case, grad, duplicate):
-    _, there = loaded(case)
+@each_kind
+def test_copies_of_a_cache_go_their_own_ways(there, grad):
     tokens = random_texts(2, 9)
-    with torch.set_grad_enabled(grad):
-        cache = there(tokens[:, :5]).past_key_values
-        there(tokens[:, 5:].flip(1), past_key_values=duplicate(cache))
-        found = there(tokens[:, 5:], past_key_values=duplicate(cache)).logits
-        assert cache.get_seq_length() == 5
-        torch.testing.assert_close(found, there(tokens).logits[:, 5:], **CLOSE)
-        assert found.requires_grad == grad
+    for duplicate in (copy.copy, copy.deepcopy):
+        with torch.set_grad_enabled(grad):
+            cache = there(tokens[:, :5]).past_key_values
+            there(tokens[:, 5:].flip(1), past_key_values=duplicate(cache))
+            found = there(tokens[:, 5:], past_key_values=duplicate(cache)).logits
+            assert cache.get_seq_length() == 5
+            torch.testing.assert_close(found, there(tokens).logits[:, 5:], **CLOSE)
+            assert found.requires_grad == grad
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_offloaded_weights(loaded, case):
+@each_kind
+def test_offloaded_weights(there):
     """Weights of modules on "cpu" or "disk", by device_map: they are brought around the module's call."""
     accelerate = pytest.importorskip("accelerate")
-    _, there = loaded(case)
     tokens = random_texts(2, 9)
     with torch.no_grad():
         expected = there(tokens).logits

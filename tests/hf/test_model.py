@@ -9,36 +9,35 @@ from torch.nn import functional as F
 from interdomain.files.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
-from .common import CASES, code_of, padded, random_texts
+from .common import CASES, code_of, each_case, padded, random_texts
 
 EXACT = dict(rtol=1e-9, atol=1e-10)
 
 
 @pytest.fixture
-def classes(monkeypatch):
-    """`interdomain.hf` in plain PyTorch; what `loaded` gives computes with the package's kernels."""
+def plain(monkeypatch):
+    """plain(model of the package) -> the same in `interdomain.hf`, from now on in plain PyTorch."""
     hf = pytest.importorskip("interdomain.hf")
-    from interdomain.hf import scan_interdomain
 
-    monkeypatch.setattr(scan_interdomain, "input_features", None)
-    return hf
+    def make(native):
+        settings = to_transformers(native.config)
+        assert from_transformers({**settings, "facts": {}}) == native.config
+        model = hf.InterdomainForCausalLM(hf.InterdomainConfig(**settings)).double().eval()
+        model.load_state_dict({stored_name(name): tensor for name, tensor in native.state_dict().items()})
+        monkeypatch.setattr("interdomain.model.mixers.kernels.HAS_PACKAGE", False)
+        return model
 
-
-def of_native(classes, native, kind="InterdomainForCausalLM"):
-    settings = to_transformers(native.config)
-    assert from_transformers({**settings, "facts": {}}) == native.config
-    model = getattr(classes, kind)(classes.InterdomainConfig(**settings)).to(native.norm.weight.dtype)
-    model.load_state_dict({stored_name(name): tensor for name, tensor in native.state_dict().items()})
-    return model.eval()
+    return make
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_logits_gradients_and_steps(classes, condition, option):
+def test_logits_gradients_and_steps(plain, condition, option):
     """In float64, over two chunks: a whole pass; and prefill, steps and a second piece with a cache."""
     native = variant(condition, option)
-    model, tokens = of_native(classes, native), random_tokens(native.config, 2, 75)
+    tokens = random_tokens(native.config, 2, 75)
     wanted = native(tokens)
     F.cross_entropy(wanted.flatten(0, 1), tokens.flatten()).backward()
+    model = plain(native)
     whole, pieces, cache = model.train()(tokens).logits, [], None
     for piece in tokens.split([66, 1, 1, 7], dim=1):
         out = model.eval()(piece, past_key_values=cache)
@@ -56,14 +55,15 @@ def test_logits_gradients_and_steps(classes, condition, option):
 
 
 @pytest.mark.parametrize("sides", [("left", "left"), ("right", "left"), ("left", "right"), ("right", "right")])
-@pytest.mark.parametrize("case", CASES)
+@each_case
 @torch.no_grad()
-def test_turns_of_unequal_length(classes, case, sides):
+def test_turns_of_unequal_length(plain, case, sides):
     """Padding anywhere, in the first turn and in the next ones, is as if it were not there."""
     condition, overrides = CASES[case]
     native = lively(small_config(condition, **overrides))
-    model = of_native(classes, native)
     turns = [[random_tokens(native.config, 1, n, seed=n) for n in lengths] for lengths in ((70, 3), (2, 66), (1, 1))]
+    wanted = [native(torch.cat([turn[row] for turn in turns], dim=1))[0] for row in range(2)]
+    model = plain(native)
     cache, mask, found = None, torch.zeros(2, 0), ([], [])
     for turn, side in zip(turns, (*sides, "left"), strict=True):
         tokens, new = padded(turn, side)
@@ -73,27 +73,20 @@ def test_turns_of_unequal_length(classes, case, sides):
         for row in range(2):
             found[row].append(out.logits[row, new[row].bool()])
     for row in range(2):
-        text = torch.cat([turn[row] for turn in turns], dim=1)
-        torch.testing.assert_close(torch.cat(found[row]), native(text)[0], **EXACT)
+        torch.testing.assert_close(torch.cat(found[row]), wanted[row], **EXACT)
 
 
 @torch.no_grad()
 def test_positions_masks_and_embeddings(loaded):
     _, model = loaded("interdomain")
     assert code_of(model).__name__.startswith("transformers_modules.")
-    assert code_of(model, "scan").input_features is not None  # the package's kernels
+    assert code_of(model, "plain").HAS_PACKAGE
     tokens, mask = padded([random_texts(1, 5), random_texts(1, 12, seed=2)], "left")
     out = model(tokens, attention_mask=mask)
     assert torch.equal(model(tokens, attention_mask=mask, logits_to_keep=5).logits, out.logits[:, -5:])
     counted = (mask.cumsum(1) - 1).clamp_min(0)
     assert torch.equal(model(tokens, attention_mask=mask, position_ids=counted).logits, out.logits)
     assert torch.equal(model(tokens, attention_mask=mask, position_ids=torch.arange(12)[None]).logits, out.logits)
-    embeds = model.get_input_embeddings()(tokens)
-    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, out.logits)
-    states = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
-    assert [h.shape for h in states] == [(2, 12, 32)] * 3
-    assert torch.equal(model.output(states[-1]), out.logits)
-    assert torch.equal(model(tokens, attention_mask=mask, return_dict=False)[0], out.logits)
     for wrong in (
         dict(position_ids=torch.arange(12)[None] % 6),
         dict(position_ids=torch.arange(11)[None]),
@@ -101,7 +94,7 @@ def test_positions_masks_and_embeddings(loaded):
         dict(position_ids=torch.arange(12).expand(3, 2, 12)),
         dict(attention_mask=torch.ones(2, 5)),
         dict(attention_mask=torch.ones(2, 1, 12, 12)),
-        dict(inputs_embeds=embeds),
+        dict(inputs_embeds=torch.zeros(2, 12, 32)),
         dict(output_attentions=True),
         dict(past_key_values=[(1, 2)]),
         dict(past_key_values=model(tokens[:1]).past_key_values),
@@ -126,7 +119,7 @@ def test_positions_masks_and_embeddings(loaded):
     [("Dynamo", "s4d"), ("Onnx", "hybrid"), ("Onnx", "s4d"), ("Onnx", "gla"), ("Onnx", "gated-deltanet")],
 )
 @torch.no_grad()
-def test_graphs_of_transformers_exporters(loaded, backend, case):
+def test_graphs_of_transformers_exporters(there, case, backend):
     """One graph for all prompts, left-padded and of several chunks, and one for all steps, without the package's kernels.
 
     For ONNX: pip install onnx onnxscript onnxruntime.
@@ -134,7 +127,7 @@ def test_graphs_of_transformers_exporters(loaded, backend, case):
     module = pytest.importorskip(f"transformers.exporters.exporter_{backend.lower()}", reason="transformers 5 has them")
     if backend == "Onnx":
         pytest.importorskip("onnxruntime")
-    model = copy.deepcopy(loaded(case)[1])
+    model = copy.deepcopy(there)
     del model.model.layers[2 if case == "hybrid" else 1 :]
     model.config.num_hidden_layers = len(model.model.layers)
     tokens, mask = padded([random_texts(1, n, seed=n) for n in (4, 9)], "left")

@@ -12,7 +12,7 @@ from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
-from interdomain.model.mixers.fixed_state import recurrence
+from interdomain.model.mixers.fla_kernels import recurrence
 
 from .common import EPS, small_config, variant
 from .test_flops import counted

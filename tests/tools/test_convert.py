@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files.checkpoint_index import read_tensors, tensor_index, write_tensors
-from interdomain.files.model_card import BIBTEX
+from interdomain.files.model_card import TEMPLATE
 from interdomain.files.pretrained import BASE, read_config
 from interdomain.files.run_folder import note_folders
 from interdomain.megatron import checkpoint as megatron
@@ -92,8 +92,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert_same(stored(output), model.state_dict())
     assert {path.name for path in output.iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-        *("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py"),
-        *("fixed_state_interdomain.py", "plain_interdomain.py"),
+        *("configuration_interdomain.py", "modeling_interdomain.py", "cache_interdomain.py", "plain_interdomain.py"),
         *("generation_config.json", "README.md", "LICENSE"),
     }
     assert len({path.stat().st_mode for path in output.iterdir()}) == 1  # by the umask: safetensors' own is 0600
@@ -227,7 +226,7 @@ def test_the_card_cites_what_the_repository_cites():
     paper = (REPOSITORY / "CITATION.cff").read_text().partition("preferred-citation:")[2]
     names = re.findall(r"family-names: ([^,]+), given-names: ([^}]+)", paper)
     title, number = (re.search(pattern, paper)[1] for pattern in (r'title: "(.+)"', r"arxiv.org/abs/([\d.]+)"))
-    bibtex = " ".join(BIBTEX.split())
+    bibtex = " ".join(re.search(r"```bibtex\n(.*?)```", TEMPLATE.read_text(), re.DOTALL)[1].split())
     assert f"title = {{{title}}}" in bibtex
     assert f"author = {{{' and '.join(map(', '.join, names))}}}" in bibtex
     assert f"arXiv:{number}" in bibtex

@@ -10,7 +10,6 @@ Nothing in it is ever unpickled. A folder is written under another name and rena
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from torch import Tensor
 from interdomain.data import check_vocab, load_tokenizer, recorded_documents
 from interdomain.data.indexed import file_sha256
 from interdomain.data.tokenizer_export import padding_id
-from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
+from interdomain.model.config import Execution, ModelConfig
 from interdomain.model.transformer import Transformer, meta_model
 
+from .config_json import from_transformers, to_transformers
 from .distributed_checkpoint import TOKENIZER, check_types
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -35,49 +35,12 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
 }
-# Settings that transformers knows by another name; the mixer's others stand beside them under their own.
-SETTINGS = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "kind": "mixer",
-}
-HYBRID = "hybrid"  # the mixer of a model whose `layer_settings` say what the settings of each layer are, in a pattern
 BASE = "model."  # before the name of every tensor but the head's: transformers' base_model_prefix
 
 
 def stored_name(name: str) -> str:
     """A tensor's name in a folder. `name.removeprefix(BASE)` is the inverse."""
     return name if name.startswith("output.") else BASE + name
-
-
-def to_transformers(config: ModelConfig) -> dict[str, Any]:
-    """The settings as config.json has them."""
-    settings: dict[str, Any] = config.to_dict()
-    del settings["mixer"]
-    mixers = []
-    for layer in config.layers[: len(config.mixers)]:
-        mixer = {SETTINGS.get(name, name): value for name, value in asdict(layer.mixer).items() if name != "n_kv_heads"}
-        mixers.append(mixer | {"num_key_value_heads": layer.n_kv_heads})
-    return {
-        **{SETTINGS.get(name, name): value for name, value in settings.items()},
-        **(mixers[0] if len(mixers) == 1 else {"mixer": HYBRID, "layer_settings": mixers}),
-        "intermediate_size": config.ffn_hidden,
-    }
-
-
-def from_transformers(record: dict[str, Any]) -> ModelConfig:
-    """The model of a config.json. Raises: KeyError, TypeError, ValueError."""
-    settings = {name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)}
-    mixers = []
-    for layer in record["layer_settings"] if record["mixer"] == HYBRID else [record]:
-        # What a folder from before a setting lacks has the setting's default.
-        mixer = {name: layer[key] for name in MIXER_SETTINGS if (key := SETTINGS.get(name, name)) in layer}
-        shared = layer["num_key_value_heads"]
-        mixers.append(mixer | {"n_kv_heads": None if shared == settings["n_heads"] else shared})
-    return ModelConfig.from_dict({**settings, "mixer": mixers})
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

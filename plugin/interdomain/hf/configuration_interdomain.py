@@ -1,14 +1,12 @@
 """config.json of an Interdomain Attention model."""
 
-import copy
 from dataclasses import fields
 
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from .plain_interdomain import CONV_WIDTH, KINDS, LARGEST, MixerConfig
+from .plain_interdomain import FORMAT_VERSION, MixerConfig, ModelConfig, from_transformers
 
-MIXER = {f.name: f.default for f in fields(MixerConfig) if f.name not in ("kind", "n_kv_heads")}
 DEFAULTS = dict(
     vocab_size=32_000,
     hidden_size=768,
@@ -21,7 +19,8 @@ DEFAULTS = dict(
     use_cache=True,
     mixer="interdomain",
     layer_settings=None,
-    **MIXER,
+    format_version=FORMAT_VERSION,
+    **{f.name: f.default for f in fields(MixerConfig) if f.name not in ("kind", "n_kv_heads")},
 )
 
 
@@ -32,11 +31,11 @@ class InterdomainConfig(PretrainedConfig):
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, ...: as in Llama. intermediate_size: None for
             8/3 of hidden_size, rounded up to a multiple of 128. What is left out is as in DEFAULTS.
         num_key_value_heads: heads of keys, values and state, which query heads share in groups; None: as many as query heads.
-        mixer: one of KINDS; or `hybrid` where `layer_settings` has the mixer's settings for each layer, mixer and
+        mixer: a kind of `MixerConfig`; or `hybrid` where `layer_settings` has the mixer's settings for each layer, mixer and
             num_key_value_heads among them: a list that is repeated where it is shorter than the layers.
         initializer_range: standard deviation of linear layers in a new model.
         dual_input, query_readout, ..., a_init: the other settings of the mixer, as `MixerConfig` has them.
-        weights, facts: checksums of the files that config.json lies beside, and what is known of them; not kept, for a folder
+        weights, facts: checksums of the files that config.json lies beside, and what is known of them; not kept, for a model
             that is saved anew has other weights.
         layer_types: read from the mixers: which layers have a cache of keys and values, in transformers' words.
     Raises: ValueError for an unknown choice, for sizes that do not fit, and for a setting that the mixer does not have.
@@ -57,7 +56,6 @@ class InterdomainConfig(PretrainedConfig):
     ):
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
-        self.intermediate_size = intermediate_size or -(-8 * self.hidden_size // (3 * 128)) * 128
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.head_dim = head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         super().__init__(**{"tie_word_embeddings": False, **settings})
@@ -65,59 +63,17 @@ class InterdomainConfig(PretrainedConfig):
             raise ValueError("tie_word_embeddings: the head has a matrix of its own; leave it out.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
-        self._set_conv_width()
-        self.check()
-        growing = {None: "full_attention"}
-        self.layer_types = [
-            growing.get(layer.window, "sliding_attention") if layer.mixer == "softmax" else "linear_attention"
-            for layer in (self.of_layer(i) for i in range(self.num_hidden_layers))
-        ]
+        model = self.checked()
+        self.intermediate_size = intermediate_size or model.ffn_hidden
+        self.layer_types = []
+        for layer in model.layers:
+            softmax = "full_attention" if layer.mixer.window is None else "sliding_attention"
+            self.layer_types.append(softmax if layer.mixer.kind == "softmax" else "linear_attention")
 
-    def check(self) -> None:
-        """Raises ValueError as the class says. Again when a model is made: `from_pretrained` sets its options later."""
+    def checked(self) -> ModelConfig:
+        """The model's own configuration. Raises ValueError as the class says. Again when a model is made: `from_pretrained`
+        sets its options later."""
         if self.tie_word_embeddings:
             logging.get_logger(__name__).warning("tie_word_embeddings is off: the head has a matrix of its own.")
             self.tie_word_embeddings = False
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            if not 0 < getattr(self, name) <= LARGEST:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 to {LARGEST:,}.")
-        for name in ("rope_theta", "rms_norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be larger than 0: got {getattr(self, name)}.")
-        if self.mixer not in (*KINDS, "hybrid"):
-            raise ValueError(f"mixer is {self.mixer!r}; allowed: {', '.join(KINDS)}, hybrid.")
-        if self.mixer == "hybrid":
-            if not self.layer_settings or self.num_hidden_layers % len(self.layer_settings):
-                raise ValueError(
-                    f"layer_settings: their number must divide {self.num_hidden_layers}: {self.layer_settings}."
-                )
-            for layer in self.layer_settings:  # each as the configuration of a model of such layers
-                sizes = dict(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
-                InterdomainConfig(**sizes, head_dim=self.head_dim, **layer)
-        heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        if heads * width != self.hidden_size or width % 2:
-            raise ValueError(f"hidden_size must be heads x an even head_dim: got {self.hidden_size}, {heads}, {width}.")
-        if heads % groups:
-            raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}: got {groups}.")
-        if self.mixer != "hybrid":
-            self.mixer_config  # noqa: B018 (it checks itself)
-
-    @property
-    def mixer_config(self) -> MixerConfig:
-        heads = None if self.num_key_value_heads == self.num_attention_heads else self.num_key_value_heads
-        return MixerConfig(kind=self.mixer, n_kv_heads=heads, **{name: getattr(self, name) for name in MIXER})
-
-    def of_layer(self, i: int) -> "InterdomainConfig":
-        """The configuration of a model all of whose layers are like layer i."""
-        if self.mixer != "hybrid":
-            return self
-        layer = copy.copy(self)
-        for name, value in self.layer_settings[i % len(self.layer_settings)].items():
-            setattr(layer, name, value)
-        layer._set_conv_width()
-        return layer
-
-    def _set_conv_width(self) -> None:
-        """The convolution's width where none is set; a hybrid's layers have theirs."""
-        if self.conv_width is None and self.mixer != "hybrid":
-            self.conv_width = CONV_WIDTH.get(self.mixer, 4)
+        return from_transformers(vars(self))

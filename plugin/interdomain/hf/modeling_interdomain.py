@@ -1,6 +1,5 @@
 """Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size."""
 
-import math
 from typing import Any
 
 import torch
@@ -13,153 +12,55 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
+from .cache_interdomain import InterdomainCache, Rows, dynamics_of, token_order
 from .configuration_interdomain import InterdomainConfig
-from .fixed_state_interdomain import FixedStateMixer, SoftmaxMixer, StepSize, last_inputs
-from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, float32_modules, is_exporting, rope_tables
-from .scan_interdomain import (
-    Attended,
-    InputNorm,
-    InterdomainCache,
-    OutputNorm,
-    Padding,
-    ShortConv,
-    SSMDynamics,
-    features,
-    residual_linear,
-    scan,
-    step,
+from .plain_interdomain import (
+    FeedForward,
+    ModelConfig,
+    RMSNorm,
+    float32_modules,
+    initial_value,
+    is_exporting,
+    mixer_class,
+    rope_of,
     take,
-    wide,
 )
 
-# Shapes: B batch, T tokens, H heads of state, R key features, D value width (R = D = head_dim), P = R + D channels, M basis
-#         functions, W convolution width, E channels of the convolutions, S slots of softmax's cache.
-
+# Shapes: B batch, T tokens.
 
 logger = logging.get_logger(__name__)
 PACKED = "no packed sequences"
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"  # so Trainer's label smoothing shifts them
-
-
-class InterdomainMixer(nn.Module):
-    """The recurrence, read with a query or linearly. With a single input wk and wv are the paper's a and b."""
-
-    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config, self.layer_idx = config, layer_idx
-        dim, heads = config.hidden_size, config.num_key_value_heads
-        kv_dim, taps = heads * config.head_dim, config.conv_width
-
-        def short_conv(channels: int) -> ShortConv | None:
-            return ShortConv(channels, taps) if taps else None
-
-        if config.query_readout:
-            self.wq = nn.Linear(dim, dim, bias=False)
-            self.q_conv = short_conv(dim)
-        self.wk = nn.Linear(dim, kv_dim, bias=False)
-        self.k_conv = short_conv(kv_dim)
-        self.wv = nn.Linear(dim, kv_dim, bias=False)
-        if not config.dual_input:
-            self.v_conv = short_conv(kv_dim)
-        self.feature_map = feature_map(config.feature_map, heads, config.head_dim)
-        silu = self.feature_map is None  # the other maps keep scale and sign
-        self.k_norm = InputNorm(heads, config.head_dim) if silu else None
-        self.v_norm = InputNorm(heads, config.head_dim) if silu else None
-        self.ssm = SSMDynamics(config)
-        self.o_norm = None if config.output_norm == "none" else OutputNorm(config)
-        out_dim = dim if config.query_readout else 2 * dim
-        self.wg = nn.Linear(dim, out_dim, bias=False) if config.output_gate else None
-        self.wo = residual_linear(out_dim, dim)
-
-    def forward(
-        self, hidden: Tensor, rope, padding: Padding | None = None, past_key_values: InterdomainCache | None = None
-    ) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]; a cache is advanced. rope: (cos, sin) of the tokens in the padding's order."""
-        config, cache, dtype = self.config, past_key_values, wide(hidden.dtype)
-        x = hidden if padding is None else take(hidden, padding.order)
-        past, state = (None, None) if cache is None else cache.states.get(self.layer_idx, (None, None))
-        tables = None if cache is None else cache.tables.get(self.layer_idx)
-        tables = self.ssm(dtype) if tables is None else tables
-
-        inputs = {name: getattr(self, f"w{name}")(x) for name in "qkv" if hasattr(self, f"w{name}")}
-        convolved = {name: y for name, y in inputs.items() if getattr(self, f"{name}_conv", None) is not None}
-        pasts, last = {}, x.new_empty(x.shape[0], 0)
-        if convolved and past is not None:
-            pasts = dict(zip(convolved, past.split([y.shape[-1] for y in convolved.values()], dim=-1), strict=True))
-        mapped = {name: self._features(name, y, pasts.get(name), rope) for name, y in inputs.items()}
-        q, k, v = mapped.get("q"), mapped["k"], mapped["v"]
-        if config.normalize:  # the coefficients of a channel of ones are the denominator
-            v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
-        if cache is None:
-            o, _ = scan(q, k, v, tables, None)
-        else:
-            if state is None:
-                state = tables[0].new_zeros(k.shape[0], *tables[0].shape[:2], k.shape[-1] + v.shape[-1], 2)
-            run = step if k.shape[1] == 1 and padding is None else scan
-            o, final = run(q, k, v, tables, state)
-            if padding is not None:
-                final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
-            if not is_exporting():
-                cache.tables[self.layer_idx] = tables
-            if convolved:
-                last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
-            cache.advance(self.layer_idx, last, final)
-        if config.normalize:
-            o = divided(o, v)
-        if self.o_norm is not None:
-            o = self.o_norm(o)
-        o = o.flatten(2)
-        if self.wg is not None:
-            o = GATES[config.gate_function](self.wg(x)) * o
-        o = self.wo(o)
-        return o if padding is None else take(o, padding.back)
-
-    def _features(self, name: str, y: Tensor, past: Tensor | None, rope) -> Tensor:
-        """A projection [B, T, E] -> queries, keys or values [B, T, H, R]."""
-        conv, norm = getattr(self, f"{name}_conv", None), getattr(self, f"{name}_norm", None)
-        mapped = name == "q" or (name == "k" and self.config.dual_input)
-        y = features(
-            y,
-            self.config.head_dim,
-            conv=None if conv is None else conv(),
-            past=past,
-            rope=rope if self.config.rope and name != "v" else None,
-            silu=mapped and self.feature_map is None,
-            norm=None if norm is None else norm(),
-            eps=self.config.rms_norm_eps,
-        )
-        return self.feature_map(y, query=name == "q") if mapped and self.feature_map is not None else y
-
-
-class InterdomainMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: InterdomainConfig) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.w2 = residual_linear(config.intermediate_size, config.hidden_size)
-        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+INITIAL_STD = 0.02  # of linear layers, in `initial_value`
 
 
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
-    def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
-        super().__init__()
-        mixers = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
-        self.attention = mixers.get(config.mixer, FixedStateMixer)(config, layer_idx)
-        self.feed_forward = InterdomainMLP(config)
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    """A mixer of the package and a feed-forward."""
 
-    def forward(
-        self, hidden: Tensor, rope=None, unseen=None, past_key_values: InterdomainCache | None = None
-    ) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]. unseen: the mixer's `padding` or `attended`."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), rope, unseen, past_key_values)
+    def __init__(self, config: ModelConfig, hidden: int, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attention = mixer_class(config.mixer)(config)
+        self.feed_forward = FeedForward(config.dim, hidden)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, hidden: Tensor, rope: Any, rows: Rows, past_key_values: InterdomainCache | None = None) -> Tensor:
+        """[B, T, dim] -> [B, T, dim]; a cache is advanced. rope: cos and sin of the tokens in the rows' order."""
+        cache, x = past_key_values, self.attention_norm(hidden)
+        if rows.order is not None:
+            x = take(x, rows.order)
+        if cache is None:
+            y = self.attention(x, rope, dynamics_of(self.attention, x), None, rows.told)
+        else:
+            state, dynamics = cache.state_of(self.layer_idx, self.attention, x)
+            y = self.attention(x, rope, dynamics, state, rows.told)
+            cache.take_over(self.layer_idx, state, rows.stay)
+        if rows.back is not None:
+            y = take(y, rows.back)
+        hidden = hidden + y
         return hidden + self.feed_forward(self.ffn_norm(hidden))
 
 
@@ -175,9 +76,11 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # no assisted generation, which takes tokens back
 
     def post_init(self) -> None:
+        modules = dict(self.named_modules())
+        for name, module in modules.items():
+            vars(module)["place"] = name.removeprefix("model.")  # for _init_weights
         super().post_init()
-        modules = {name.rpartition(".")[2] for name, _ in self.named_modules()}
-        self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & modules
+        self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & {name.rpartition(".")[2] for name in modules}
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -189,30 +92,17 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        config, init = self.config, nn.init
-        if isinstance(module, nn.Linear | nn.Embedding):
-            depth = 2 * config.num_hidden_layers if getattr(module, "writes_residual", False) else 1
-            init.normal_(module.weight, 0.0, config.initializer_range / math.sqrt(depth))
-        elif isinstance(module, nn.RMSNorm):
-            init.ones_(module.weight)
-        elif isinstance(module, ShortConv):
-            bound = module.weight.shape[-1] ** -0.5
-            init.uniform_(module.weight, -bound, bound)
-            if module.bias is not None:
-                init.uniform_(module.bias, -bound, bound)
-        elif isinstance(module, InputNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, OutputNorm):
-            init.constant_(module.weight, module.start)
-        elif isinstance(module, RandomFeatures):
-            init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
-            if not getattr(module.frequencies, "_is_hf_initialized", False):  # transformers' mark of a loaded one
-                module.frequencies.copy_(module.drawn(module.frequencies))
-        elif isinstance(module, SSMDynamics | StepSize):
-            module.init_values()
-        elif isinstance(module, FixedStateMixer) and module.kind == "gla":
-            init.zeros_(module.gate_bias)
+        """The package's initial values."""
+        place, linear = getattr(module, "place", ""), isinstance(module, nn.Linear | nn.Embedding)
+        if linear and not place.startswith("layers."):  # embeddings and heads, also those that are added
+            place = "output"
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
+        for name, tensor in tensors:
+            if getattr(tensor, "_is_hf_initialized", False):  # transformers' mark of a loaded one
+                continue
+            value = initial_value(f"{place}.{name}", tensor.shape, self.config.checked(), seed)
+            tensor.copy_(value * (self.config.initializer_range / INITIAL_STD) if linear else value)
 
 
 class InterdomainModel(InterdomainPreTrainedModel):
@@ -220,14 +110,16 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__(config)
-        config.check()
+        self.own = config.checked()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        each = [config.of_layer(i) for i in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(InterdomainDecoderLayer(own, i) for i, own in enumerate(each))
+        self.layers = nn.ModuleList(
+            InterdomainDecoderLayer(layer, config.intermediate_size, i) for i, layer in enumerate(self.own.layers)
+        )
         # What a layer needs to know of the texts: None for a recurrence, else softmax's window, 0 where it has none.
-        self.kinds = [(own.window or 0) if own.mixer == "softmax" else None for own in each]
-        self.rotated = any(own.rope for own in each)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        mixers = [layer.mixer for layer in self.own.layers]
+        self.kinds = [(mixer.window or 0) if mixer.kind == "softmax" else None for mixer in mixers]
+        self.rotated = any(mixer.rope for mixer in mixers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -290,7 +182,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         return BaseModelOutputWithPast(hidden, cache if use_cache else None, states)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
-        """({kind: (RoPE's cos and sin, what its mixers need to know of padding)}, tokens of each row after this pass [B])."""
+        """({kind: (RoPE's cos and sin, Rows)}, tokens of each row after this pass [B])."""
         (B, T, _), device = embeds.shape, embeds.device
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
@@ -322,11 +214,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
             check_position_ids(position_ids, ones, start, 0 if cache is None else cache.length)
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
         for kind in dict.fromkeys(self.kinds):
-            positions = ordered if kind is None and mask is not None else counted
-            padding = None if mask is None or kind is not None else Padding.of(mask)
-            unseen = padding if kind is None else Attended.of(kind, counted, mask, cache)
-            angles = positions, self.config.head_dim, self.config.rope_theta, wide(embeds.dtype)
-            prepared[kind] = rope_tables(*angles) if self.rotated else None, unseen
+            positions, rows = counted, Rows()
+            if kind is not None:
+                rows = Rows.attended(kind, counted, mask, cache, embeds.dtype)
+            elif mask is not None:
+                positions, rows = ordered, Rows.padded(mask)
+            prepared[kind] = rope_of(self.own, positions, embeds.dtype) if self.rotated else None, rows
         return prepared, start + ones.sum(1)
 
 
@@ -389,8 +282,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
-            padding = Padding.of(attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool())
-            hidden = take(hidden, padding.order.gather(1, (padding.lengths[:, None] - 1) % hidden.shape[1]))
+            order, _, lengths = token_order(attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool())
+            last = (lengths[:, None] - 1) % hidden.shape[1]
+            hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])
         loss = None
         if labels is not None:

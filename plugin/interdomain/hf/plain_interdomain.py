@@ -1,10 +1,15 @@
-"""Settings and formulas of the package. A standalone folder has the text of these modules here (files/model_code.py)."""
+"""What the model in transformers is made of. In an exported model this file has the text of it all (files/model_code.py)."""
 
-# ruff: noqa: F403
-from interdomain.features.plain import *
-from interdomain.model.feature_maps import *
-from interdomain.model.mixers.fixed_state_scan import *
-from interdomain.model.recomputation import *
-from interdomain.model.settings import *
-from interdomain.scan.step import *
-from interdomain.scan.tables import *
+# ruff: noqa: F401
+from interdomain.files.config_json import from_transformers
+from interdomain.model.config import FORMAT_VERSION, ModelConfig
+from interdomain.model.feature_maps import float32_modules, widened
+from interdomain.model.initialize import initial_value
+from interdomain.model.layers import RMSNorm, rope_of
+from interdomain.model.mixers.base import Packing, take
+from interdomain.model.mixers.kernels import is_exporting
+from interdomain.model.mixers.softmax import Attended, SoftmaxMixer, additive_mask
+from interdomain.model.recomputation import backward_pass, check_not_recomputed
+from interdomain.model.settings import MixerConfig
+from interdomain.model.state import KVCache, MixerState
+from interdomain.model.transformer import FeedForward, mixer_class

@@ -15,7 +15,7 @@ from itertools import starmap
 import torch
 from torch import Tensor, nn
 
-from interdomain.scan import initial_A
+from interdomain.scan.tables import initial_A
 
 from .config import ModelConfig
 from .feature_maps import FEATURE_MAPS

@@ -3,7 +3,7 @@
 `interdomain.features` and `feature_maps.py` compute the latter. The module that holds a layer draws its values.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from .config import ModelConfig
 from .feature_maps import normed, rope_tables
-from .shard import Part, scatter_tokens
+
+if TYPE_CHECKING:
+    from .shard import Part
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
 
@@ -54,7 +56,7 @@ class LocalParameters(nn.Module):
 class Embedding(LocalParameters, nn.Embedding):
     """tokens [B, T] -> [B, T, dim]. With `heads`: from its part of the rows to its part of the tokens, [B, T / size, dim]."""
 
-    heads: Part | None = None
+    heads: "Part | None" = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.local()
@@ -63,7 +65,7 @@ class Embedding(LocalParameters, nn.Embedding):
         tokens = tokens - self.heads.rank * len(rows)
         elsewhere = (tokens < 0) | (tokens >= len(rows))
         rows_of_tokens = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
-        return scatter_tokens(rows_of_tokens, self.heads)
+        return self.heads.scatter_tokens(rows_of_tokens)
 
 
 class Linear(LocalParameters, nn.Linear):
@@ -88,12 +90,16 @@ class RMSNorm(LocalParameters, nn.RMSNorm):
 
 
 class ShortConv(LocalParameters):
-    """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel."""
+    """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel: (weight, bias) by a call,
+    around which accelerate brings what it has offloaded."""
 
     def __init__(self, channels: int, width: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def forward(self) -> tuple[Tensor, Any]:
+        return self.local(), self.local("bias")
 
 
 def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -102,7 +108,8 @@ def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple
 
 
 class InputNorm(LocalParameters):
-    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. 12): R + H R.
+    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. 12): R + H R. Called, it returns
+    (weight, bias), as ShortConv.
 
     The paper's text gives every head a scale of its own; its parameter counts leave no room for that.
     """
@@ -112,6 +119,9 @@ class InputNorm(LocalParameters):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
         self.bias = nn.Parameter(torch.empty(n_heads, head_dim))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.local(), self.local("bias")
 
 
 class OutputNorm(LocalParameters):

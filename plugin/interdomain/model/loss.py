@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .layers import Linear, autocast_dtype
-from .shard import Part, gather_shards, gather_tokens
+from .shard import Part
 
 PieceLoss = Callable[[Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor | None]]  # `piece_loss`, or it compiled
 
@@ -41,7 +41,7 @@ class Head(Linear):
         self.piece_loss: PieceLoss = piece_loss
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        hidden = gather_tokens(hidden, self.heads)
+        hidden = hidden if self.heads is None else self.heads.gather_tokens(hidden)
         if labels is None:
             return super().forward(hidden)
         return summed_cross_entropy(hidden, self.local(), labels, self.piece_loss, self.heads, self.scores)
@@ -68,7 +68,7 @@ def piece_loss(
     if vocabulary is None:
         log_p, here = F.log_softmax(wide, dim=1), labels
     else:
-        by_part = gather_shards(wide.logsumexp(dim=1), vocabulary)
+        by_part = vocabulary.gather(wide.logsumexp(dim=1))
         log_p, here = wide - by_part.logsumexp(dim=0)[:, None], labels.masked_fill(labels == ELSEWHERE, IGNORE_INDEX)
     loss = F.nll_loss(log_p, here, reduction="sum", ignore_index=IGNORE_INDEX)
     if not gradient:
@@ -89,7 +89,7 @@ def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None)
     largest = wide.argmax(dim=1, keepdim=True)
     best = torch.stack([wide.logsumexp(dim=1), wide.gather(1, largest)[:, 0], (largest[:, 0] + first).to(wide.dtype)])
     if vocabulary is not None:
-        log_z, value, index = gather_shards(best, vocabulary).unbind(dim=1)  # each [size, n]
+        log_z, value, index = vocabulary.gather(best).unbind(dim=1)  # each [size, n]
         winner = value.argmax(dim=0, keepdim=True)
         best = torch.stack([log_z.logsumexp(dim=0), value.gather(0, winner)[0], index.gather(0, winner)[0]])
     loss, wrong = best[0] - wide.gather(1, labels.clamp_min(0)[:, None])[:, 0], best[2] != labels + first

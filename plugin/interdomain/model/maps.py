@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from interdomain.scan import interdomain_scan, linear_scan
-
 from .feature_maps import GATES
-from .mixers.fixed_state import recurrence
+from .mixers.kernels import interdomain_scan, linear_scan, recurrence
 from .mixers.softmax import _attention, _in_blocks
 from .pairing import pairing
 from .transformer import Transformer

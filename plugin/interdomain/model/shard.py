@@ -5,10 +5,13 @@ PyTorch's functional collectives with a gradient, so torch.compile and CommDebug
 all that is computed before `receive`; in the backward pass the other way round.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from interdomain.scan import SentState, send_state
 
 c10d = torch.ops._c10d_functional  # asynchronous; take the name of a group
 
@@ -26,59 +29,69 @@ def split_dimension(model: nn.Module, name: str) -> int | None:
 class Part(NamedTuple):
     """The part, of `size` equal ones, that a rank has; the ranks of a process group have the parts in order.
 
-    group: the group's name (`ProcessGroup.group_name`); rank: this rank's place in it.
+    The mixers call its methods, so that a model without parts needs nothing of this module.
+
+    Attributes:
+        group: the group's name (`ProcessGroup.group_name`).
+        rank: this rank's place in it.
     """
 
     group: str
     rank: int
     size: int
 
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """The tokens of all ranks, [B, T / size, E] -> [B, T, E]."""
+        return _Collective.apply(x, True, 1, self)
 
-def shard_of(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
+    def scatter_tokens(self, x: Tensor) -> Tensor:
+        """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]."""
+        return _Collective.apply(x, False, 1, self)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x of all ranks, one after the other: [size, *x.shape]. A rank's gradient is the sum of what all ranks have for its
+        x."""
+        return _Collective.apply(x[None], True, 0, self)
+
+    def send_tail(self, x: Tensor | dict[str, Tensor], n: int) -> Tensor:
+        """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result.
+
+        x: hidden states; or what was made of them, by the projection's name (Megatron), of which those of convolutions are
+            sent.
+        """
+        tail = (
+            torch.cat([y[:, -n:] for y in _of_convolutions(x).values()], dim=-1) if isinstance(x, dict) else x[:, -n:]
+        )
+        return send(tail, _to_neighbour(self, 1, len(tail)), _to_neighbour(self, -1, len(tail)), self)
+
+    def receive_tail(self, sent: Tensor, x: Tensor | dict[str, Tensor], back: Tensor | None) -> Any:
+        """The last n tokens of the shard before, as x; zeros but for the last `back` [B], where that is given: those are of the
+        first token's document. At the first rank zeros."""
+        past = receive(sent, _to_neighbour(self, 1, len(sent)), _to_neighbour(self, -1, len(sent)), self)
+        if self.rank == 0:  # the last one's, as those of a ring: all ranks have the same shapes
+            back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
+        if back is not None:
+            distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
+            past = past.masked_fill(distance > back[:, None, None], 0)
+        if not isinstance(x, dict):
+            return past
+        parts = _of_convolutions(x)
+        return dict(zip(parts, past.split([y.shape[-1] for y in parts.values()], dim=-1), strict=True))
+
+    def send_state(
+        self, parts: Iterable[Tensor], log_decay: Tensor, documents: Tensor | None, backend: str
+    ) -> SentState:
+        """Start the exchange of a scan's states (`interdomain.scan.send_state`). parts: keys and values, or z."""
+        options: dict[str, Any] = dict(documents=documents, check_documents=False, backend=backend)
+        return send_state(*parts, log_decay=log_decay, group=self.group, **options)
+
+
+def shard_of(x: Tensor, part: "Part | None", dim: int = 0) -> Tensor:
     """This rank's part of x along a dimension, a view; x itself where part is None."""
     return x if part is None else x.chunk(part.size, dim)[part.rank]
 
 
-def gather_tokens(x: Tensor, part: Part | None) -> Tensor:
-    """The tokens of all ranks, [B, T / size, E] -> [B, T, E]; x itself where part is None."""
-    return x if part is None else _Collective.apply(x, True, 1, part)
-
-
-def scatter_tokens(x: Tensor, part: Part | None) -> Tensor:
-    """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]; x itself where part is None."""
-    return x if part is None else _Collective.apply(x, False, 1, part)
-
-
-def gather_shards(x: Tensor, part: Part) -> Tensor:
-    """x of all ranks, one after the other: [size, *x.shape]. A rank's gradient is the sum of what all ranks have for its x."""
-    return _Collective.apply(x[None], True, 0, part)
-
-
-def send_tail(x: Tensor | dict[str, Tensor], n: int, part: Part) -> Tensor:
-    """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result.
-
-    x: hidden states; or what was made of them, by the projection's name (Megatron), of which those of convolutions are sent.
-    """
-    tail = torch.cat([y[:, -n:] for y in _convolved(x).values()], dim=-1) if isinstance(x, dict) else x[:, -n:]
-    return send(tail, _to_neighbour(part, 1, len(tail)), _to_neighbour(part, -1, len(tail)), part)
-
-
-def receive_tail(sent: Tensor, x: Tensor | dict[str, Tensor], part: Part, back: Tensor | None) -> Any:
-    """The last n tokens of the shard before, as x; zeros but for the last `back` [B], where that is given: those are of the
-    first token's document. At the first rank zeros."""
-    past = receive(sent, _to_neighbour(part, 1, len(sent)), _to_neighbour(part, -1, len(sent)), part)
-    if part.rank == 0:  # the last one's, as those of a ring: all ranks have the same shapes
-        back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
-    if back is not None:
-        distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
-        past = past.masked_fill(distance > back[:, None, None], 0)
-    if not isinstance(x, dict):
-        return past
-    parts = _convolved(x)
-    return dict(zip(parts, past.split([y.shape[-1] for y in parts.values()], dim=-1), strict=True))
-
-
-def _convolved(x: dict[str, Tensor]) -> dict[str, Tensor]:
+def _of_convolutions(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: y for name, y in x.items() if name in ("wq", "wk", "wv")}
 
 

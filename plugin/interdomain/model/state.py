@@ -112,11 +112,11 @@ class KVCache(State):
         if isinstance(begin, Tensor):
             return self.k.index_copy_(2, begin, k.to(self.k.dtype)), self.v.index_copy_(2, begin, v.to(self.v.dtype))
         end = begin + k.shape[2]
-        if not writable(self.k, k):
-            self.k, self.v = torch.cat([self.k[:, :, :begin], k], 2), torch.cat([self.v[:, :, :begin], v], 2)
+        if end > self.capacity or not writable(self.k, k):
+            self.k, self.v = (
+                torch.cat([old[:, :, :begin], new.to(old.dtype)], dim=2) for old, new in ((self.k, k), (self.v, v))
+            )
         else:
-            if end > self.capacity:
-                self.reserve(begin, max(end, 2 * begin))
             self.k[:, :, begin:end] = k
             self.v[:, :, begin:end] = v
         return self.k[:, :, :end], self.v[:, :, :end]

@@ -16,7 +16,7 @@ from .mixers.base import Mixer, counted_from_starts
 from .mixers.fixed_state import MIXERS
 from .mixers.interdomain import InterdomainMixer
 from .mixers.softmax import SoftmaxMixer
-from .shard import Part, gather_tokens, scatter_tokens
+from .shard import Part
 from .state import ModelState
 
 MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer, **MIXERS}
@@ -30,12 +30,11 @@ def mixer_class(config: MixerConfig) -> type[Mixer]:
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.w1 = Linear(config.dim, config.ffn_hidden)
-        self.w2 = Linear(config.ffn_hidden, config.dim)
-        self.w3 = Linear(config.dim, config.ffn_hidden)
-        initialize(self, config)
+        self.w1 = Linear(dim, hidden)
+        self.w2 = Linear(hidden, dim)
+        self.w3 = Linear(dim, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -51,9 +50,11 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.mixer = config.mixer
         self.attention = mixer_class(config.mixer)(config, execution)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config.dim, config.ffn_hidden)
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        for module in (self.attention, self.feed_forward):
+            initialize(module, config)
 
     def forward(self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
@@ -61,7 +62,9 @@ class TransformerBlock(nn.Module):
         return x + self._of_all_tokens(self.feed_forward, self.ffn_norm(x))
 
     def _of_all_tokens(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
-        return scatter_tokens(module(gather_tokens(x, self.heads), *others), self.heads)
+        if self.heads is None:
+            return module(x, *others)
+        return self.heads.scatter_tokens(module(self.heads.gather_tokens(x), *others))
 
 
 class Transformer(nn.Module):

@@ -19,6 +19,7 @@ from interdomain.files.pretrained import BASE, storage_dtype
 from interdomain.model import Transformer
 from interdomain.model.config import ModelConfig
 from interdomain.model.layers import rope_of
+from interdomain.model.mixers.base import Packing
 from interdomain.model.shard import Part, shard_of, split_dimension
 from interdomain.model.state import MixerState
 
@@ -70,11 +71,11 @@ class Recurrent(MambaBase):
                 cos, sin = rope
                 rope_of_tokens = cos[tokens], sin[tokens]
             inputs = x[tokens]
-            documents = None
+            packing = None
             if padding is not None:  # a document of its own, of zeros: no state and no convolution goes on from it
                 inputs = inputs.masked_fill(padding[..., None], 0)
-                documents = (~padding).int()
-            y = self.mixer(inputs, rope_of_tokens, self.dynamics, state, documents)
+                packing = Packing((~padding).int())
+            y = self.mixer(inputs, rope_of_tokens, self.dynamics, state, packing)
             if padding is None:
                 out[tokens] = y
             else:

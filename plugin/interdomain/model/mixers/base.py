@@ -5,16 +5,33 @@ A `config` is that of a model all of whose layers are alike, so `config.mixer` i
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import MixerConfig, ModelConfig
-from ..shard import Part
+from ..config import ModelConfig
+from ..settings import MixerConfig
+
+if TYPE_CHECKING:
+    from ..shard import Part
 
 # Shapes: B batch, T time.
+
+
+class Packing(NamedTuple):
+    """What a recurrence must know of the rows of a batch; the same in all layers.
+
+    Attributes:
+        documents: the number of each token's document, [B, T]; 0 for one that goes on from before. None: one document.
+        back: of a shard, how many tokens of its document come before the first, [B].
+        lengths: tokens of each row, [B], where padding follows them. The state is that after the tokens. None: all.
+    """
+
+    documents: Tensor | None = None
+    back: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 class Mixer(nn.Module):
@@ -27,13 +44,13 @@ class Mixer(nn.Module):
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 
-    shard: Part | None = None
-    heads: Part | None = None
+    shard: "Part | None" = None
+    heads: "Part | None" = None
 
     @staticmethod
-    def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
+    def dynamics(mixers: list[Any], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
         """Tensors that are constant over the sequence, of mixers with the same settings: computed once per forward. By default
-        there are none."""
+        there are none. dtype: of the arithmetic, where the parameters have less."""
         return [()] * len(mixers)
 
     def call_core(self, core: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -45,7 +62,7 @@ class Mixer(nn.Module):
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
     ) -> Any:
         """Facts about packed documents and the shard that `forward` needs: the same in all layers with this mixer.
 
@@ -95,7 +112,21 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
 
 
-def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: Part | None) -> Tensor:
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
+    return x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:]))
+
+
+def last_inputs(past: Tensor, x: Tensor, n: int, lengths: Tensor | None) -> Tensor:
+    """The last n inputs of the convolutions, [B, n, E], of x [B, T, E] and those before it; with lengths [B] of each row's
+    first tokens."""
+    x = torch.cat([past.to(x.dtype), x], dim=1)
+    if lengths is None:
+        return x[:, -n:]
+    return take(x, lengths[:, None] + torch.arange(n, device=x.device))
+
+
+def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: "Part | None") -> Tensor:
     """Positions [B, T] of packed documents, each counted from its document's first token: int64.
 
     A token begins a document if its position is 0, or is not that of the token before plus one. In a shard after the first of a
@@ -122,10 +153,9 @@ def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: Part 
     return torch.where(start == 0, counted + positions[:, :1], counted)
 
 
-def numbered(positions: Tensor | None, shard: Part | None) -> Any:
-    """`Mixer.packing` of a recurrence: [B, T], the number of each token's document, 0 for one that goes on from the shard
-    before; of a shard also [B], how many tokens of its document come before the first. None without documents."""
+def numbered(positions: Tensor | None, shard: "Part | None") -> Packing | None:
+    """`Mixer.packing` of a recurrence; None without documents."""
     if positions is None:
         return None
     documents = (positions == 0).cumsum(1, dtype=torch.int32)
-    return documents if shard is None else (documents, positions[:, 0])
+    return Packing(documents, None if shard is None else positions[:, 0])

@@ -5,28 +5,28 @@ default heads all have as many numbers of state as interdomain attention (`confi
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from interdomain.features import input_features
-from interdomain.scan import CHUNK
+from interdomain.scan.tables import CHUNK
 
-from ..config import Execution, MixerConfig, ModelConfig, state_shape
+from ..config import ModelConfig
 from ..feature_maps import KeptInFloat32, widened
-from ..initialize import initialize
 from ..layers import Linear, LocalParameters, RMSNorm, ShortConv
-from ..shard import Part, gather_shards, receive_tail, send_tail, shard_of
+from ..settings import MixerConfig, state_shape
+from ..shard import shard_of
 from ..state import MixerState
-from . import fla_kernels
-from .base import Mixer, numbered
-from .fixed_state_scan import l2_normed, plain_recurrence
-from .fixed_state_shards import sharded_recurrence
+from .base import Mixer, Packing, last_inputs, numbered
+from .fixed_state_scan import l2_normed
+from .kernels import input_features, recurrence
 from .ssm import copied
+
+if TYPE_CHECKING:
+    from ..config import Execution
+    from ..shard import Part
 
 # Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
 #         E channels of the convolution.
@@ -58,9 +58,9 @@ class FixedStateMixer(Mixer):
 
     conv_bias, always_silu, gated, delta, shared_keys = False, True, True, False, False
 
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
         super().__init__()
-        self.config, self.layer, self.execution = config.mixer, config, execution or Execution()
+        self.config, self.layer, self.execution = config.mixer, config, execution
         self.shape, dim = state_shape(config.mixer, config.dim), config.dim
         keys, values = self._widths(config)
         self.widths = keys, keys, values
@@ -74,7 +74,6 @@ class FixedStateMixer(Mixer):
         self.wg = Linear(dim, values) if self.gated else None
         self.norm = RMSNorm(self.norm_width, eps=config.norm_eps)
         self.wo = Linear(values, dim)
-        initialize(self, config)
 
     @property
     def norm_width(self) -> int:
@@ -99,24 +98,23 @@ class FixedStateMixer(Mixer):
         rope: Any = None,
         dynamics: tuple[Tensor, ...] | None = None,
         state: MixerState | None = None,
-        packing: Tensor | tuple[Tensor, Tensor] | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
-
-        packing: of `numbered`.
-        """
-        documents, back = packing if isinstance(packing, tuple) else (packing, None)
+        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token."""
+        documents, back, lengths = packing or Packing()
         sent = None
         if self.shard is not None and self.conv is not None:
-            sent = send_tail(x, self.config.conv_past, self.shard)
+            sent = self.shard.send_tail(x, self.config.conv_past)
         y, widths = self._projected(x)
-        conv = None
+        last = None
         if self.conv is not None:
             past = None if state is None else state.conv.to(y.dtype)
+            if state is not None:
+                last = last_inputs(state.conv, y, self.config.conv_past, lengths)
             if sent is not None:
                 assert self.shard is not None
-                past, _ = self._projected(receive_tail(sent, x, self.shard, back))
-            y, conv = self._convolved(y, past, documents)
+                past, _ = self._projected(self.shard.receive_tail(sent, x, back))
+            y = self._convolved(y, past, documents)
         y = F.silu(y) if self.always_silu or self.conv is not None else y
         parts = zip(y.split(widths, dim=-1), self.shape[1:2] + self.shape[1:], strict=True)
         q, k, v = (part.unflatten(-1, (-1, n)) for part, n in parts)
@@ -127,12 +125,12 @@ class FixedStateMixer(Mixer):
             nonlocal gate
             gate = None if self.wg is None else self.wg(x)
 
-        options = dict(documents=documents, backend=self.execution.backend, shard=self.shard, beside=make_gate)
+        options = dict(documents=documents, lengths=lengths, shard=self.shard, beside=make_gate)
         o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
         if self.shard is None:
             make_gate()
         if state is not None:
-            state.advance(state.conv if conv is None else conv, S)
+            state.advance(state.conv if last is None else last, S)
         return self.wo(self._gate(o, gate))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, list[int]]:
@@ -140,23 +138,21 @@ class FixedStateMixer(Mixer):
         parts = [w(x) for w in (self.wq, self.wk, self.wv)]
         return torch.cat(parts, dim=-1), [part.shape[-1] for part in parts]
 
-    def _convolved(self, y: Tensor, past: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The convolution of y [B, T, E] after `past` [B, W - 1, E], and its last W - 1 inputs, likewise."""
+    def _convolved(self, y: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
+        """The convolution of y [B, T, E] after `past` [B, W - 1, E]."""
         assert self.conv is not None
-        weight, bias = self._this_ranks(self.conv.local()), self.conv.local("bias")
+        weight, bias = self.conv()
+        weight = self._this_ranks(weight)
         bias = weight.new_zeros(len(weight)) if bias is None else self._this_ranks(bias)
-        n = self.config.conv_past
         convolved = input_features(
             y,
             math.gcd(y.shape[2], 64),  # heads are nothing to a convolution
             conv=(weight, bias),
             past=past,
             documents=documents,
-            check_documents=False,
-            backend=self.execution.features,
+            execution=self.execution,
         )
-        last = y[:, -n:] if past is None else torch.cat([past, y], dim=1)[:, -n:]
-        return convolved.flatten(2), last
+        return convolved.flatten(2)
 
     def _this_ranks(self, x: Tensor) -> Tensor:
         """The part of x [E, ...] that is of the channels which this rank has of queries, keys and values."""
@@ -167,14 +163,19 @@ class FixedStateMixer(Mixer):
         return torch.cat([*qk, shard_of(v, self.heads)])
 
     @staticmethod
-    def dynamics(mixers: "list[FixedStateMixer]") -> list[tuple[Tensor, ...]]:
+    def dynamics(mixers: "list[FixedStateMixer]", dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
         """The result of `StepSize` for each mixer, of its heads."""
-        return [tuple(shard_of(p, m.heads) for p in (() if m.ssm is None else m.ssm())) for m in mixers]
+        parts = []
+        for mixer in mixers:
+            parameters = () if mixer.ssm is None else mixer.ssm()
+            exact = (p.to(torch.promote_types(p.dtype, dtype)) for p in parameters)
+            parts.append(tuple(shard_of(p, mixer.heads) for p in exact))
+        return parts
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
-    ) -> Any:
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
+    ) -> Packing | None:
         return numbered(positions, shard)
 
     def init_state(
@@ -228,38 +229,6 @@ class FixedStateMixer(Mixer):
         H, K, V = state_shape(config.mixer, config.dim)
         rows, width, D = (H // tensor, K, K) if cls.delta else (H // tensor * K, 1, 1)
         return (context - 1) * -(-rows // context) * width * (2 * V + D), 0
-
-
-def recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    documents: Tensor | None = None,
-    backend: str = "auto",
-    shard: Part | None = None,
-    beside: Callable[[], None] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
-
-    backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`fla_kernels.chosen`).
-    shard: of the sequences, where the ranks of a group have the others; then there is no initial_state, and `beside` is called
-        while they exchange their states.
-    """
-    if shard is not None:
-        assert beside is not None
-        run = partial(recurrence, backend=backend)
-        return sharded_recurrence(run, q, k, v, log_decay, beta, documents, shard, beside)
-    B, T, H, V = v.shape
-    if T == 1 or not fla_kernels.chosen(v.device, v.dtype, backend)[0]:
-        return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
-    if initial_state is None:
-        initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32))
-    with torch.autocast(v.device.type, enabled=False):
-        return fla_kernels.recurrence(q, k, v, log_decay, beta, initial_state, documents)
 
 
 class GLAMixer(LocalParameters, FixedStateMixer):
@@ -336,7 +305,7 @@ class Mamba2Mixer(FixedStateMixer):
         if self.heads is None:
             return self.norm(y)
         squares = widened(y).square().sum(-1, keepdim=True)
-        mean = gather_shards(squares, self.heads).sum(0) / self.norm_width
+        mean = self.heads.gather(squares).sum(0) / self.norm_width
         weight = shard_of(self.norm.local(), self.heads)
         return (widened(y) * (mean + self.layer.norm_eps).rsqrt() * weight).to(y.dtype)
 

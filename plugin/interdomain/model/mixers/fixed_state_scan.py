@@ -8,13 +8,12 @@ Logs of decays are only ever added, never subtracted: no exponent is above 0 how
 document's first token is an exact reset.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from interdomain.scan import CHUNK
+from interdomain.scan.plain import in_order, is_exporting
+from interdomain.scan.tables import CHUNK
 
 # Shapes: B batch, T time, H heads, G heads of queries and keys (H, or 1 for all), K key width, V value width, L chunk length,
 #         N chunks, D 1 or K.
@@ -64,25 +63,6 @@ def first_tokens(documents: Tensor) -> Tensor:
     """Mask of the tokens that are the first of their document, [B, T] bool; what came before the first token is of
     document 0."""
     return documents != F.pad(documents, (1, 0))[:, :-1]
-
-
-def is_exporting() -> bool:
-    """Under torch.export. PyTorch's function of this name is true under torch.compile, too, in 2.11."""
-    return torch.compiler._is_exporting_flag
-
-
-def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """step(state, inputs[n]) -> (state, o), for every n: (the last state, o stacked). Exported as one operation for any n,
-    without gradients: those of a symbolic number of tokens cannot be translated to ONNX."""
-    if is_exporting():
-        from torch._higher_order_ops import scan  # late: it is slow to import
-
-        return scan(step, state.detach(), [x.detach() for x in inputs])
-    outputs = []
-    for each in zip(*inputs, strict=True):
-        state, o = step(state, each)
-        outputs.append(o)
-    return state, torch.stack(outputs)
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:

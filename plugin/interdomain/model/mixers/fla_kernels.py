@@ -8,6 +8,8 @@ inputs are saved: the backward pass computes the forward once more. None of this
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from torch.nn import functional as F
 
 from interdomain.scan.library import log_once, tag_caches
 
-from .fixed_state_scan import first_tokens
+from ..shard import Part
+from .fixed_state_scan import first_tokens, plain_recurrence
+from .fixed_state_shards import sharded_recurrence
 
 # Shapes: B batch, T time, H heads, K key width, V value width.
 
@@ -42,8 +46,41 @@ def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tup
     return False, words
 
 
-@torch.library.custom_op("interdomain::fla_recurrence", mutates_args=())
 def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+    shard: Part | None = None,
+    beside: Callable[[], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
+
+    Args:
+        backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`chosen`).
+        shard: of the sequences, where the ranks of a group have the others; then there is no initial_state.
+        beside: called while the ranks exchange their states.
+    """
+    if shard is not None:
+        assert beside is not None
+        run = partial(recurrence, backend=backend)
+        return sharded_recurrence(run, q, k, v, log_decay, beta, documents, shard, beside)
+    B, T, H, V = v.shape
+    if T == 1 or not chosen(v.device, v.dtype, backend)[0]:
+        return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
+    if initial_state is None:
+        initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32))
+    with torch.autocast(v.device.type, enabled=False):
+        return fla_recurrence(q, k, v, log_decay, beta, initial_state, documents)
+
+
+@torch.library.custom_op("interdomain::fla_recurrence", mutates_args=())
+def fla_recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -51,7 +88,7 @@ def recurrence(
     return _run(q, k, v, log_decay, beta, state, documents)
 
 
-@recurrence.register_fake
+@fla_recurrence.register_fake
 def _(q, k, v, log_decay, beta, state, documents):
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
@@ -113,5 +150,5 @@ def _gradient(ctx, d_o, d_state):
     return (*(None if x is None else next(gradients) for x in inputs[:-1]), None)
 
 
-recurrence.register_autograd(_gradient, setup_context=_setup)
+fla_recurrence.register_autograd(_gradient, setup_context=_setup)
 tag_caches(__name__)

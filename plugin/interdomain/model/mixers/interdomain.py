@@ -1,30 +1,26 @@
 """The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from interdomain.features import input_features, input_features_step
-from interdomain.scan import (
-    CHUNK,
-    SentState,
-    decay_factor,
-    interdomain_scan,
-    interdomain_step,
-    linear_scan,
-    linear_step,
-    send_state,
-)
+from interdomain.scan.step import decay_factor
+from interdomain.scan.tables import CHUNK, multiply, powers
 
-from ..config import Execution, MixerConfig, ModelConfig
+from ..config import ModelConfig
 from ..feature_maps import FEATURE_MAPS, GATES, divided, feature_map, widened
-from ..initialize import initialize
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
-from ..shard import Part, receive_tail, send_tail, shard_of
+from ..settings import MixerConfig
+from ..shard import shard_of
 from ..state import MixerState
-from .base import Mixer, numbered
+from .base import Mixer, Packing, last_inputs, numbered, take
+from .kernels import input_features, input_features_step, interdomain_scan, interdomain_step, linear_scan, linear_step
 from .ssm import Dynamics, SSMDynamics, fold
+
+if TYPE_CHECKING:
+    from ..config import Execution
+    from ..shard import Part
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
@@ -36,12 +32,12 @@ class InterdomainMixer(Mixer):
     With a single input, the projections a and b of the paper take the places (and names) of k and v.
     """
 
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
         super().__init__()
         mixer = config.mixer
-        self.config, self.layer = mixer, config
-        self.execution = execution or Execution()
-        self.execution.refuse_map(mixer)
+        self.config, self.layer, self.execution = mixer, config, execution
+        if execution is not None:
+            execution.refuse_map(mixer)
         self.head_dim = config.head_dim
         self.n_heads = config.n_heads if mixer.query_readout else 0
         self.n_kv_heads = config.n_kv_heads
@@ -71,7 +67,6 @@ class InterdomainMixer(Mixer):
         self.o_norm = OutputNorm(self.head_dim, config.norm_eps, soft=soft) if mixer.output_norm != "none" else None
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
         self.wo = Linear(out_dim, config.dim)
-        initialize(self, config)
 
     def forward(
         self,
@@ -79,12 +74,11 @@ class InterdomainMixer(Mixer):
         rope: tuple[Tensor, Tensor],
         dynamics: tuple[Tensor, Tensor] | None = None,
         state: MixerState | None = None,
-        packing: Tensor | tuple[Tensor, Tensor] | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
 
-        rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2]; packing: [B, T], the number of each token's document; of a
-        shard also [B], how many tokens of its document come before the first.
+        rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2].
         """
         names = "kvq" if self.config.query_readout else "kv"
         project = {name: getattr(self, f"w{name}") for name in names}  # [B, T, dim] -> [B, T, heads * R]
@@ -92,30 +86,33 @@ class InterdomainMixer(Mixer):
             o = self._step({name: w(x) for name, w in project.items()}, rope, state, state.prepared)
             gate = self._gate(x)
         else:
-            documents, back = packing if isinstance(packing, tuple) else (packing, None)
+            documents, back, lengths = packing or Packing()
             dynamics, convs, n = dynamics or self.dynamics([self])[0], self._convolutions(), self.config.conv_past
-            past, ends, features, group = self._past(state), {}, {}, ""
-            sent = None if self.shard is None or not convs else send_tail(x, n, self.shard)
+            past, inputs, features, group = self._past(state), {}, {}, ""
+            sent = None if self.shard is None or not convs else self.shard.send_tail(x, n)
             for name in names:  # no projection lives longer than it is needed
                 y = project[name](x)
                 if state is not None:
-                    ends[name] = y[:, -n:]
+                    inputs[name] = y if lengths is not None else y[:, -n:]
                 if sent is not None and not past:  # beside the first projection
                     assert self.shard is not None
-                    hidden = receive_tail(sent, x, self.shard, back)
+                    hidden = self.shard.receive_tail(sent, x, back)
                     past = {name: project[name](hidden) for name in convs}
                 features[name] = self._features(name, y, rope, past.get(name), documents)
                 if name == "v" and not self.config.query_readout:
                     features = {"z": torch.cat([features["k"], features["v"]], dim=-1)}
                 if name == "v" and self.shard is not None:  # on its way beside the queries and the gate
-                    group = self._send(features, dynamics[0], documents, self.shard)
+                    backend = "auto" if self.execution is None else self.execution.backend
+                    group = self.shard.send_state(features.values(), dynamics[0], documents, backend)
             gate = self._gate(x)
             o, final = self._scan(features, dynamics, state, documents, group)
             if state is not None:
+                if lengths is not None:
+                    parts = [features[name] for name in ("k", "v", "z") if name in features]
+                    final = _state_after(torch.cat(parts, dim=-1), dynamics[0], state.ssm, lengths)
                 conv = state.conv
                 if convs:
-                    new = torch.cat([ends[name] for name in convs], dim=2)
-                    conv = torch.cat([conv.to(new.dtype), new], dim=1)[:, -n:]
+                    conv = last_inputs(conv, torch.cat([inputs[name] for name in convs], dim=2), n, lengths)
                 state.advance(conv, final)
         if self.o_norm is not None:
             o = self.o_norm(o)
@@ -131,29 +128,25 @@ class InterdomainMixer(Mixer):
         """Projection x [B, T, E] -> convolution, RoPE, feature map and norm, as far as q, k or v has them: [B, T, H, R]."""
         conv, norm = getattr(self, f"{name}_conv", None), getattr(self, f"{name}_norm", None)
         mapped = name == "q" or (name == "k" and self.config.dual_input)
+        options: dict[str, Any] = {}
+        if conv is not None:
+            weight, bias = conv()
+            weight, bias = shard_of(weight, self.heads), shard_of(bias, self.heads)
+            options |= dict(conv=(weight, bias), past=past, documents=documents)
+        if norm is not None:
+            scale, shift = norm()
+            options |= dict(norm=(scale, shard_of(shift, self.heads)), eps=norm.eps)
         y = input_features(
             x,
             self.head_dim,
-            conv=None
-            if conv is None
-            else (shard_of(conv.local(), self.heads), shard_of(conv.local("bias"), self.heads)),
-            past=past,
-            documents=None if conv is None else documents,
-            check_documents=False,  # counted (`Transformer.forward`)
             rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
-            norm=None if norm is None else (norm.local(), shard_of(norm.local("bias"), self.heads)),
-            eps=1e-5 if norm is None else norm.eps,
-            backend=self.execution.features,
+            execution=self.execution,
+            **options,
         )
         if mapped and self.feature_map is not None:
             y = self.feature_map(y, self.heads, query=name == "q")
         return _with_ones(y) if name == "v" and self.config.normalize else y
-
-    def _send(self, features: dict[str, Tensor], log_decay: Tensor, documents: Tensor | None, shard: Part) -> SentState:
-        """Start the exchange of the shards' states. features: of keys and values, or z."""
-        options: dict[str, Any] = dict(documents=documents, check_documents=False, backend=self.execution.backend)
-        return send_state(*features.values(), log_decay=log_decay, group=shard.group, **options)
 
     def _scan(
         self,
@@ -161,7 +154,7 @@ class InterdomainMixer(Mixer):
         dynamics: tuple[Tensor, Tensor],
         state: MixerState | None,
         documents: Tensor | None,
-        group: str | SentState,
+        group: Any,
     ) -> tuple[Tensor, Any]:
         """(o [B, T, H, D], the state after it where there was one before)."""
         options: dict[str, Any] = dict(
@@ -169,26 +162,28 @@ class InterdomainMixer(Mixer):
             final_state=state is not None,  # in training no state goes on
             documents=documents,
             check_documents=False,
-            backend=self.execution.backend,
             group=group,
+            execution=self.execution,
         )
         if not self.config.query_readout:
             return self.call_core(linear_scan, features["z"], *dynamics, **options)
         q, k, v = (features[name] for name in "qkv")
-        options |= {"recompute": self.execution.recompute}
         o, final = self.call_core(interdomain_scan, q, k, v, *dynamics, **options)
         return divided(o, v) if self.config.normalize else o, final
 
     @staticmethod
-    def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
-        """(log_decay, mixing or readout) of each mixer, float32."""
-        parts = [Dynamics(*(p if p is None else shard_of(p, mixer.heads) for p in mixer.ssm())) for mixer in mixers]
+    def dynamics(mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+        """(log_decay, mixing or readout) of each mixer, of `dtype` where the parameters have less."""
+        parts = []
+        for mixer in mixers:
+            exact = [p if p is None else p.to(torch.promote_types(p.dtype, dtype)) for p in mixer.ssm()]
+            parts.append(Dynamics(*(p if p is None else shard_of(p, mixer.heads) for p in exact)))
         return fold(parts, mixers[0].config.readout)
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
-    ) -> Any:
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
+    ) -> Packing | None:
         return numbered(positions, shard)
 
     # Decoding
@@ -199,7 +194,7 @@ class InterdomainMixer(Mixer):
         shapes = self.state_shapes(self.layer)
         return MixerState(
             conv=torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device),
-            ssm=torch.zeros(batch, *shapes["ssm"], dtype=self.ssm.log_dt.dtype, device=device),
+            ssm=torch.zeros(batch, *shapes["ssm"], dtype=dynamics[0].dtype, device=device),
             prepared=self._prepare_step(*dynamics),
         )
 
@@ -213,18 +208,18 @@ class InterdomainMixer(Mixer):
     def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """Parameters in the forms that the two step functions want: made once for all steps."""
         mixer = self.config
-        convs = self._convolutions().values()
+        convs = [conv() for conv in self._convolutions().values()]
         features: dict[str, Any] = dict(
             rotated=(self.n_heads + self.n_kv_heads) * mixer.rope,
             silu=(self.n_heads + self.n_kv_heads * mixer.dual_input) * (self.feature_map is None),
         )
         if convs:
-            weights = torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1)
-            features |= dict(conv=(weights, torch.cat([widened(c.bias) for c in convs])))
+            weights = torch.cat([widened(weight)[:, 0].mT for weight, _ in convs], dim=1)
+            features |= dict(conv=(weights, torch.cat([widened(bias) for _, bias in convs])))
         if self.k_norm is not None and self.v_norm is not None:
-            norms = self.k_norm, self.v_norm
-            scale = torch.cat([widened(n.weight).expand(n.bias.shape) for n in norms])
-            features |= dict(norm=(scale, torch.cat([widened(n.bias) for n in norms])), eps=self.k_norm.eps)
+            norms = self.k_norm(), self.v_norm()
+            scale = torch.cat([widened(scale).expand(shift.shape) for scale, shift in norms])
+            features |= dict(norm=(scale, torch.cat([widened(shift) for _, shift in norms])), eps=self.k_norm.eps)
         log_decay, readout = log_decay.detach(), readout.detach()
         if mixer.query_readout and mixer.readout == "complex":
             readout = readout[:, : mixer.n_basis].contiguous()  # the other half holds the same numbers
@@ -242,7 +237,7 @@ class InterdomainMixer(Mixer):
             self.head_dim,
             past=state.conv if "conv" in features else None,
             rope=rope if self.config.rope else None,
-            backend=self.execution.features,
+            execution=self.execution,
             **features,
         )
         q, k, v = y[:, None].split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
@@ -252,9 +247,9 @@ class InterdomainMixer(Mixer):
         if self.config.normalize:
             v = _with_ones(v)
         if self.config.query_readout:
-            o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+            o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, **tables)[:, None]
             return divided(o, v) if self.config.normalize else o
-        return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+        return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, **tables)[:, None]
 
     def _convolutions(self) -> dict[str, ShortConv]:
         """The convolutions, in the order of their channels in a state."""
@@ -266,7 +261,9 @@ class InterdomainMixer(Mixer):
         convs = self._convolutions()
         if state is None or not convs:
             return {}
-        widths = [getattr(self, f"w{name}").local().shape[0] for name in convs]
+        heads = {"q": self.n_heads, "k": self.n_kv_heads, "v": self.n_kv_heads}
+        parts = 1 if self.heads is None else self.heads.size
+        widths = [heads[name] * self.head_dim // parts for name in convs]
         return dict(zip(convs, state.conv.split(widths, dim=2), strict=True))
 
     # Costs
@@ -305,6 +302,21 @@ class InterdomainMixer(Mixer):
         m, heads = config.mixer, config.n_kv_heads // tensor
         rows, P = -(-heads * m.n_basis // context), 2 * config.head_dim + m.normalize
         return (context - 1) * (2 * 2 * rows * P + 1), 0
+
+
+def _state_after(z: Tensor, log_decay: Tensor, state: Tensor, lengths: Tensor) -> Tensor:
+    """X after each row's first `lengths` tokens, Lambda^lengths X + sum_j Lambda^(lengths - 1 - j) z_j, [B, H, M, P, 2].
+
+    The scan's own last state has also decayed over the padding behind them. z: [B, T, H, P].
+    """
+    T = z.shape[1]
+    t = torch.arange(T, device=z.device)
+    from_end = t - (T - lengths[:, None])  # the token that is in each place with the tokens last
+    z = torch.where((from_end >= 0)[:, :, None, None], take(z, from_end.clamp_min(0)).to(log_decay.dtype), 0)
+    weights = powers(log_decay, T - 1 - t)
+    added = torch.stack([torch.einsum("bthp,htm->bhmp", z, x) for x in weights.unbind(-1)], dim=-1)
+    passed = powers(log_decay, lengths).transpose(0, 1)[:, :, :, None]
+    return multiply(passed, state) + added
 
 
 def _with_ones(v: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import MIXER_SETTINGS, Execution, MixerConfig, ModelConfig, check_names
+from ..initialize import initialize
 from ..layers import rope_of
 from ..state import ModelState
 from .base import counted_from_starts
@@ -51,6 +52,7 @@ class InterdomainAttention(nn.Module):
         sizes = dict(dim=dim, n_layers=n_layers, n_heads=n_heads, head_dim=dim // n_heads)
         self.config = ModelConfig(**sizes, rope_theta=rope_theta, norm_eps=norm_eps, mixers=(MixerConfig(**options),))
         self.mixer = InterdomainMixer(self.config, Execution(backend))
+        initialize(self.mixer, self.config)
 
     def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]: whole sequences; with a state, a piece of any length that continues from it.

@@ -2,20 +2,23 @@
 before, or a sliding window."""
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from interdomain.features import input_features
-
-from ..config import Execution, MixerConfig, ModelConfig
-from ..initialize import initialize
+from ..config import ModelConfig
 from ..layers import Linear
-from ..shard import Part, gather_shards
-from ..state import KVCache, ModelState, WindowCache
+from ..settings import MixerConfig
+from ..state import KVCache, WindowCache
 from .base import Mixer
+from .kernels import input_features
+
+if TYPE_CHECKING:
+    from ..config import Execution
+    from ..shard import Part
+    from ..state import ModelState
 
 # Shapes: B batch, T time, S slots of the cache, H query heads, G heads of keys and values, W tokens of a sliding window,
 #         N blocks of so many tokens after the first.
@@ -69,9 +72,9 @@ class Attended(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+    def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
         super().__init__()
-        self.execution = execution or Execution()
+        self.execution = execution
         self.head_dim = config.head_dim
         self.n_kv_heads = config.n_kv_heads
         self.window = config.mixer.window
@@ -80,7 +83,6 @@ class SoftmaxMixer(Mixer):
         self.wk = Linear(config.dim, kv_dim)
         self.wv = Linear(config.dim, kv_dim)
         self.wo = Linear(config.dim, config.dim)
-        initialize(self, config)
 
     def forward(
         self,
@@ -92,7 +94,7 @@ class SoftmaxMixer(Mixer):
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and adds its own."""
         q, k = (
-            input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features).transpose(1, 2)
+            input_features(proj(x), self.head_dim, rope=rope, execution=self.execution).transpose(1, 2)
             for proj in (self.wq, self.wk)
         )
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -100,13 +102,21 @@ class SoftmaxMixer(Mixer):
         if state is not None:
             k, v = state.append(k, v, begin)
         elif self.shard is not None:
-            k, v = _up_to_here(k, v, self.shard, self.window)
+            k, v = self._up_to_here(k, v)
         k, v = k.to(q.dtype), v.to(q.dtype)
         if blocks is None or self.window is None:
             o = self.call_core(_attention, q, k, v, mask)
         else:
             o = self.call_core(_in_blocks, q, k, v, mask, blocks, self.window)
         return self.wo(o.transpose(1, 2).flatten(2))
+
+    def _up_to_here(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]; with a window of those
+        before this one the last W."""
+        assert self.shard is not None
+        everyone, T = self.shard.gather(torch.cat([k, v], dim=-1)), k.shape[2]
+        here = torch.cat(everyone.unbind()[: self.shard.rank + 1], dim=2)
+        return (here if self.window is None else here[:, :, -(self.window + T) :]).chunk(2, dim=-1)
 
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[()] = ()
@@ -117,7 +127,7 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
     ) -> Attended | None:
         T, device = order.shape[0], order.device
         before = 0 if shard is None else shard.rank * T
@@ -131,7 +141,7 @@ class SoftmaxMixer(Mixer):
         return Attended(_mask(order, torch.arange(before + T, device=device), dtype, first))
 
     @staticmethod
-    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> Attended:
+    def continuing(mixer: MixerConfig, state: "ModelState", tokens: int, dtype: torch.dtype) -> Attended:
         """All keys so far but those of left padding, and those before the window."""
         begin = state.length if state.cursor is None else state.cursor
         device = state.position.device
@@ -180,10 +190,10 @@ def _mask(
         attended = attended & (key > query[:, None] - window)
     if first is not None:
         attended = (attended & (key >= first[..., None])).flatten(0, -3)[:, None]
-    return _added(attended, dtype)
+    return additive_mask(attended, dtype)
 
 
-def _added(attended: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(attended: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers that are added to the scores. scaled_dot_product_attention would make the same of a bool, in every layer anew."""
     return torch.zeros_like(attended, dtype=dtype).masked_fill_(~attended, -math.inf)
 
@@ -216,7 +226,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, blocks: Tensor, windo
 
 
 def _continuing_within(
-    window: int, begin: int | Tensor, state: ModelState, tokens: int, dtype: torch.dtype
+    window: int, begin: int | Tensor, state: "ModelState", tokens: int, dtype: torch.dtype
 ) -> Attended:
     """`SoftmaxMixer.continuing` over a WindowCache of W slots."""
     start = begin - state.position if state.padded else None  # where each row begins
@@ -230,12 +240,4 @@ def _continuing_within(
     slots = torch.arange(window, device=state.position.device)
     token = begin - (begin - slots) % window  # in each slot, this one's among them; negative: none yet
     attended = (token >= 0)[None] if start is None else (token >= start[:, None])[:, None, None]
-    return Attended(_added(attended, dtype), begin)
-
-
-def _up_to_here(k: Tensor, v: Tensor, shard: Part, window: int | None) -> tuple[Tensor, ...]:
-    """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]; with a window of those before
-    this one the last W."""
-    everyone, T = gather_shards(torch.cat([k, v], dim=-1), shard), k.shape[2]
-    here = torch.cat(everyone.unbind()[: shard.rank + 1], dim=2)
-    return (here if window is None else here[:, :, -(window + T) :]).chunk(2, dim=-1)
+    return Attended(additive_mask(attended, dtype), begin)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from interdomain.scan import tables
+from interdomain.scan.tables import decay_exponent, input_gain, mixing_matrix, readout_vector
 
 from ..feature_maps import KeptInFloat32
 
@@ -41,9 +41,9 @@ class Dynamics(NamedTuple):
 
     @torch.no_grad()
     def decay(self) -> tuple[Tensor, Tensor]:
-        """log|Lambda| per token, [H, M], and which modes are at the bound (`BINDS`; `tables.decay_exponent`), bool [H, M]."""
+        """log|Lambda| per token, [H, M], and which modes are at the bound (`BINDS`; `decay_exponent`), bool [H, M]."""
         dt = self.log_dt.exp()
-        log_abs = tables.decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
+        log_abs = decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
         return log_abs, -log_abs < (1 - BINDS) * dt[:, None] * self.log_A_real.exp()
 
     @torch.no_grad()
@@ -116,12 +116,10 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
     joined = Dynamics(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*layers, strict=True)))
     with torch.autocast(joined.log_dt.device.type, enabled=False):
         dt = joined.log_dt.exp()
-        log_decay = tables.decay_exponent(dt, joined.log_A_real, joined.A_imag)
-        gain = tables.input_gain(log_decay, dt)
-        if joined.c is not None:
-            table = tables.readout_vector(gain, joined.C, joined.c)
-        else:
-            table = tables.mixing_matrix(gain, joined.C, readout)
+        log_decay = decay_exponent(dt, joined.log_A_real, joined.A_imag)
+        gain = input_gain(log_decay, dt)
+        c = joined.c
+        table = mixing_matrix(gain, joined.C, readout) if c is None else readout_vector(gain, joined.C, c)
     # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
     by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
     return list(zip(*by_layer, strict=True))

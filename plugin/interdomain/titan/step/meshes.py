@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from interdomain.model.shard import Part, gather_shards
+from interdomain.model.shard import Part
 
 from ..host import ParallelDims
 from ..plan.device import device_here
@@ -67,7 +67,7 @@ class Meshes(NamedTuple):
     def gather_sequences(self, x: Tensor) -> Tensor:
         """Numbers of this rank's tokens, [..., T / context], as those of all tokens, [..., T], and summed. Collective."""
         if self.context is not None:
-            x = gather_shards(x, self.context).movedim(0, -2).flatten(-2)
+            x = self.context.gather(x).movedim(0, -2).flatten(-2)
         return self.sum_over_model_ranks(x)
 
 
