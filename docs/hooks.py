@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import re
+from typing import get_type_hints
 
 from mkdocs.structure.files import File
 
@@ -44,30 +45,45 @@ def on_page_markdown(markdown, **_):
 
 
 def settings():
-    """A table per section of titan/settings/schema.py: its fields, with the comments above (`#:`) or beside them, and those
-    that are made of `MixerConfig` and `Execution`."""
-    source = inspect.getsource(schema)
-    lines, sections = source.splitlines(), {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+    """A table for each section of the settings, as titan/settings/schema.py declares them."""
+    texts = comments_of_fields(inspect.getsource(schema))
     out = []
-    for section in sections.pop("JobConfig").body[1:-1]:
-        fields = sections[section.annotation.id]
-        title, _, text = ast.get_docstring(fields).partition(": ")
-        out += [f"### {title}\n\n{text[0].upper()}{text[1:]}\n", "| setting | type | default | |", "|---|---|---|---|"]
-        for field in fields.body[1:]:
-            above = first = field.lineno - 1
-            while lines[above - 1].startswith("    #: "):
-                above -= 1
-            beside = re.findall(r"  # (.*)| None  # (.*)", "\n".join(lines[first : field.end_lineno]))
-            text = " ".join(line.strip(" #:") for line in lines[above:first]) or "".join(map("".join, beside))
-            kind, default = (ast.unparse(x) for x in (field.annotation, field.value))
-            out.append(row(field.target.id, kind, "[]" if default.startswith("field(") else default, text))
-        for made in dataclasses.fields(getattr(schema, fields.name))[len(fields.body) - 1 :]:
-            kind, *_, flag = made.type.__origin__, *made.type.__metadata__
-            out.append(row(made.name, inspect.formatannotation(kind), repr(made.default), flag.help))
+    for section, table in get_type_hints(schema.JobConfig).items():
+        title, _, text = inspect.getdoc(table).partition(": ")
+        out += [
+            f"### {title}\n",
+            f"{text[0].upper()}{text[1:]}\n",
+            "| setting | type | default | |",
+            "|---|---|---|---|",
+        ]
+        defaults = table()
+        for field in dataclasses.fields(table):
+            declared = schema.SETTINGS[f"{section}.{field.name}"]
+            kind = inspect.formatannotation(declared.kind)
+            if declared.bound:
+                kind += f", {declared.bound.description}"
+            text = texts.get((table.__name__, field.name)) or schema.MIXER_HELP[field.name]
+            if declared.torchtitan:
+                text += f" Only our trainer has it: TorchTitan's {declared.torchtitan}."
+            cells = [f"`{field.name}`", kind, f"`{getattr(defaults, field.name)!r}`", text]
+            out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         out.append("")
     return "\n".join(out)
 
 
-def row(name, kind, default, text):
-    text = text.replace("|", "\\|")
-    return f"| `{name}` | `{kind}` | `{default}` | {text} |"
+def comments_of_fields(source):
+    """{(class, field): its comment}: the lines `#:` above the field, or the comment beside it."""
+    lines = source.splitlines()
+    texts = {}
+    for table in ast.parse(source).body:
+        for field in table.body if isinstance(table, ast.ClassDef) else []:
+            if not isinstance(field, ast.AnnAssign):
+                continue
+            first = field.lineno - 1
+            above = []
+            while lines[first - 1].startswith("    #: "):
+                first -= 1
+                above.insert(0, lines[first].strip(" #:"))
+            beside = lines[field.end_lineno - 1][field.end_col_offset :]
+            texts[table.name, field.target.id] = " ".join(above) or beside.strip(" #")
+    return texts

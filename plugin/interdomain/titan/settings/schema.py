@@ -302,12 +302,10 @@ class Checkpoint:
     #: Steps between two milestones: checkpoints that are never removed, saved even where they are no multiple of interval.
     #: 0: none but keep_steps and the last step of the run.
     keep_every: Annotated[CountOr0, _KEEPS_THE_LATEST] = 0
-    keep_every_tokens: Annotated[CountOr0, _KEEPS_THE_LATEST] = (
-        0  # The same in tokens, rounded to steps; 0: use keep_every.
-    )
-    keep_steps: Annotated[Steps, _KEEPS_THE_LATEST] = field(
-        default_factory=list
-    )  # Further milestones, such as the last step before the decay.
+    #: The same in tokens, rounded to steps; 0: use keep_every.
+    keep_every_tokens: Annotated[CountOr0, _KEEPS_THE_LATEST] = 0
+    #: Further milestones, such as the last step before the decay.
+    keep_steps: Annotated[Steps, _KEEPS_THE_LATEST] = field(default_factory=list)
     load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
     #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.
     exclude_from_loading: Parts = field(default_factory=list)
@@ -446,6 +444,10 @@ def _settings() -> dict[str, Setting]:
 
 
 SETTINGS = _settings()  # by name, such as "training.steps"
+# The texts of the settings of [mixer] that come from the model.
+MIXER_HELP = {
+    name: f.metadata["text"] for name, f in (MIXER_SETTINGS | EXECUTION_SETTINGS).items() if "text" in f.metadata
+}
 
 # Settings of TorchTitan that are not ours, and what to do instead. `HONOURED_BY_TORCHTITAN` has those that mean something to
 # TorchTitan's own trainer.
