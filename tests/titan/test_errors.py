@@ -2,15 +2,15 @@
 
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from interdomain import launcher
 from interdomain.titan import errors
-from interdomain.titan.plan import device
 from interdomain.titan.resume.preemption import Preemption
+from interdomain.titan.settings import rules
+from interdomain.titan.settings.schema import JobConfig
 
 
 def test_another_rank_than_0_speaks_if_it_is_left_alone(monkeypatch, capsys):
@@ -48,16 +48,10 @@ def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
 def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypatch):
     for place in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(place, "is_available", lambda: True)
-    monkeypatch.setattr(device, "cannot_launch", lambda: "there is no C compiler")
-
-    def config(backend, features, compiled):
-        mixer = SimpleNamespace(backend=backend, features=features)
-        return SimpleNamespace(mixer=mixer, compile=SimpleNamespace(enable=compiled))
-
-    for needs in (("auto", "auto", False), ("fft", "torch", True)):
-        with pytest.raises(
-            ValueError,
-            match=r"^there is no C compiler\. Without kernels, much slower: --compile\.no-enable --mixer",
-        ):
-            device.refuse_for_device(config(*needs))
-    device.refuse_for_device(config("chunkwise-torch", "torch", False))
+    monkeypatch.setattr(rules, "cannot_launch", lambda: "there is no C compiler")
+    without_kernels = {"mixer.backend": "chunkwise-torch", "mixer.features": "torch", "compile.enable": False}
+    job = JobConfig().changed(without_kernels)
+    rules.check_device(job)
+    for setting, value in (("mixer.features", "auto"), ("compile.enable", True)):
+        with pytest.raises(ValueError, match=r"^there is no C compiler\. Without kernels, much slower: "):
+            rules.check_device(job.changed({setting: value}))

@@ -69,8 +69,8 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     this = InterdomainMetrics.__new__(InterdomainMetrics)
     frequencies = [f"--metrics.log_freq={log_freq}", f"--metrics.mixer_freq={mixer_freq}"]
     settings = ["--training.local_batch_size=4", "--training.steps=50", "--lr_scheduler.total_steps=50"]
-    this.job_config = read_job_config(["--job.config_file", str(TINY), *settings, *frequencies])
-    this.plan = make_plan(this.job_config, 1)
+    this.job = this.job_config = read_job_config(["--job.config_file", str(TINY), *settings, *frequencies])
+    this.plan = make_plan(this.job, 1)
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
     this.model_parts = this.meshes = this.started = None
     this.log = lambda step, *logged: seen.setdefault(step, logged[-1])

@@ -123,7 +123,7 @@ def make_plan(job: JobConfig, world_size: int, on_gpus: bool = False, stages: li
         check_topology(job, config, torch.device("cuda") if on_gpus else device_here())
         at_once = training.local_batch_size * mesh.data_ranks
         global_batch = training.global_batch_size if training.global_batch_size > 0 else at_once
-        check_batch(job, mesh, global_batch)
+        check_batch(job, mesh.data_ranks, mesh.pipeline, global_batch)
         micro_batches = global_batch // at_once
         check_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
         tokens_per_step = global_batch * training.seq_len
@@ -184,7 +184,7 @@ def make_plan_for_torchtitan(
     global_batch = job.training.global_batch_size
     if global_batch < 0:
         global_batch = job.training.local_batch_size * mesh.data_ranks
-    check_batch(job, mesh._replace(pipeline=1), global_batch)
+    check_batch(job, mesh.data_ranks, 1, global_batch)
     divided = {
         "training.global_batch_size": global_batch,
         "training.local_batch_size": micro_batch,

@@ -4,9 +4,8 @@ import math
 from typing import NamedTuple
 
 from ..host import generate_llm_fqn_per_model_part
+from ..settings.rules import MULTI_STAGE
 from ..settings.schema import Parallelism
-
-MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
 
 
 class Topology(NamedTuple):
@@ -112,12 +111,3 @@ def pipeline_stages(
 def stages_of(rank: int, ranks: int, stages: int) -> range:
     """The stages of a rank of the pipeline, of `stages` in all."""
     return range(rank, stages, ranks)
-
-
-def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
-    """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
-    if ranks == 1 or schedule == "GPipe":
-        return True
-    if schedule == MULTI_STAGE:
-        return micro_batches % max(1, micro_batches // ranks) == 0
-    return micro_batches >= ranks

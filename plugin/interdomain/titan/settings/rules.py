@@ -19,9 +19,10 @@ from interdomain.scan.ops import runs_as
 from interdomain.scan.triton_support import cannot_launch
 
 from ..host import VERSION, logger
-from ..plan.topology import MULTI_STAGE, Topology, runs_with
 from .problems import Problems
 from .schema import SETTINGS, JobConfig, Training
+
+MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
 
 
 def check_combinations(job: JobConfig) -> None:
@@ -224,11 +225,10 @@ def check_pipelined_validation(job: JobConfig) -> None:
     problems.raise_all()
 
 
-def check_batch(job: JobConfig, mesh: Topology, global_batch: int) -> None:
+def check_batch(job: JobConfig, ranks: int, pipeline: int, global_batch: int) -> None:
     """Raises: ValueError for sequences of a step that do not divide over the ranks that read samples, or a number of
     micro-batches that the pipeline's schedule does not take. It says which numbers these ranks can run."""
     local, schedule = job.training.local_batch_size, job.parallelism.pipeline_parallel_schedule
-    ranks, pipeline = mesh.data_ranks, mesh.pipeline
     problem = f"training.global_batch_size = {global_batch} sequences"
     micro_batches = global_batch // (local * ranks)
     if global_batch % (local * ranks):
@@ -309,6 +309,15 @@ def check_schedule(job: JobConfig, steps: int) -> None:
             "floor: the learning rate would be 0 from there on. Set lr_scheduler.min_lr, or total_steps to the number of "
             "steps or more, or leave it out."
         )
+
+
+def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
+    """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
+    if ranks == 1 or schedule == "GPipe":
+        return True
+    if schedule == MULTI_STAGE:
+        return micro_batches % max(1, micro_batches // ranks) == 0
+    return micro_batches >= ranks
 
 
 def check_for_torchtitan(job: JobConfig) -> None:
