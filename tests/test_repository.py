@@ -286,6 +286,7 @@ def test_the_wheel_holds_every_module(wheel):
     sites = {path.name for path in (REPOSITORY / "tools" / "sites").iterdir()}
     assert sites == {path.name for path in (wheel / "interdomain" / "tools" / "sites").iterdir()}
     assert (wheel / "interdomain" / "data" / "debian.toml").is_file()
+    assert (wheel / "interdomain" / "megatron" / "settings.toml").is_file()
     (info,) = wheel.glob("*.dist-info")
     assert (info / "licenses" / "LICENSE").is_file()
     assert "interdomain = interdomain.tools.main:main" in (info / "entry_points.txt").read_text()

@@ -44,11 +44,12 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None) -> Any:
-        """Raises: ValueError for an option that an earlier version had."""
+        """Raises: ValueError for an option, or an option's value, that an earlier version had."""
         words = sys.argv[1:] if args is None else args
         command = self.prog.removeprefix("interdomain ")
-        for word in words:
-            if removal := removal_of(f"{command} {word.partition('=')[0]}"):
+        for option, value in zip(words, [*words[1:], ""], strict=True):
+            option = option.partition("=")[0]
+            if removal := removal_of(f"{command} {option}") or removal_of(f"{command} {option} {value}"):
                 raise ValueError(removal)
         return super().parse_args(words, namespace)
 

@@ -16,6 +16,7 @@ Documentation: docs/data.md; for --synthetic docs/recall.md
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -66,47 +67,86 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     task.add_argument(
         "--verify", type=path_argument, metavar="CORPUS", help="only compare a corpus's bytes with its manifest"
     )
-    text = "share of the documents in the validation split, at least 0 and below 1"
-    parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=text)
-    text = "size of a shard in tokens; a larger corpus has several"
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=text)
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.02,
+        metavar="F",
+        help="share of the documents in the validation split, at least 0 and below 1",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=1_000_000_000,
+        metavar="N",
+        help="size of a shard in tokens; a larger corpus has several",
+    )
 
     texts = parser.add_argument_group("a corpus of text")
-    text = "stdlib (the sources of Python's standard library); debian (manuals and books from Debian packages, which apt-get "
-    text += f"downloads), debian:FOLDER (their .deb files at hand); {READ}, as paths, folders or quoted globs; "
-    text += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
-    texts.add_argument("--input", nargs="+", type=path_or_name, default=["stdlib"], metavar="SOURCE", help=text)
+    texts.add_argument(
+        "--input",
+        nargs="+",
+        type=path_or_name,
+        default=["stdlib"],
+        metavar="SOURCE",
+        help="stdlib (the sources of Python's standard library); debian (manuals and books from Debian packages, which apt-get "
+        f"downloads), debian:FOLDER (their .deb files at hand); {READ}, as paths, folders or quoted globs; "
+        "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub",
+    )
     texts.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
     texts.add_argument("--max-bytes", type=int, metavar="N", help="read only so many bytes of the files (default: all)")
-    text = (
-        "skip at most N bad documents (rows without text, lines that are not JSON, text that is not UTF-8 or that the "
+    texts.add_argument(
+        "--skip-bad",
+        type=int,
+        default=0,
+        metavar="N",
+        help="skip at most N bad documents (rows without text, lines that are not JSON, text that is not UTF-8 or that the "
+        "tokenizer's library cannot encode); name each",
     )
-    text += "tokenizer's library cannot encode); name each"
-    texts.add_argument("--skip-bad", type=int, default=0, metavar="N", help=text)
     tokenizer = texts.add_mutually_exclusive_group()
-    text = "use this one: a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder with one"
-    tokenizer.add_argument("--tokenizer", type=path_or_name, metavar="PATH", help=text)
-    text = "without --tokenizer: train a tokenizer of so many tokens on the training split"
-    tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=text)
-    text = "processes that encode (default: one for every core that has work)"
-    texts.add_argument("--workers", type=int, metavar="N", help=text)
+    tokenizer.add_argument(
+        "--tokenizer",
+        type=path_or_name,
+        metavar="PATH",
+        help="use this one: a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder with one",
+    )
+    tokenizer.add_argument(
+        "--vocab-size",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="without --tokenizer: train a tokenizer of so many tokens on the training split",
+    )
+    texts.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that encode (default: one for every core that has work)",
+    )
 
     recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
     recall.add_argument("--synthetic", choices=TASKS, help="the task; no text is read")
     recall.add_argument("--synthetic-length", type=int, metavar="T", help="tokens of an example: training.seq_len")
-    text = "things to remember in an example: pairs (mqar), tokens (selective-copying), entries (phonebook)"
-    recall.add_argument("--synthetic-items", type=int, metavar="P", help=text)
+    recall.add_argument(
+        "--synthetic-items",
+        type=int,
+        metavar="P",
+        help="things to remember in an example: pairs (mqar), tokens (selective-copying)",
+    )
     recall.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
-    text = "examples of both splits together"
-    recall.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help=text)
+    recall.add_argument(
+        "--synthetic-examples", type=int, default=60_000, metavar="N", help="examples of both splits together"
+    )
     recall.add_argument("--synthetic-seed", type=int, default=0, metavar="N", help="another seed gives other examples")
 
     args = parser.parse_args(argv)
     options = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
-    if args.synthetic and (unused := [option for option in OF_TEXT if option in options]):
-        raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(unused)}.")
-    if not args.synthetic and (unused := [word for word in options if word.startswith("--synthetic-")]):
-        raise ValueError(f"{', '.join(unused)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
+    of_text = [option for option in OF_TEXT if option in options]
+    of_recall = [option for option in options if option.startswith("--synthetic-")]
+    if args.synthetic and of_text:
+        raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(of_text)}.")
+    if of_recall and not args.synthetic:
+        raise ValueError(f"{', '.join(of_recall)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
     require_at_least(args, max_bytes=1, skip_bad=0, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1)
@@ -137,11 +177,7 @@ def make_tokenizer(folder: Path, args: argparse.Namespace, parts: list[Part], to
     digest = digest_of([args.text_field, args.validation_fraction, args.vocab_size, library], spans)
     path = folder / f"trained-{digest}.model"
     if not path.exists():  # it does if an earlier run was killed later on
-        skipped: list[BadDocument] = []
-
-        def skip(bad: BadDocument) -> None:
-            skip_bad([bad], skipped, args.skip_bad)
-
+        skip = functools.partial(skip_bad, [], args.skip_bad)
         documents = documents_of(spans, args.text_field, skip)
         documents = tqdm(documents, desc="training the tokenizer", unit=" documents", disable=None)
         # Validation text stays unseen by the tokenizer too.
@@ -164,11 +200,25 @@ def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer:
     with bar, contextlib.closing(encode_parts(parts, encoding, workers)) as results:
         for part in results:
             bar.update(part.part.size)
-            skip_bad(part.skipped, skipped, args.skip_bad)
+            for bad in part.skipped:
+                skip_bad(skipped, args.skip_bad, bad)
             encoded.append(part)
     if kept := sum(part.kept for part in encoded):
         print(f"continuing an earlier run: {kept} of {len(parts)} parts were there", flush=True)
     return encoded
+
+
+def report_skipped(parts: list[EncodedPart], output: Path) -> dict[str, list[dict]]:
+    """Prints the bad documents that were skipped. Returns: the manifest's field "skipped", if there are any."""
+    skipped = []
+    for part in parts:
+        for bad in part.skipped:
+            skipped.append({"file": bad.file, "place": bad.place, "reason": bad.reason})
+            if len(skipped) <= SHOWN:
+                print(f"skipped: {visible(str(bad))}")
+    if len(skipped) > SHOWN:
+        print(f"skipped: {len(skipped) - SHOWN:,} more, which {output / MANIFEST} names")
+    return {"skipped": skipped} if skipped else {}
 
 
 def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: Any) -> None:
@@ -192,34 +242,24 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: di
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
-def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part], tokenizer: Tokenizer | None) -> None:
-    """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
-    tokenizer = make_tokenizer(work, args, parts, tokenizer)
-    encoded = encode(work, args, parts, tokenizer)
-    skipped = [bad for part in encoded for bad in part.skipped]
-    for bad in skipped[:SHOWN]:
-        print(f"skipped: {visible(str(bad))}")
-    if len(skipped) > SHOWN:
-        print(f"skipped: {len(skipped) - SHOWN:,} more, which {args.output / MANIFEST} names")
-    further = {}
-    if skipped:
-        further["skipped"] = [{"file": bad.file, "place": bad.place, "reason": bad.reason} for bad in skipped]
-    with new_folder(args.output) as folder:
-        tokenizer.write(folder)
-        splits = merge_parts(encoded, folder, tokenizer.vocab_size, args.shard_tokens)
-        write_manifest(folder, tokenizer, request, splits, **further)
-
-
 def prepare_synthetic(args: argparse.Namespace) -> str:
     """Makes the corpus of a recall task. Returns the result line."""
     kind = TASKS[args.synthetic]
-    options = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
-    task = kind(**kind.defaults | {name: n for name, n in options.items() if n is not None}, seed=args.synthetic_seed)
+    sizes = dict(kind.defaults)
+    for name in sizes:
+        size = getattr(args, f"synthetic_{name}")
+        if size is not None:
+            sizes[name] = size
+    task = kind(**sizes, seed=args.synthetic_seed)
     examples = args.synthetic_examples
-    fraction = args.validation_fraction
-    request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, "validation_fraction": fraction}
-    counts = {"validation": round(examples * fraction)}
-    counts["train"] = examples - counts["validation"]
+    validation = round(examples * args.validation_fraction)
+    counts = {"validation": validation, "train": examples - validation}
+    request = {
+        "synthetic": args.synthetic,
+        **asdict(task),
+        "examples": examples,
+        "validation_fraction": args.validation_fraction,
+    }
     with new_folder(args.output) as folder, tqdm(total=examples, unit=" examples", disable=None) as bar:
         path = folder / JsonTokenizer.file
         write_whole(path, tokenizer_json(task.words()))
@@ -236,14 +276,14 @@ def prepare(args: argparse.Namespace) -> str:
     if tokenizer:
         tokenizer.encode("", add_eos=True)  # EOS ends every document: an error if there is none
     # What the corpus is a function of, as the manifest keeps it.
-    options = ("text_field", "max_bytes", "validation_fraction", "shard_tokens")
-    request: dict[str, Any] = {"inputs": inputs.described}
-    for name in options:
-        request[name] = getattr(args, name)
-    if tokenizer:
-        request["tokenizer"] = {"sha256": tokenizer.sha256}
-    else:
-        request["tokenizer"] = {"trained_vocab_size": args.vocab_size}
+    request = {
+        "inputs": inputs.described,
+        "text_field": args.text_field,
+        "max_bytes": args.max_bytes,
+        "validation_fraction": args.validation_fraction,
+        "shard_tokens": args.shard_tokens,
+        "tokenizer": {"sha256": tokenizer.sha256} if tokenizer else {"trained_vocab_size": args.vocab_size},
+    }
     with kept_folder(args.output) as work:
         size = sum(file.size for file in inputs.files)
         others = ""
@@ -251,9 +291,16 @@ def prepare(args: argparse.Namespace) -> str:
             others = f" (other files in the folders, left out: {inputs.left_out:,})"
         print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB){others}", flush=True)
         try:
-            # Finds missing columns and datasets.
+            # Encode in the folder `work`, from where an earlier run stopped. Listing finds missing columns and datasets.
             parts = cut(list(list_spans(inputs.files, args.text_field, args.max_bytes)))
-            build(work, args, request, parts, tokenizer)
+            tokenizer = make_tokenizer(work, args, parts, tokenizer)
+            encoded = encode(work, args, parts, tokenizer)
+            further = report_skipped(encoded, args.output)
+            # The corpus appears complete.
+            with new_folder(args.output) as folder:
+                tokenizer.write(folder)
+                splits = merge_parts(encoded, folder, tokenizer.vocab_size, args.shard_tokens)
+                write_manifest(folder, tokenizer, request, splits, **further)
         except BaseException:
             if not any(work.glob("part-*.idx")) and not any(work.glob("trained-*.model")):
                 shutil.rmtree(work)  # nothing that could be continued

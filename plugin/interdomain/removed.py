@@ -38,6 +38,9 @@ REMOVED = {
     "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
     "parallelism.pipeline_parallel_schedule = InterleavedZeroBubble": NO_ZERO_BUBBLE,
     "parallelism.pipeline_parallel_schedule = ZBVZeroBubble": NO_ZERO_BUBBLE,
+    "prepare-data --synthetic phonebook": (
+        "Use `--synthetic mqar`. `interdomain evaluate --tasks phonebook_16` has the paper's own phone book."
+    ),
     "release": "Convert each run with `interdomain convert`, and publish the exported models with `hf upload`.",
     "tokens_per_parameter": "Give each size of a study its `training.tokens`.",
     "training.max_spikes": NO_SPIKES,

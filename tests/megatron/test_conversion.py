@@ -115,4 +115,4 @@ def test_our_reader_reads_megatron_s_data(tmp_path):
     ours = IndexedDataset(tmp_path / "tokens")
     ours.verify()
     assert [x.tolist() for x in islice(ours, len(ours))] == [x.tolist() for x in documents]
-    assert np.array_equal(TokenCorpus([tmp_path / "tokens"]).read(0, 53), np.concatenate(documents))
+    assert np.array_equal(TokenCorpus(tmp_path / "tokens").read(0, 53), np.concatenate(documents))

@@ -61,9 +61,9 @@ def short(tmp_path_factory):
     return prepared(folder / "tiny", str(folder / "short.jsonl"))
 
 
-def synthetic(folder, kind, items, vocab):
-    """500 examples of 64 tokens of a recall task."""
-    numbers = {"length": 64, "items": items, "vocab": vocab, "examples": 500}
+def synthetic(folder, kind, items, vocab, length=64):
+    """500 examples of a recall task."""
+    numbers = {"length": length, "items": items, "vocab": vocab, "examples": 500}
     options = [f"--synthetic-{name}={n}" for name, n in numbers.items()]
     given = ["--synthetic", kind, *options, "--validation-fraction", "0.1", "--output", str(folder)]
     assert prepare_data.main(given) == 0

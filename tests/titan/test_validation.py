@@ -176,11 +176,11 @@ def by_hand(seen):
     return losses, [all(run) for run in right]
 
 
-@pytest.mark.parametrize("kind", ["phonebook", None])
+@pytest.mark.parametrize("kind", ["selective-copying", None])
 def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
     """Answers of four tokens; a corpus without answers. By pieces that cut both windows and answers."""
     monkeypatch.setattr(loss, "piece_tokens", lambda vocab_size: 49)
-    source = synthetic(tmp_path / "book", kind, 4, 20) if kind else corpus
+    source = synthetic(tmp_path / "copies", kind, 4, 20, length=32) if kind else corpus
     model = Guessing(20 if kind else 512)
     validating = validator(source, model)
     validating.validate([model], 1)
@@ -194,10 +194,10 @@ def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
             expected[f"validation_position/{first:04d}-{last:04d}"] = pytest.approx(sum(values) / len(values), rel=1e-6)
     assert found == expected
     assert validating.metrics.losses == [pytest.approx(sum(value for _, value in losses) / len(losses), rel=1e-6)]
-    assert len(losses) == WINDOWS * (16 if kind else 64)
+    assert len(losses) == WINDOWS * (8 if kind else 64)
     assert model.output.scores is None
     if kind:
-        assert len(right) == WINDOWS * 4
+        assert len(right) == WINDOWS * 2
         assert accuracy == sum(right) / len(right)
         assert 0.05 < accuracy < 0.5
     else:

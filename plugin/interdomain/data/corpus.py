@@ -15,8 +15,8 @@ made them, and `manifest.json`:
 A corpus with answers consists of examples of one length, with the same number of answer tokens in each. Its splits
 `train-answers` and `validation-answers` have one number for every token of `train` and `validation`: 1 for an answer, else 0.
 
-Bare shards of Megatron, NeMo or datatrove are read as well, by prefix, list of prefixes or glob; they say nothing of
-the tokenizer, so the caller gives the vocabulary size.
+Bare shards of Megatron, NeMo or datatrove are read as well, by prefix or glob; they say nothing of the tokenizer, so the
+caller gives the vocabulary size.
 """
 
 import glob
@@ -26,7 +26,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,39 +65,44 @@ def read_manifest(folder: Path | str) -> dict:
 
 
 def sources(source: dict) -> dict[str, list[str]]:
-    """A manifest's field "source" for a run's record: `sources` in words, and `datasets`, those of the Hugging Face hub."""
+    """A manifest's field "source" for a run's record.
+
+    Returns: `sources`, each as a phrase, and `datasets`, the names of those of the Hugging Face hub.
+    """
     if "synthetic" in source:
-        options = ", ".join(f"{name} {x}" for name, x in source.items() if name != "synthetic")
-        return {"sources": [f"synthetic {source['synthetic']} ({options})"], "datasets": []}
-    inputs = source.get("inputs", [])
-    hub = [item["dataset"] for item in inputs if "dataset" in item]
-    words = [f"Python {item['stdlib']}'s standard library" for item in inputs if "stdlib" in item]
-    words += [f"{name} (Hugging Face hub)" for name in hub]
-    files = [item for item in inputs if "file" in item]
+        options = [f"{name} {value}" for name, value in source.items() if name != "synthetic"]
+        return {"sources": [f"synthetic {source['synthetic']} ({', '.join(options)})"], "datasets": []}
+    phrases = []
+    datasets = []
+    files = []
+    for item in source.get("inputs", []):
+        if "dataset" in item:
+            phrases.append(f"{item['dataset']} (Hugging Face hub)")
+            datasets.append(re.split("[@:]", item["dataset"])[0])
+        elif "stdlib" in item:
+            phrases.append(f"Python {item['stdlib']}'s standard library")
+        else:
+            files.append(item)
     if len(files) > NAMED:
         size = sum(item["bytes"] for item in files)
-        words.append(f"{len(files):,} files, {files[0]['file']} to {files[-1]['file']} ({size / 1e6:,.1f} MB)")
+        phrases.append(f"{len(files):,} files, {files[0]['file']} to {files[-1]['file']} ({size / 1e6:,.1f} MB)")
     else:
-        words += [f"{item['file']} ({item['bytes'] / 1e6:,.1f} MB)" for item in files]
-    if words and source.get("max_bytes"):
-        words.append(f"of these the first {source['max_bytes']:,} bytes")
-    return {"sources": words, "datasets": [*dict.fromkeys(re.split("[@:]", name)[0] for name in hub)]}
+        phrases += [f"{item['file']} ({item['bytes'] / 1e6:,.1f} MB)" for item in files]
+    if phrases and source.get("max_bytes"):
+        phrases.append(f"of these the first {source['max_bytes']:,} bytes")
+    return {"sources": phrases, "datasets": list(dict.fromkeys(datasets))}
 
 
-def _prefixes(source: str | os.PathLike | Iterable) -> list[str]:
-    """Shard prefixes in reading order: a list's own order, each glob sorted; `.bin` and `.idx` endings are dropped."""
-    prefixes = []
-    for item in [source] if isinstance(source, str | os.PathLike) else source:
-        stem = os.fspath(item).removesuffix(".bin").removesuffix(".idx")
-        if not glob.has_magic(stem):
-            prefixes.append(stem)
-            continue
-        # Either file of a pair names the shard, so that one whose .bin is missing is reported and not skipped.
-        matches = {match[:-4] for ending in (".bin", ".idx") for match in glob.glob(stem + ending, recursive=True)}
-        if not matches:
-            raise FileNotFoundError(f"No shard matches {item}; expected files like {stem}.bin and {stem}.idx.")
-        prefixes += sorted(matches)
-    return prefixes
+def _prefixes(source: str) -> list[str]:
+    """The prefixes of bare shards, sorted; `.bin` and `.idx` endings are dropped."""
+    stem = source.removesuffix(".bin").removesuffix(".idx")
+    if not glob.has_magic(stem):
+        return [stem]
+    # Either file of a pair names the shard, so that one whose .bin is missing is reported and not skipped.
+    files = glob.glob(f"{stem}.bin", recursive=True) + glob.glob(f"{stem}.idx", recursive=True)
+    if not files:
+        raise FileNotFoundError(f"No shard matches {source}; expected files like {stem}.bin and {stem}.idx.")
+    return sorted({file[:-4] for file in files})
 
 
 class Answers(NamedTuple):
@@ -113,7 +118,7 @@ class TokenCorpus:
     """The documents of one split, in shard order, as one virtual stream of token ids.
 
     Args:
-        source: folder of a prepared corpus, or a prefix, a glob, or a list of either, of bare .bin/.idx shards.
+        source: folder of a prepared corpus, or a prefix or a glob of bare .bin/.idx shards.
         split: name of a split in the manifest. Bare shards are whatever split the caller takes them for.
         vocab_size: of bare shards, the bound that ids are checked against while reading. A manifest has its own.
         verify: read everything and compare checksums. Sizes are always compared.
@@ -131,7 +136,7 @@ class TokenCorpus:
 
     def __init__(
         self,
-        source: str | os.PathLike | Iterable,
+        source: str | os.PathLike,
         split: str = "train",
         vocab_size: int | None = None,
         verify: bool = False,
@@ -140,10 +145,10 @@ class TokenCorpus:
         self.vocab_size = vocab_size
         self.source = {}
         self.answers: Answers | None = None
-        if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+        if os.path.isdir(source):
             self.shards = self._open_folder(Path(source), verify)
         else:
-            self.shards = [IndexedDataset(prefix) for prefix in _prefixes(source)]
+            self.shards = [IndexedDataset(prefix) for prefix in _prefixes(os.fspath(source))]
             self.fingerprint = self._bare_fingerprint()
         if verify:
             for shard in self.shards:
@@ -168,18 +173,18 @@ class TokenCorpus:
             )
         records = manifest["splits"][self.split]
         shards = [IndexedDataset(folder / record["name"]) for record in records]
-        tokenizer = folder / manifest["tokenizer"]["file"]
-        differing = [tokenizer] if file_sha256(tokenizer) != manifest["tokenizer"]["sha256"] else []
+        tokenizer = manifest["tokenizer"]
+        files = [(folder / tokenizer["file"], None, tokenizer["sha256"], True)]
         for shard, record in zip(shards, records, strict=True):
-            for kind, path in (("bin", shard.bin_path), ("idx", shard.idx_path)):
-                same_size = path.stat().st_size == record[f"{kind}_bytes"]
-                if not same_size or (verify and file_sha256(path) != record[f"{kind}_sha256"]):
-                    differing.append(path)
-        if differing:
-            raise ValueError(
-                f"{differing[0]} is damaged or was replaced: it differs from the manifest of {folder}. Copy the folder "
-                "again, or prepare the corpus again."
-            )
+            files.append((shard.bin_path, record["bin_bytes"], record["bin_sha256"], verify))
+            files.append((shard.idx_path, record["idx_bytes"], record["idx_sha256"], verify))
+        for path, size, sha256, read in files:
+            same_size = size is None or path.stat().st_size == size
+            if not same_size or (read and file_sha256(path) != sha256):
+                raise ValueError(
+                    f"{path} is damaged or was replaced: it differs from the manifest of {folder}. Copy the folder "
+                    "again, or prepare the corpus again."
+                )
         return shards
 
     def _bare_fingerprint(self) -> str:
@@ -190,23 +195,26 @@ class TokenCorpus:
             digest.update(f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:".encode() + head)
         return digest.hexdigest()
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[IndexedDataset, int, int, int]]:
-        """(shard, its place in the stream, start, stop within it) for every shard that [start, stop) touches."""
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(number of the shard, start, stop within it) for every shard that [start, stop) touches."""
         assert 0 <= start <= stop <= self.num_tokens
-        i = bisect_right(self._starts, start) - 1
+        number = bisect_right(self._starts, start) - 1
         while start < stop:
-            base = self._starts[i]
-            end = min(stop, self._starts[i + 1])
+            first = self._starts[number]
+            end = min(stop, self._starts[number + 1])
             if start < end:
-                yield self.shards[i], base, start - base, end - base
-            start = max(start, end)
-            i += 1
+                yield number, start - first, end - first
+            start = end
+            number += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64, a copy. Raises ValueError for an id outside the vocabulary."""
         out = np.empty(stop - start, np.int64)
-        for shard, base, a, b in self._parts(start, stop):
-            out[base + a - start : base + b - start] = shard.tokens(a, b)
+        filled = 0
+        for number, first, last in self._parts(start, stop):
+            shard = self.shards[number]
+            out[filled : filled + last - first] = shard.tokens(first, last)
+            filled += last - first
         if len(out) and (out.min() < 0 or (self.vocab_size is not None and out.max() >= self.vocab_size)):
             raise ValueError(
                 f"Token ids from {out.min()} to {out.max()} at tokens {start} to {stop} of split {self.split!r} "
@@ -217,10 +225,14 @@ class TokenCorpus:
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions p in [start, stop) of the stream at which a document begins: int64, ascending."""
-        parts = [shard.document_starts(a, b) + base for shard, base, a, b in self._parts(start, stop)]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        starts = [np.empty(0, np.int64)]
+        for number, first, last in self._parts(start, stop):
+            starts.append(self.shards[number].document_starts(first, last) + self._starts[number])
+        return np.concatenate(starts)
 
     def documents(self, start: int, stop: int) -> np.ndarray:
         """The number in the split of the document of each token [start, stop) of the stream, int64."""
-        first = {base: self._first_documents[bisect_right(self._starts, base) - 1] for base in self._starts[:-1]}
-        return np.concatenate([s.documents(a, b) + first[base] for s, base, a, b in self._parts(start, stop)])
+        numbers = []
+        for shard, first, last in self._parts(start, stop):
+            numbers.append(self.shards[shard].documents(first, last) + self._first_documents[shard])
+        return np.concatenate(numbers)

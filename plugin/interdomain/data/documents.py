@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 SAMPLES = 1000  # documents of a corpus that `documents_in` looks at, and one of each shard
 
 
@@ -73,27 +71,19 @@ def recorded_documents(run: dict[str, Any], tokenizer: Any) -> Documents:
 def documents_in(corpora: Iterable[Any], tokenizer: Any) -> Documents | None:
     """Documents as they are in corpora (`TokenCorpus`), also in shards that something else made. None if they begin or end in
     several ways."""
-    firsts: set[int] = set()
-    lasts: set[int] = set()
+    first_tokens = set()
+    last_tokens = set()
     for corpus in corpora:
         for shard in corpus.shards:
-            for document in _sample(shard, 1 + SAMPLES // len(corpus.shards)):
-                firsts.add(int(document[0]))
-                lasts.add(int(document[-1]))
-    begin = _marker(firsts, tokenizer.bos_id)
-    end = _marker(lasts, tokenizer.eos_id)
-    return None if begin is None or end is None else Documents(begin, end)
-
-
-def _sample(shard: Any, count: int) -> Iterable[np.ndarray]:
-    """At most `count` documents that lie evenly over a shard, without those that are empty."""
-    count = min(len(shard), count)
-    documents = (shard[i * len(shard) // count] for i in range(count))
-    return (document for document in documents if len(document))
-
-
-def _marker(found: set[int], token: int | None) -> tuple[int, ...] | None:
-    """The marker at one end of all documents, by the tokens found there. None if only some documents have it."""
-    if token is None or token not in found:
-        return ()
-    return (token,) if found == {token} else None
+            # Documents that lie evenly over the shard.
+            count = min(len(shard), 1 + SAMPLES // len(corpus.shards))
+            for i in range(count):
+                document = shard[i * len(shard) // count]
+                if len(document):
+                    first_tokens.add(int(document[0]))
+                    last_tokens.add(int(document[-1]))
+    begin = first_tokens & {tokenizer.bos_id}
+    end = last_tokens & {tokenizer.eos_id}
+    if begin not in (set(), first_tokens) or end not in (set(), last_tokens):
+        return None  # only some documents have the token
+    return Documents(tuple(begin), tuple(end))

@@ -11,7 +11,6 @@ import glob
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import platform
 import re
@@ -28,6 +27,7 @@ from interdomain.data.indexed import file_sha256
 STDLIB = "stdlib"
 HUGGING_FACE = "hf:"
 LINES = (".jsonl", ".ndjson", ".json")
+ROWS = (*LINES, ".parquet")
 # Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the next.
 STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
@@ -42,7 +42,6 @@ DATASET_FILES = {
 }
 CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of the package encodings
 SPAN_BYTES = 2_000_000  # of a large file of lines
-READ_BYTES = 1_000_000  # bytes that are read from the disk at once
 EXCERPT = 200  # characters of a row that cannot be read, to find it by
 DATASET_SHARD_BYTES = 100_000_000  # taken for the size of one shard of a dataset on the hub, which is not known
 
@@ -93,12 +92,12 @@ def refuse(bad: BadDocument) -> None:
     raise ValueError(f"{bad}.")
 
 
-def skip_bad(bad: Iterable[BadDocument], skipped: list[BadDocument], limit: int) -> None:
-    """Add to `skipped`. Raises ValueError that names the first one beyond the limit."""
-    skipped += bad
+def skip_bad(skipped: list[BadDocument], limit: int, bad: BadDocument) -> None:
+    """Add a document to `skipped`. Raises ValueError that names the first one beyond the limit."""
+    skipped.append(bad)
     if len(skipped) > limit:
         raise ValueError(
-            f"{skipped[limit]}. Correct it and start again, or repeat the command with a larger --skip-bad than {limit}: it "
+            f"{bad}. Correct it and start again, or repeat the command with a larger --skip-bad than {limit}: it "
             "continues, skips at most that many bad documents, and names each."
         )
 
@@ -138,15 +137,11 @@ def documents_of(
     convert: Callable[[str], Any] = str,
 ) -> Iterator[Any]:
     """Documents of spans as `read_documents` gives them."""
-
-    def convert_text(text: str) -> Any:
-        return convert(text) if text else None
-
     for span in spans:
-        for document in read_span(span, text_field, convert_text):
+        for document in read_span(span, text_field, convert):
             if isinstance(document, BadDocument):
                 skip(document)
-            elif document is not None:
+            else:
                 yield document
 
 
@@ -178,8 +173,8 @@ class Inputs:
 def find_inputs(inputs: Iterable) -> Inputs:
     """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read, and as
     `debian_packages`."""
-    # What this process remembers of files is of an earlier call, and they may have changed.
-    for cache in (_parquet, _file_digest, _dataset_digest, _dataset_builder, open_stream):
+    # The files may have changed since an earlier call of this process.
+    for cache in (_parquet, _file_digest, _dataset_digest, _dataset):
         cache.cache_clear()
     files = []
     described = []
@@ -188,27 +183,31 @@ def find_inputs(inputs: Iterable) -> Inputs:
         if item.startswith(HUGGING_FACE):
             files.append(SourceFile(item, HUGGING_FACE))
             described.append({"dataset": item.removeprefix(HUGGING_FACE)})
-            continue
-        if item.partition(":")[0] == DEBIAN:
-            packages = [_source_file(name, DEBIAN, path) for name, path in debian_packages(item).items()]
-            files += packages
-            described += [{"file": package.path.name, "bytes": package.size} for package in packages]
-            continue
-        matched, others = (stdlib_files(), 0) if item == STDLIB else _matches(item)
-        if not matched:
-            raise FileNotFoundError(
-                f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard library), "
-                f"{DEBIAN}, paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of the Hugging Face "
-                "hub."
-            )
-        for name, path in matched:
-            kind = _kind(path)
-            if kind is None:
-                raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
-            files.append(_source_file(name, kind, path))
-        new = [{"file": file.name, "bytes": file.size} for file in files[-len(matched) :]]
-        described += [{STDLIB: platform.python_version()}] if item == STDLIB else new
-        left_out += others
+        elif item.partition(":")[0] == DEBIAN:
+            for name, path in debian_packages(item).items():
+                file = _source_file(name, DEBIAN, path)
+                files.append(file)
+                described.append({"file": path.name, "bytes": file.size})
+        elif item == STDLIB and (modules := stdlib_files()):
+            for name, path in modules:
+                files.append(_source_file(name, ".py", path))
+            described.append({STDLIB: platform.python_version()})
+        else:
+            matched, others = _matches(item)
+            left_out += others
+            if not matched:
+                raise FileNotFoundError(
+                    f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard "
+                    f"library), {DEBIAN}, paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of "
+                    "the Hugging Face hub."
+                )
+            for name, path in matched:
+                kind = _kind(path)
+                if kind is None:
+                    raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
+                file = _source_file(name, kind, path)
+                files.append(file)
+                described.append({"file": name, "bytes": file.size})
     return Inputs(files, described, left_out)
 
 
@@ -222,14 +221,29 @@ def _matches(item: str) -> tuple[list[tuple[str, Path]], int]:
     """(name, path) of the files that one path, glob or folder names, sorted by name; how many others a folder holds."""
     path = Path(item)
     if path.is_dir():
-        # Links to folders are not followed.
-        every = sorted((p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_symlink() or not p.is_dir())
-        read = [(name, p) for name, p in every if p.is_file() and _kind(p) and "/." not in f"/{name}"]
-        if any(_kind(p) in (*LINES, ".parquet") for _, p in read if p.name.lower() not in DATASET_FILES):
-            read = [(name, p) for name, p in read if p.name.lower() not in DATASET_FILES]
-        return read, len(every) - len(read)
+        read = {}
+        descriptions = []
+        has_rows = False
+        entries = 0
+        for entry in path.rglob("*"):  # does not follow links to folders
+            if entry.is_dir() and not entry.is_symlink():
+                continue
+            entries += 1
+            name = entry.relative_to(path).as_posix()
+            kind = _kind(entry)
+            if not entry.is_file() or kind is None or "/." in f"/{name}":
+                continue
+            read[name] = entry
+            if entry.name.lower() in DATASET_FILES:
+                descriptions.append(name)
+            elif kind in ROWS:
+                has_rows = True
+        if has_rows:
+            for name in descriptions:
+                del read[name]
+        return sorted(read.items()), entries - len(read)
     if glob.has_magic(item) and not path.exists():
-        paths = [Path(path) for path in sorted(glob.glob(item, recursive=True))]
+        paths = map(Path, sorted(glob.glob(item, recursive=True)))
         return [(p.name, p) for p in paths if not ("**" in item and p.is_dir())], 0
     return [(path.name, path)] if path.exists() else [], 0
 
@@ -250,33 +264,43 @@ def list_spans(files: list[SourceFile], text_field: str, max_bytes: int | None =
 
 def _spans(file: SourceFile, text_field: str) -> list[Span]:
     if file.kind == HUGGING_FACE:
-        return [Span(file, i, i + 1, DATASET_SHARD_BYTES) for i in range(open_stream(file.name).num_shards)]
+        _, stream = _dataset(file.name)
+        return [Span(file, i, i + 1, DATASET_SHARD_BYTES) for i in range(stream.num_shards)]
     if file.kind == ".parquet":
         with _named(file):
             metadata = _parquet(file.path, text_field).metadata
-        rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-        return [Span(file, g, g + 1, file.size * n // max(1, sum(rows))) for g, n in enumerate(rows)]
+        spans = []
+        for group in range(metadata.num_row_groups):
+            share = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
+            spans.append(Span(file, group, group + 1, share))
+        return spans
     if file.path.suffix.lower() in LINES:  # not compressed
-        starts = range(0, file.size, SPAN_BYTES)
-        return [Span(file, a, min(a + SPAN_BYTES, file.size), min(SPAN_BYTES, file.size - a)) for a in starts]
+        spans = []
+        for start in range(0, file.size, SPAN_BYTES):
+            stop = min(start + SPAN_BYTES, file.size)
+            spans.append(Span(file, start, stop, stop - start))
+        return spans
     return [Span(file, size=file.size)]
 
 
 def read_span(span: Span, text_field: str, convert: Callable[[str], Any] = str) -> Iterator[Any]:
-    """What `convert` makes of each document of a span, empty ones included; a BadDocument in place of a bad one.
+    """What `convert` makes of each document of a span, without those that are empty; a BadDocument in place of a bad one.
 
-    Raises ValueError naming a damaged file, and what is wrong.
+    Raises ValueError naming a damaged file, and what is wrong; also for a file that was written to since `find_inputs`: parts
+    of two versions must not be joined.
     """
-    with _named(span.file):
-        yield from READERS[span.file.kind](span, text_field, convert)
-        if span.file.kind != HUGGING_FACE:
-            _check_unchanged(span.file)
-
-
-def _check_unchanged(file: SourceFile) -> None:
-    """Raises ValueError for a file that was written to since `find_inputs`: parts of two versions must not be joined."""
-    if _source_file(file.name, file.kind, file.path) != file:
-        raise ValueError("it has changed since this command began. Start the same command again.")
+    file = span.file
+    reader = READERS[file.kind]
+    with _named(file):
+        for i, row in enumerate(reader.rows(span, text_field)):
+            try:
+                text = reader.text(row, text_field)
+                if text:
+                    yield convert(text)
+            except ValueError as e:
+                yield BadDocument(_shown(file), file.name, reader.place(span, i), str(e).rstrip("."))
+        if file.kind != HUGGING_FACE and _source_file(file.name, file.kind, file.path) != file:
+            raise ValueError("it has changed since this command began. Start the same command again.")
 
 
 def content_digest(span: Span) -> str:
@@ -294,12 +318,9 @@ def content_digest(span: Span) -> str:
             digest.update(_file_digest(file).encode())
         else:
             with open(file.path, "rb") as f:
-                # `_read_lines` looks at the byte before the span, and reads the last line to its end.
-                at = f.seek(max(span.start - 1, 0))
-                last = max(span.stop - 1, at)
-                while at < last and (block := f.read(min(READ_BYTES, last - at))):
-                    at += len(block)
-                    digest.update(block)
+                # `_lines` looks at the byte before the span, and reads the last line to its end.
+                first = f.seek(max(span.start - 1, 0))
+                digest.update(f.read(max(span.stop - 1 - first, 0)))
                 digest.update(f.readline())
     return digest.hexdigest()
 
@@ -312,8 +333,9 @@ def _file_digest(file: SourceFile) -> str:
 @functools.lru_cache(1)
 def _dataset_digest(name: str) -> str:
     """SHA-256 of a dataset's files; of files elsewhere, of the address and the commit or ETag by which its host knows them."""
+    builder, _ = _dataset(name)
     digest = hashlib.sha256()
-    for files in _dataset_builder(name).config.data_files.values():
+    for files in builder.config.data_files.values():
         for path, version in zip(files, files.origin_metadata, strict=True):
             content = file_sha256(path) if Path(path).is_file() else f"{path} {version}"
             digest.update(content.encode())
@@ -333,10 +355,6 @@ def _shown(file: SourceFile) -> str:
     return file.name if file.kind == HUGGING_FACE else str(file.path)
 
 
-def _bad(file: SourceFile, place: str, error: ValueError) -> BadDocument:
-    return BadDocument(_shown(file), file.name, place, str(error).rstrip("."))
-
-
 def _opened(path: Path) -> IO[bytes]:
     """A file's bytes, decompressed."""
     opener = OPENERS.get(path.suffix.lower())
@@ -354,58 +372,54 @@ def _open_with_arrow(path: Path, compression: str) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
 
 
-def _read_text(span: Span, _: str, convert: Callable[[str], Any]) -> Iterator[Any]:
+def _whole_file(span: Span, _: str) -> Iterator[bytes]:
     with _opened(span.file.path) as f:
-        data = f.read()
-    try:
-        yield convert(data.decode())  # from bytes: reading in text mode would turn CRLF into LF
-    except ValueError as e:
-        yield _bad(span.file, "the whole file", e)
+        yield f.read()
 
 
-def _read_lines(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
+def _lines(span: Span, _: str) -> Iterator[bytes]:
     with _opened(span.file.path) as f:  # binary: lines end at \n only, not at U+2028
         at = span.start
         if at:  # the line that lies across the start belongs to the span before
             f.seek(at - 1)
             at += len(f.readline()) - 1
-        first = at
-        lines = 0
         while (span.stop is None or at < span.stop) and (line := f.readline()):
             at += len(line)
-            lines += 1
-            if line.strip():
-                try:
-                    yield convert(_text(_json(line), text_field))
-                except ValueError as e:
-                    yield _bad(span.file, f"line {_lines_before(span.file.path, first) + lines}", e)
+            yield line
 
 
-def _json(line: bytes) -> object:
+def _line_text(line: bytes, text_field: str) -> str:
+    if not line.strip():
+        return ""
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"it is not JSON ({e}): {line[:EXCERPT]!r}") from e
+    return _field_text(row, text_field)
 
 
-def _lines_before(path: Path, at: int) -> int:
-    """The number of lines that end before a byte of the file."""
-    lines = 0
-    with open(path, "rb") as f:
-        while block := f.read(min(READ_BYTES, at - f.tell())):
-            lines += block.count(b"\n")
-    return lines
+def _line_place(span: Span, i: int) -> str:
+    lines_before = 0
+    if span.start:
+        with open(span.file.path, "rb") as f:
+            while f.tell() < span.start:
+                f.readline()
+                lines_before += 1
+    return f"line {lines_before + i + 1}"
 
 
-def _read_parquet(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
+def _parquet_rows(span: Span, text_field: str) -> Iterator[Any]:
     file = _parquet(span.file.path, text_field)
-    batches = file.iter_batches(batch_size=512, row_groups=[span.start], columns=[text_field], use_threads=False)
-    for i, value in enumerate(itertools.chain.from_iterable(batch.column(0) for batch in batches)):
-        try:
-            yield convert(_text({text_field: value.as_py()}, text_field))  # bytes that are not UTF-8 are an error here
-        except ValueError as e:
-            before = sum(file.metadata.row_group(group).num_rows for group in range(span.start))
-            yield _bad(span.file, f"row {before + i + 1}", e)
+    for batch in file.iter_batches(512, row_groups=[span.start], columns=[text_field], use_threads=False):
+        yield from batch.column(0)
+
+
+def _parquet_place(span: Span, i: int) -> str:
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.read_metadata(span.file.path)
+    rows_before = sum(metadata.row_group(group).num_rows for group in range(span.start))
+    return f"row {rows_before + i + 1}"
 
 
 @functools.lru_cache(1)  # a worker reads one file's row groups one after another
@@ -420,24 +434,12 @@ def _parquet(path: Path, text_field: str) -> Any:
     return file
 
 
-def _read_debian(span: Span, _: str, convert: Callable[[str], Any]) -> Iterator[Any]:
-    for i, text in enumerate(read_package(span.file.name, span.file.path)):
-        try:
-            yield convert(text)
-        except ValueError as e:
-            yield _bad(span.file, f"document {i + 1}", e)
+def _dataset_rows(span: Span, _: str) -> Iterator[Any]:
+    _, stream = _dataset(span.file.name)
+    yield from stream.shard(stream.num_shards, span.start)
 
 
-def _read_dataset(span: Span, text_field: str, convert: Callable[[str], Any]) -> Iterator[Any]:
-    dataset = open_stream(span.file.name)
-    for i, row in enumerate(dataset.shard(dataset.num_shards, span.start)):
-        try:
-            yield convert(_text(row, text_field))
-        except ValueError as e:
-            yield _bad(span.file, f"shard {span.start + 1}, row {i + 1}", e)
-
-
-def _text(row: object, text_field: str) -> str:
+def _field_text(row: object, text_field: str) -> str:
     """A row's text. Raises ValueError if there is none, or (UnicodeError) if it is not Unicode."""
     text = row.get(text_field) if isinstance(row, dict) else None
     if isinstance(text, bytes):  # a Parquet column of strings whose writer did not mark it as such
@@ -451,31 +453,18 @@ def _text(row: object, text_field: str) -> str:
 
 
 @functools.lru_cache(1)
-def open_stream(name: str) -> Any:
-    """`[hf:]NAME[@REVISION][:CONFIG[:SPLIT]]`, opened for streaming. NAME may be a local folder. Raises ValueError."""
-    split = [*name.removeprefix(HUGGING_FACE).split(":"), "", ""][2]
-    builder = _dataset_builder(name)
-    with _opening(name):
-        return builder.as_streaming_dataset(split=split or "train")
-
-
-@functools.lru_cache(1)
-def _dataset_builder(name: str) -> Any:
+def _dataset(name: str) -> tuple[Any, Any]:
+    """Builder and stream of rows of `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`; NAME may be a local folder. Raises ValueError."""
     import datasets
 
-    source, *rest = name.removeprefix(HUGGING_FACE).split(":")
+    source, _, rest = name.removeprefix(HUGGING_FACE).partition(":")
     source, _, revision = source.partition("@")
-    if not source or len(rest) > 2:
+    config, _, split = rest.partition(":")
+    if not source or ":" in split:
         raise ValueError(f"{name} is no dataset: it must read {HUGGING_FACE}NAME[@REVISION][:CONFIG[:SPLIT]].")
-    config = rest[0] if rest else None
-    with _opening(name):
-        return datasets.load_dataset_builder(source, config or None, revision=revision or None)
-
-
-@contextlib.contextmanager
-def _opening(name: str) -> Iterator[None]:
     try:
-        yield
+        builder = datasets.load_dataset_builder(source, config or None, revision=revision or None)
+        return builder, builder.as_streaming_dataset(split=split or "train")
     except Exception as e:  # the hub's client, the HTTP library and the readers behind them each have their own
         first = str(e).strip().split("\n")[0]
         raise ValueError(
@@ -484,17 +473,49 @@ def _opening(name: str) -> Iterator[None]:
         ) from e
 
 
+class Reader(NamedTuple):
+    """How one kind of file is read.
+
+    Attributes:
+        rows: The rows of a span, as they are stored.
+        text: The text of a row, under the name of the text field. Raises ValueError for a bad document.
+        place: The place of row i of a span, for a message about it.
+    """
+
+    rows: Callable[[Span, str], Iterable[Any]]
+    text: Callable[[Any, str], str]
+    place: Callable[[Span, int], str]
+
+
 OPENERS = {
     ".gz": gzip.open,
     # Not bz2.open, which takes anything behind the first stream that it cannot decompress for the end of the file.
     ".bz2": functools.partial(_open_with_arrow, compression="bz2"),
     ".zst": functools.partial(_open_with_arrow, compression="zstd"),
 }
+TEXT = Reader(
+    _whole_file,
+    lambda data, _: data.decode(),  # from bytes: reading in text mode would turn CRLF into LF
+    lambda span, i: "the whole file",
+)
+JSON_LINES = Reader(_lines, _line_text, _line_place)
 READERS = {
-    **dict.fromkeys((".txt", ".py", ".md", ".rst"), _read_text),
-    **dict.fromkeys(LINES, _read_lines),
-    ".parquet": _read_parquet,
-    DEBIAN: _read_debian,
-    HUGGING_FACE: _read_dataset,
+    **dict.fromkeys((".txt", ".py", ".md", ".rst"), TEXT),
+    **dict.fromkeys(LINES, JSON_LINES),
+    ".parquet": Reader(
+        _parquet_rows,
+        lambda value, text_field: _field_text({text_field: value.as_py()}, text_field),  # raises for bytes, not UTF-8
+        _parquet_place,
+    ),
+    DEBIAN: Reader(
+        lambda span, _: read_package(span.file.name, span.file.path),
+        lambda text, _: text,
+        lambda span, i: f"document {i + 1}",
+    ),
+    HUGGING_FACE: Reader(
+        _dataset_rows,
+        _field_text,
+        lambda span, i: f"shard {span.start + 1}, row {i + 1}",
+    ),
 }
 READ = f"{' '.join(list(READERS)[:-2])} files, all but the last also as {' '.join(OPENERS)}"

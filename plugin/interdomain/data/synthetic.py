@@ -20,8 +20,6 @@ from interdomain.data.tokenizer import SPECIALS_KEY
 BLOCK = 1024  # examples that are drawn at once
 SPECIALS = ["<unk>", "<eos>"]  # the last two ids
 MOST_WORDS = 65_536  # ids are uint16
-MOST_TOKENS = 1_000_000  # of an example: BLOCK examples are in memory at once
-SEEDS = 2**64  # a seed is one word of Philox's key
 BYTES = 1  # the code of uint8 in an index
 
 # Shapes: N examples of a block, T length, P items.
@@ -58,15 +56,10 @@ class Task:
     defaults: ClassVar[dict[str, int]]
 
     def __post_init__(self) -> None:
-        least = min(self.length, self.items, self.vocab, self.seed + 1)
-        if least < 1:
+        if min(self.length, self.items, self.vocab, self.seed + 1) < 1:
             wrong = "each must be at least 1, and the seed at least 0"
         elif self.vocab > MOST_WORDS:
             wrong = f"a vocabulary has at most {MOST_WORDS:,} words"
-        elif self.length > MOST_TOKENS:
-            wrong = f"an example has at most {MOST_TOKENS:,} tokens"
-        elif self.seed >= SEEDS:
-            wrong = f"the seed {self.seed} is too large, it must be below 2^64"
         else:
             wrong = self._wrong()
         if wrong:
@@ -181,49 +174,7 @@ class SelectiveCopying(Task):
         marks[:, -P:] = 1
 
 
-class Phonebook(Task):
-    """A phone book (Jelassi et al., 2024): `n3 1 9 0 2 n7 8 1 5 5 ... n7 8 1 5 5 ... . . <eos>`; numbers looked up are answers.
-
-    First the entries, each of a name and the digits of its number; then the same of some of them, drawn without replacement, as
-    many as there is room for. The paper's books have names of two words and separators.
-    """
-
-    defaults: ClassVar = dict(length=256, items=32, vocab=256)
-    digits: ClassVar = 4
-
-    @property
-    def answers(self) -> int:
-        return self.digits * self._lookups
-
-    @property
-    def _lookups(self) -> int:
-        return min(self.items, (self.length - 1) // (1 + self.digits) - self.items)
-
-    def words(self) -> list[str]:
-        return [*map(str, range(10)), ".", *(f"n{i}" for i in range(self.vocab - len(SPECIALS) - 11))]
-
-    def _wrong(self) -> str:
-        if self._lookups < 1:
-            each = 1 + self.digits
-            return f"an entry and a lookup take {each} tokens each; give {(self.items + 1) * each + 1} tokens or more"
-        if len(self.words()) - 11 < self.items:
-            return f"all names are different; give {self.items + 11 + len(SPECIALS)} words or more"
-        return ""
-
-    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
-        N = len(ids)
-        P = self.items
-        Q = self._lookups
-        L = 1 + self.digits
-        names = 11 + draw.distinct(len(self.words()) - 11, N, P)
-        book = np.concatenate([names[..., None], draw.below(10, N, P, self.digits)], axis=2)  # [N, P, L]
-        asked = book[np.arange(N)[:, None], draw.distinct(P, N, Q)]
-        ids[:] = 10
-        ids[:, : (P + Q) * L] = np.concatenate([book, asked], axis=1).reshape(N, -1)
-        marks[:, P * L : (P + Q) * L].reshape(N, Q, L)[..., 1:] = 1
-
-
-TASKS: dict[str, type[Task]] = {"mqar": MQAR, "selective-copying": SelectiveCopying, "phonebook": Phonebook}
+TASKS: dict[str, type[Task]] = {"mqar": MQAR, "selective-copying": SelectiveCopying}
 
 
 def tokenizer_json(words: list[str]) -> bytes:
@@ -257,11 +208,13 @@ def write_examples(
         answers = ShardWriter(folder / f"{split}{ANSWERS}", 2, shard_tokens, BYTES)
         for first in range(0, counts[split], BLOCK):
             ids, marks = (rows[: counts[split] - first] for rows in task.examples(split, first // BLOCK))
-            new = [row.tobytes() not in held_out for row in ids]
+            rows = [row.tobytes() for row in ids]
+            new = [row not in held_out for row in rows]
             if split == "validation":
-                held_out.update(row.tobytes() for row in ids)
-            for shards, rows in ((tokens, ids), (answers, marks)):
-                shards.add_documents(rows[new].ravel(), [task.length] * sum(new))
+                held_out.update(rows)
+            lengths = [task.length] * sum(new)
+            tokens.add_documents(ids[new].ravel(), lengths)
+            answers.add_documents(marks[new].ravel(), lengths)
             report(len(ids))
         splits |= {split: tokens.close(), split + ANSWERS: answers.close()}
     return {split: shards for split, shards in splits.items() if shards}

@@ -8,6 +8,7 @@ Until the end parts take as much room as the corpus.
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -82,13 +83,6 @@ def cut(spans: list[Span]) -> list[Part]:
     return [Part(f"part-{i:05d}", tuple(group)) for i, group in enumerate(groups)]
 
 
-def part_digest(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> str:
-    """Digest of all that the part's shards are a function of: settings, tokenizer, its library, and the input's bytes."""
-    library = importlib.metadata.version(tokenizer.library)
-    settings = [encoding.text_field, encoding.validation_fraction, tokenizer.sha256, tokenizer.library, library]
-    return digest_of(settings, part.spans)
-
-
 def digest_of(settings: list, spans: Iterable[Span]) -> str:
     """The first 128 bits of a SHA-256 of settings and of the contents of spans, in hexadecimal."""
     digest = hashlib.sha256(json.dumps(settings).encode())
@@ -102,16 +96,17 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> Encoded
 
     Raises: ValueError for a bad document beyond encoding.skip_bad, naming file and row, and for a damaged file; OSError.
     """
-    stem = f"{part.name}-{part_digest(tokenizer, encoding, part)}"
+    # All that the shards are a function of: settings, tokenizer, its library, and the input's bytes.
+    library = importlib.metadata.version(tokenizer.library)
+    settings = [encoding.text_field, encoding.validation_fraction, tokenizer.sha256, tokenizer.library, library]
+    stem = f"{part.name}-{digest_of(settings, part.spans)}"
     prefixes = [encoding.folder / f"{stem}-{split}" for split in SPLITS]
     skipped_file = encoding.folder / f"{stem}-skipped.json"
     if all(prefix.with_suffix(".idx").exists() for prefix in prefixes):
         before = json.loads(skipped_file.read_text()) if skipped_file.exists() else []
         return EncodedPart(part, prefixes, [BadDocument(*bad) for bad in before], kept=True)
     skipped: list[BadDocument] = []
-
-    def skip(bad: BadDocument) -> None:
-        skip_bad([bad], skipped, encoding.skip_bad)
+    skip = functools.partial(skip_bad, skipped, encoding.skip_bad)
 
     def encode(text: str) -> tuple[list[int], bool]:
         return tokenizer.encode(text, add_eos=True), in_validation(text, encoding.validation_fraction)
@@ -125,8 +120,13 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> Encoded
             writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
         while batch := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
             for split, writer in enumerate(writers):
-                mine = [ids for ids, validation in batch if split == validation]
-                writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
+                tokens = []
+                lengths = []
+                for ids, validation in batch:
+                    if split == validation:
+                        tokens += ids
+                        lengths.append(len(ids))
+                writer.add_documents(np.array(tokens, np.int32), lengths)
         if skipped:
             write_whole(skipped_file, json.dumps(skipped).encode())
     return EncodedPart(part, prefixes, skipped, kept=False)

@@ -169,9 +169,15 @@ class SentencePieceTokenizer(Tokenizer):
         # sentencepiece joins any two neighbours whose join is a piece, the best score first: every split of every piece is
         # a merge, in that order.
         merges = []
-        for piece in sorted((p for p in model.pieces if p.type == NORMAL), key=lambda p: -p.score):
-            splits = ((piece.piece[:n], piece.piece[n:]) for n in range(1, len(piece.piece)))
-            merges += sorted((s for s in splits if normal.issuperset(s)), key=lambda s: (vocab[s[0]], vocab[s[1]]))
+        for piece in sorted(model.pieces, key=lambda piece: -piece.score):
+            if piece.piece not in normal:
+                continue
+            splits = []
+            for n in range(1, len(piece.piece)):
+                split = (piece.piece[:n], piece.piece[n:])
+                if normal.issuperset(split):
+                    splits.append(split)
+            merges += sorted(splits, key=lambda split: (vocab[split[0]], vocab[split[1]]))
         unknown = None if self.unk_id is None else model.pieces[self.unk_id].piece
         made = tokenizers.Tokenizer(
             tokenizers.models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -182,11 +188,6 @@ class SentencePieceTokenizer(Tokenizer):
         )
         made.add_special_tokens(_added(p.piece for p in model.pieces if p.type in special))
         return made
-
-
-def too_long(line: str) -> bool:
-    """True for a line that the trainer would leave out without a word."""
-    return len(line) > LONGEST // 4 and len(line.encode()) > LONGEST
 
 
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
@@ -205,8 +206,11 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
         try:
             for text in documents:
                 for line in text.splitlines():
-                    pieces = PIECE.findall(line) if too_long(line) else [line]
-                    yield from (piece.removeprefix(" ") for piece in pieces)
+                    pieces = [line]
+                    if len(line.encode()) > LONGEST:  # the trainer would leave it out without a word
+                        pieces = PIECE.findall(line)
+                    for piece in pieces:
+                        yield piece.removeprefix(" ")
         except BaseException as e:  # the library makes a RuntimeError of it
             raised.append(e)
             raise
@@ -271,8 +275,10 @@ class JsonTokenizer(Tokenizer):
         if specials is None:
             config = Path(path).with_name(CONFIG_FILE)
             named = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-            tokens = {name: named.get(name) for name in SPECIALS}
-            specials = {name: t["content"] if isinstance(t, dict) else t for name, t in tokens.items()}
+            specials = {}
+            for name in SPECIALS:
+                token = named.get(name)
+                specials[name] = token["content"] if isinstance(token, dict) else token
             data = json.dumps({**self.described, SPECIALS_KEY: specials}, ensure_ascii=False, indent=1).encode()
         super().__init__(path, data)
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.described))
@@ -298,11 +304,6 @@ class JsonTokenizer(Tokenizer):
         return tokenizers.Tokenizer.from_str(json.dumps(described))
 
 
-def _rank_token(encoded: str) -> bytes:
-    """The token of a line of a rank file. Whisper's files have an empty one, written `=`, which holds an id free."""
-    return base64.b64decode(encoded.strip().removeprefix("=") or "", validate=True)
-
-
 class TiktokenTokenizer(Tokenizer):
     """One of tiktoken's encodings: ranks from a local file, or one that tiktoken knows by name.
 
@@ -323,11 +324,17 @@ class TiktokenTokenizer(Tokenizer):
         super().__init__(path, self._bundle(path))
         described = json.loads(self.data)
         self.pattern, self.specials, bos, eos = (described[name] for name in TIKTOKEN_FIELDS)
-        lines = [line.rpartition(" ") for line in described["ranks"].splitlines() if line.strip()]
-        self.ranks = {_rank_token(token): int(rank) for token, _, rank in lines}
+        self.ranks = {}
+        lines = [line for line in described["ranks"].splitlines() if line.strip()]
+        for line in lines:
+            token, _, rank = line.rpartition(" ")
+            # Whisper's files have an empty token, written `=`, which holds an id free.
+            token = token.strip().removeprefix("=")
+            self.ranks[base64.b64decode(token, validate=True)] = int(rank)
         self._tokens = {rank: token for token, rank in self.ranks.items()}
         # To tiktoken, holes are a panic of Rust.
-        if len(self._tokens) != len(lines) or any(bytes([b]) not in self.ranks for b in range(256)):
+        every_byte = {bytes([b]) for b in range(256)}
+        if len(self._tokens) != len(lines) or not every_byte <= self.ranks.keys():
             raise ValueError("the ranks must hold all 256 bytes, and each token and rank once")
         self._encoding = tiktoken.Encoding(
             "local", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens=self.specials
@@ -369,14 +376,25 @@ class TiktokenTokenizer(Tokenizer):
         from tokenizers import decoders, pre_tokenizers
 
         # The character that stands for each byte in byte-level vocabularies: itself where it can be seen, else from 256 on.
-        seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        character = {b: chr(b) for b in seen} | {b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*seen}))}
+        character = {}
+        unseen = 256
+        for b in range(256):
+            if 33 <= b < 127 or 161 <= b < 173 or b >= 174:
+                character[b] = chr(b)
+            else:
+                character[b] = chr(unseen)
+                unseen += 1
         ranks = self.ranks
-        name = {token: "".join(character[b] for b in token) for token in ranks}
+        name = {}
+        for token in ranks:
+            name[token] = "".join(character[b] for b in token)
         merges = []
         for token, rank in ranks.items():
-            splits = ((token[:n], token[n:]) for n in range(1, len(token)))
-            merges += [(rank, ranks[a], ranks[b], name[a], name[b]) for a, b in splits if a in ranks and b in ranks]
+            for n in range(1, len(token)):
+                left = token[:n]
+                right = token[n:]
+                if left in ranks and right in ranks:
+                    merges.append((rank, ranks[left], ranks[right], name[left], name[right]))
         # Control tokens too: to those that are not in this table the library gives ids from its size on, taken or not.
         vocab = self.specials | {name[token]: rank for token, rank in ranks.items()}
         pairs = [(a, b) for *_, a, b in sorted(merges)]
@@ -422,9 +440,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             f"There is no tokenizer at {path}; give a prepared corpus or another folder that holds one of "
             f"{', '.join(TOKENIZER_FILES)}, or the tokenizer file itself."
         )
-    kind = {".json": JsonTokenizer, ".tiktoken": TiktokenTokenizer}.get(Path(path).suffix, SentencePieceTokenizer)
-    if named or (kind is JsonTokenizer and TIKTOKEN_FORMAT.encode() in Path(path).read_bytes()[:100]):
+    kind = SentencePieceTokenizer
+    if named or Path(path).suffix == ".tiktoken":
         kind = TiktokenTokenizer
+    elif Path(path).suffix == ".json":
+        is_tiktoken = TIKTOKEN_FORMAT.encode() in Path(path).read_bytes()[:100]
+        kind = TiktokenTokenizer if is_tiktoken else JsonTokenizer
     try:
         with library_errors("it cannot be read"):
             return kind(path)
