@@ -123,14 +123,20 @@ def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, droppe
         assert tokenizer.decode(ids).endswith("".join(given) + rest), ids
 
 
+def write_rows(folder, texts):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
 def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path):
     """BOS and EOS stand in a second file where the tokenizer came from; in a corpus they must not be lost."""
     path = any_kind.write(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [any_kind.file]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == any_kind.sha256
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    arguments = ["--input", tmp_path / "rows.jsonl", "--tokenizer", tmp_path, "--output", tmp_path / "out"]
-    assert prepare_data.main([*map(str, arguments), "--validation-fraction", "0"]) == 0
+    rows = write_rows(tmp_path, TEXTS)
+    line = f"--input {rows} --tokenizer {tmp_path} --validation-fraction 0 --output {tmp_path}/out"
+    assert prepare_data.main(line.split()) == 0
     for again in (load_tokenizer(tmp_path), load_tokenizer(str(path)), load_tokenizer(tmp_path / "out")):
         for name in ("sha256", "vocab_size", "bos_id", "eos_id", "pad_id", "unk_id", "data"):
             assert getattr(again, name) == getattr(any_kind, name), name
@@ -144,25 +150,26 @@ LLAMA_3 = (  # its pattern: tiktoken's engine needs a stack for spaces in a row,
 )
 
 
-def tokenizer_and_bad_text(kind, files, folder):
+def spaces_for_tiktoken(files, folder):
     """A tokenizer file, and a text that its library cannot encode."""
-    if kind == "tiktoken":
-        path = folder / "x.tiktoken"
-        path.write_bytes(files["tiktoken"].read_bytes())
-        described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
-        path.with_suffix(".json").write_text(json.dumps(described | {"pattern": LLAMA_3}))
-        return path, " " * 1_000_000
+    path = folder / "x.tiktoken"
+    shutil.copy(files["tiktoken"], path)
+    described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps(described | {"pattern": LLAMA_3}))
+    return path, " " * 1_000_000
+
+
+def unknown_word(files, folder):
     path = folder / "tokenizer.json"
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2})).save(str(path))
     path.with_name("tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     return path, "c"
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("tiktoken", 2), ("WordLevel", 1)])
-def test_a_text_that_the_library_cannot_encode_is_a_bad_document(kind, workers, files, tmp_path, capfd):
-    path, text = tokenizer_and_bad_text(kind, files, tmp_path)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": x}) + "\n" for x in ("a", "b", text, "a")))
+@pytest.mark.parametrize(("make", "workers"), [(spaces_for_tiktoken, 2), (unknown_word, 1)])
+def test_a_text_that_the_library_cannot_encode_is_a_bad_document(make, workers, files, tmp_path, capfd):
+    path, text = make(files, tmp_path)
+    rows = write_rows(tmp_path, ["a", "b", text, "a"])
     line = f"--input {rows} --tokenizer {path} --validation-fraction 0 --workers {workers} --output {tmp_path}/out"
     assert prepare_data.main(line.split()) == 2
     assert "rows.jsonl, line 3, cannot be read: the tokenizer cannot encode this text (" in capfd.readouterr().err
@@ -217,9 +224,15 @@ def test_what_is_no_tokenizer(files, tmp_path, monkeypatch):
     ranks = files["tiktoken"].read_bytes()
     for name in ("x.json", "y.json"):
         shutil.copy(files["tiktoken"].with_suffix(".json"), tmp_path / name)
-    data = {"x.model": b"", "y.model": b"\0" * 1000, "x.txt": b"text", "a.json": b"{}", "alone.tiktoken": ranks}
-    data |= {"x.tiktoken": ranks + b"nonsense\n", "y.tiktoken": ranks[9:]}
-    for name, content in data.items():
+    for name, content in (
+        ("x.model", b""),
+        ("y.model", b"\0" * 1000),
+        ("x.txt", b"text"),
+        ("a.json", b"{}"),
+        ("alone.tiktoken", ranks),
+        ("x.tiktoken", ranks + b"nonsense\n"),
+        ("y.tiktoken", ranks[9:]),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} is not a tokenizer"):
             load_tokenizer(tmp_path / name)

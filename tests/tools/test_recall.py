@@ -35,9 +35,10 @@ class Reader(LM):
 def run(task, answer):
     """(texts, generation options, results)."""
     reader = Reader(answer)
-    tasks = {"tasks": {task.config.task: task}, "groups": {}}
-    results = lm_eval.evaluate(reader, tasks, bootstrap_iters=0)["results"][task.config.task]
-    return [text for text, _ in reader.requests], reader.requests[0][1], results
+    name = task.config.task
+    results = lm_eval.evaluate(reader, {"tasks": {name: task}, "groups": {}}, bootstrap_iters=0)
+    texts = [text for text, _ in reader.requests]
+    return texts, reader.requests[0][1], results["results"][name]
 
 
 def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
