@@ -106,31 +106,6 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
 
 
-def _read_metadata(checkpoint: Path) -> Metadata:
-    """PyTorch's form of a checkpoint's index, which is not trusted. Raises: FileNotFoundError, ValueError."""
-    path = checkpoint / METADATA
-    if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint (no {METADATA}). Take another step.")
-    data = path.read_bytes()
-    try:
-        with _classes_as_they_are():
-            metadata = _IndexUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
-        places = metadata.storage_data.values()
-        beside = all(Path(name).name == name for name in {place.relative_path for place in places})
-        if not beside or any(place.offset < 0 or place.length < 0 for place in places):
-            raise ValueError("it names a place that is in no shard beside it")
-    except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
-        raise _damaged(checkpoint, e) from e
-    return metadata
-
-
-def _damaged(checkpoint: Path, e: Exception) -> ValueError:
-    why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
-    return ValueError(f"{why} Take another step.")
-
-
 class Index(NamedTuple):
     """The index of a checkpoint.
 
@@ -147,11 +122,26 @@ class Index(NamedTuple):
 
 def read_index(checkpoint: Path) -> Index:
     """The index of a checkpoint, which is not trusted. Raises: FileNotFoundError, ValueError."""
-    metadata = _read_metadata(checkpoint)
+    path = checkpoint / METADATA
+    if not path.is_file():
+        raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint (no {METADATA}). Take another step.")
+    data = path.read_bytes()
     try:
+        with _classes_as_they_are():
+            metadata = _IndexUnpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
+        places = metadata.storage_data.values()
+        beside = all(Path(name).name == name for name in {place.relative_path for place in places})
+        if not beside or any(place.offset < 0 or place.length < 0 for place in places):
+            raise ValueError("it names a place that is in no shard beside it")
         return as_arrays(metadata)
-    except Exception as e:  # its values may be of any type
-        raise _damaged(checkpoint, e) from e
+    except (
+        Exception
+    ) as e:  # damaged bytes can fail in any constructor that the index calls, and values may be of any type
+        raise ValueError(
+            f"{path} is damaged, or of a newer PyTorch than {torch.__version__} ({e}). Take another step."
+        ) from e
 
 
 def as_arrays(metadata: Metadata) -> Index:

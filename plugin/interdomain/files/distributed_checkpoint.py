@@ -44,8 +44,12 @@ def step_folders(folder: Path) -> list[Path]:
 
 def finished_steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder whose saves came to the end, by step: the index is written last."""
-    steps = {step_of(path): path for path in step_folders(folder) if (path / METADATA).is_file()}
-    return {step: path for step, path in steps.items() if step is not None}
+    finished = {}
+    for path in step_folders(folder):
+        step = step_of(path)
+        if step is not None and (path / METADATA).is_file():
+            finished[step] = path
+    return finished
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -42,9 +42,9 @@ def _folders_of(run: Path) -> dict[str, str]:
         return DEFAULTS
     try:
         folders = json.loads(path.read_text())
-        missing = [name for name in DEFAULTS if not isinstance(folders[name], str)]
+        for name in DEFAULTS:
+            if not isinstance(folders[name], str):
+                raise TypeError(f"{name} is no text")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({e}). Remove it: the run's next start writes it anew.") from e
-    if missing:
-        raise ValueError(f"{path} is damaged: {missing[0]} is no text. Remove it: the run's next start writes it anew.")
     return folders
