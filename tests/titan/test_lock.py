@@ -99,11 +99,6 @@ def test_a_file_that_is_no_lock(tmp_path, capsys, text):
     assert path.read_bytes() == text
 
 
-def test_slurm_s_restarts_must_be_a_number(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "twice")
-    assert "SLURM_RESTART_COUNT must be a number: got 'twice'" in refusal(capsys, hold_folder, config(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("job", "restarts", "beats", "taken"),
     [("42", 1, 40, True), ("42", 2, 40, False), ("41", 0, 40, False), ("41", 0, 5, True)],

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from interdomain.launcher import ENDED, tell_launcher
@@ -78,14 +77,17 @@ def run(job: JobConfig) -> None:
 
 @user_errors
 def check(job: JobConfig) -> RunPlan:
-    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with a paragraph."""
-    simulated = job.comm.mode == "fake_backend"
-    if simulated and (missing := {"NGPU", "RANK", "LOCAL_RANK"} - os.environ.keys()):
-        raise ValueError(
-            f"comm.mode = fake_backend needs the environment variables NGPU (how many ranks to simulate), RANK=0 and "
-            f"LOCAL_RANK=0: {', '.join(sorted(missing))} is not set."
-        )
-    plan = make_plan(job, int(os.environ["NGPU" if simulated else "WORLD_SIZE"]))
+    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with an error message."""
+    ranks = "WORLD_SIZE"
+    if job.comm.mode == "fake_backend":
+        ranks = "NGPU"
+        missing = sorted({"NGPU", "RANK", "LOCAL_RANK"} - os.environ.keys())
+        if missing:
+            raise ValueError(
+                f"comm.mode = fake_backend needs the environment variables NGPU (how many ranks to simulate), RANK=0 and "
+                f"LOCAL_RANK=0: {', '.join(missing)} is not set."
+            )
+    plan = make_plan(job, int(os.environ[ranks]))
     check_jump(job, plan.steps, plan.warmup_steps)
     return plan
 
@@ -144,11 +146,9 @@ class InterdomainTrainer(Trainer):
         dataset = self.dataloader.dataset
         self.metrics_processor = InterdomainMetrics(job, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        run = self.model_parts, plan, self.meshes, self.device, plan.global_batch * dataset.targets
-        if plan.topology.pipeline > 1:
-            self.passes = Pipeline(*run, plan.schedule)
-        else:
-            self.passes = Passes(*run)
+        passes = Pipeline if plan.topology.pipeline > 1 else Passes
+        targets = plan.global_batch * dataset.targets
+        self.passes = passes(self.model_parts, plan, self.meshes, self.device, targets)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, job.optimizer)
         self.lr_schedulers = GroupedSchedulers(self.optimizers, job.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
@@ -166,11 +166,11 @@ class InterdomainTrainer(Trainer):
             checkpoint_config=config.checkpoint,
             base_folder=job.job.dump_folder,
         )
-        if job.validation.enable:
-            beside = self.metrics_processor, self.checkpointer
-            self.validator = FixedValidator(job, rank, plan.topology.data_ranks, self.passes, *beside)
         fingerprints = {"train": text_fingerprint(dataset)}
         if job.validation.enable:
+            self.validator = FixedValidator(
+                job, rank, plan.topology.data_ranks, self.passes, self.metrics_processor, self.checkpointer
+            )
             fingerprints["validation"] = text_fingerprint(self.validator.dataset)
         self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
@@ -179,7 +179,8 @@ class InterdomainTrainer(Trainer):
         """This rank's stages of the pipeline; without one, the whole model."""
         job, plan = self.job, self.plan
         logger.info("Building %s", plan.config)
-        parts, loaded = [], loads_a_model(job)
+        loaded = loads_a_model(job)
+        parts = []
         for stage in plan.stages_of(self.meshes.pipeline.get_local_rank()):
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
@@ -191,28 +192,31 @@ class InterdomainTrainer(Trainer):
         return parts
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Take one step of the optimizer. The host waits for the device in logged steps alone."""
+        """Takes one step of the optimizer. The host waits for the device in logged steps only."""
+        # Forward and backward: the loss is this rank's share of the mean.
         self.optimizers.zero_grad()
         batches = itertools.islice(data_iterator, self.plan.accumulation)
-        loss = self.passes.run(batches, backward=True) / self.passes.targets  # this rank's share
+        loss = self.passes.run(batches, backward=True) / self.passes.targets
+
+        # Gradients of all ranks.
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job.training.max_norm, self.meshes)
+
         # One all-reduce decides for all ranks whether to skip this update and whether to stop after it.
         decision = self.optimizers.step_guard.decide(loss, norm, self.preemption.asked is not None)
         self.optimizers.step(decision.skip)
         self.lr_schedulers.step()
         self.preemption.cast(decision.stop)
-        if self.metrics_processor.should_log(self.step):
-            self._log(loss, decision.loss, norm)
 
-    def _log(self, loss: Tensor, mean: Tensor, norm: Tensor) -> None:
-        ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
-        worst = self.meshes.sum_over_model_ranks(loss) * ranks
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
-        max_skipped = self.job.training.max_skipped_steps
-        self.optimizers.step_guard.check(max_skipped, self.step, mean.item(), norm.item())
+        # The log, and the end of a run that skips its steps.
+        if self.metrics_processor.should_log(self.step):
+            ranks = self.plan.topology.data_ranks * self.plan.topology.context  # ranks with tokens of their own
+            worst = self.meshes.sum_over_model_ranks(loss) * ranks
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            self.metrics_processor.log_step(self.step, decision.loss.item(), worst.item(), norm.item())
+            max_skipped = self.job.training.max_skipped_steps
+            self.optimizers.step_guard.check(max_skipped, self.step, decision.loss.item(), norm.item())
 
     def should_continue_training(self) -> bool:
         """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to

@@ -25,7 +25,7 @@ from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
-from .resume.resume_from import refuse_half_copies
+from .resume.resume_from import check_half_copies
 from .settings.schema import JobConfig
 from .step.meshes import Meshes, meshes_of
 from .watch.metrics import mixer_statistics, perplexity
@@ -166,7 +166,7 @@ def record_run(
     """
     if job.checkpoint.enable and dist.get_rank() == 0:
         folder = Path(job.job.dump_folder)
-        refuse_half_copies(folder / job.checkpoint.folder)
+        check_half_copies(folder / job.checkpoint.folder)
         record = describe_run(plan, job, data, tokenizer)
         for section in unknown_sections:
             del record["configuration"][section]

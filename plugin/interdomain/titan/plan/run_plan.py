@@ -20,7 +20,6 @@ from ..settings.rules import (
     check_combinations,
     check_device,
     check_micro_batches,
-    check_pipelined_validation,
     check_reduction,
     check_schedule,
     check_topology,
@@ -179,7 +178,6 @@ def make_plan_for_torchtitan(
     if job.parallelism.pipeline_parallel_degree == 1:
         return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
     check_micro_batches(job, micro_batch)
-    check_pipelined_validation(job)
     mesh = topology(job.parallelism, world_size)
     global_batch = job.training.global_batch_size
     if global_batch < 0:

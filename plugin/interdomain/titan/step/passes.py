@@ -31,7 +31,11 @@ class Passes:
 
     def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
         """targets: the labels of a step that count, on all ranks together; the same number in every step."""
-        self.parts, self.plan, self.meshes, self.device, self.targets = parts, plan, meshes, device, targets
+        self.parts = parts
+        self.plan = plan
+        self.meshes = meshes
+        self.device = device
+        self.targets = targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
         """This rank's share of the summed loss. Collective.
@@ -39,7 +43,8 @@ class Passes:
         batches: all micro-batches of a step; without `backward` `together` ones.
         backward: also add up the gradients of the mean loss per label of the step that counts.
         """
-        (model,), losses = self.parts, []
+        (model,) = self.parts
+        losses = []
         with self._dynamics_once(backward):
             for i, batch in enumerate(batches):
                 inputs, labels = self._this_ranks_share(batch)
@@ -94,10 +99,8 @@ class Pipeline(Passes):
     the summed loss itself, in its head.
     """
 
-    def __init__(
-        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int, schedule: str
-    ) -> None:
-        """parts: this rank's stages, in order. schedule: parallelism.pipeline_parallel_schedule."""
+    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
+        """parts: this rank's stages, in order. targets: as for `Passes`."""
         super().__init__(parts, plan, meshes, device, targets)
         self.together, self.losses = plan.accumulation, []
         numbers, last = plan.stages_of(meshes.pipeline.get_local_rank()), len(plan.stages) - 1
@@ -123,7 +126,7 @@ class Pipeline(Passes):
         if dist.get_backend() == "fake":  # nobody answers PyTorch's question whether all stages have said their shapes
             for stage in stages:
                 vars(stage)["_warmup_backward_result"] = lambda received_result=None: torch.ones(1)
-        kind: Any = get_schedule_class(schedule)
+        kind: Any = get_schedule_class(plan.schedule)
         local: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self.schedule = kind(local, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
 
