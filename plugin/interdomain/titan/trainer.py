@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from interdomain.launcher import ENDED, tell_launcher
+from interdomain.launcher import ENDED, notify_launcher
 from interdomain.model import Transformer, meta_model
 from interdomain.patches import one_gloo_thread
 
@@ -33,7 +33,7 @@ from .host import (
     set_pg_timeouts,
     translate,
 )
-from .host.patches import take_meshes, use_cpu_if_alone
+from .host.patches import replace_meshes, use_cpu_if_alone
 from .parallelize import parallelize, set_initial_values
 from .plan.device import local_device
 from .plan.run_plan import RunPlan, in_steps, make_plan
@@ -71,7 +71,7 @@ def run(job: JobConfig) -> None:
         raise
     trainer.close()
     if trainer.step >= trainer.plan.steps:
-        tell_launcher(ENDED)
+        notify_launcher(ENDED)
     dist.destroy_process_group()
 
 
@@ -137,7 +137,7 @@ class InterdomainTrainer(Trainer):
             require_shared(job, self.lock)
         self.gc_handler = GarbageCollection(gc_freq=job.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
-        take_meshes(self.parallel_dims, self.meshes.axes)
+        replace_meshes(self.parallel_dims, self.meshes.axes)
         self.meshes.set_timeouts(job.comm.init_timeout_seconds)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 

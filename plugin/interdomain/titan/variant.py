@@ -20,7 +20,7 @@ from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
 from .errors import user_errors
 from .host import StateDictAdapter
-from .host.patches import show_meshes
+from .host.patches import add_meshes
 from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
@@ -88,7 +88,7 @@ def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job: JobCon
     with unset_fake_temporarily():  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
         model.meshes = meshes_of(parallel_dims)
     # TorchTitan sets the time limits of its own groups after the first step; now also of these.
-    show_meshes(parallel_dims, model.meshes.axes)
+    add_meshes(parallel_dims, model.meshes.axes)
     model.documents = job.data.reset_state_at_documents
     parallelize(model, model.meshes, job, config, sum_in_backward=True)
     return model

@@ -35,10 +35,10 @@ class RunPlan:
     """The run to come: the model, the schedule in steps and tokens, and the topology.
 
     Attributes:
-        stages: the names of each pipeline stage's modules; `stages_of` says which stages a rank has.
-        schedule: the pipeline's.
-        milestones: steps whose checkpoints are never removed.
-        reduces_each: whether gradients are summed over the ranks after each micro-batch, and not once a step.
+        stages: Names of each pipeline stage's modules; `stages_of` says which stages a rank has.
+        schedule: The pipeline's schedule.
+        milestones: Steps whose checkpoints are never removed.
+        reduces_each: Whether gradients are summed over the ranks after each micro-batch, and not once a step.
     """
 
     config: ModelConfig

@@ -202,13 +202,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
     def require_folder(self) -> None:
         """End this rank if another run has taken the folder over."""
         if self.lock:
-            self.lock.require()
+            self.lock.check_held()
 
     def _write_record(self, folder: Path) -> None:
         """Make the folder, with the record and the tokenizer. On rank 0."""
         if self.lock:
-            self.lock.beat()
-            self.lock.require()
+            self.lock.refresh()
+            self.lock.check_held()
         step = self.states[TRAIN_STATE].step
         optimizers = self.states[OPTIMIZER]
         keep = step in self.milestones or (folder / KEEP).exists()

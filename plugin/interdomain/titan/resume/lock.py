@@ -28,8 +28,8 @@ from ..settings.schema import JobConfig
 from .resume_from import check_other_runs
 
 NAME = "run.lock"
-BEAT_SECONDS = 10.0
-LOOK_SECONDS = 1.0
+HEARTBEAT_SECONDS = 10.0
+POLL_SECONDS = 1.0
 # Polls, not seconds: on a stalled file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
 RECORD = ("token", "pid", "host", "machine", "since", "slurm_job", "slurm_restarts")  # the entries of a lock
@@ -81,7 +81,7 @@ class FolderLock:
         partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
         partial.write_text(json.dumps(self.record) + "\n")
         os.replace(partial, self.path)
-        threading.Thread(target=self._keep_beating, daemon=True).start()
+        threading.Thread(target=self._heartbeat, daemon=True).start()
         atexit.register(self.release)
 
     def _wait_for_holder(self, ended: set[str]) -> None:
@@ -91,7 +91,7 @@ class FolderLock:
         name = "process {pid} on {host}, since {since}".format_map(first)
         logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
         for _ in range(PATIENCE):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             holder = self.holder()
             if not holder or self._has_ended(holder):
                 return
@@ -131,12 +131,12 @@ class FolderLock:
                 "that file. Else give this run another folder with --job.dump_folder."
             ) from e
 
-    def _keep_beating(self) -> None:
+    def _heartbeat(self) -> None:
         while not self.lost:
-            time.sleep(BEAT_SECONDS)
-            self.beat()
+            time.sleep(HEARTBEAT_SECONDS)
+            self.refresh()
 
-    def beat(self) -> None:
+    def refresh(self) -> None:
         """Touch the lock, or note that it is another's."""
         # A file system that is away comes back, or fails the next save. A file that is no lock names no other run.
         with contextlib.suppress(OSError, ValueError):
@@ -144,7 +144,7 @@ class FolderLock:
             if not self.lost:
                 os.utime(self.path)
 
-    def require(self) -> None:
+    def check_held(self) -> None:
         """Raises: ValueError if another run has taken the folder over."""
         if self.lost:
             raise ValueError(
@@ -172,14 +172,14 @@ class RunLock:
         for lock in self.locks:
             lock.acquire(ended)
 
-    def beat(self) -> None:
+    def refresh(self) -> None:
         for lock in self.locks:
-            lock.beat()
+            lock.refresh()
 
-    def require(self) -> None:
+    def check_held(self) -> None:
         """Raises: ValueError if another run has taken a folder over."""
         for lock in self.locks:
-            lock.require()
+            lock.check_held()
 
     def release(self) -> None:
         for lock in self.locks:
@@ -231,7 +231,7 @@ def require_shared(job: JobConfig, lock: RunLock | None) -> None:
         hidden = [folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]]
         if not hidden:
             break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
     # All ranks learn which hosts see another folder.
     by_rank: list[Any] = [None] * dist.get_world_size()

@@ -1,7 +1,7 @@
 """The process groups of a run: one mesh with an axis for each kind of parallelism, of size 1 where a run does not use it.
 
 TorchTitan's own meshes have no groups for axes of size 1. Here they have, so that one rank takes the same path as many. Under
-our trainer TorchTitan builds none (`host.patches.take_meshes`): a group's buffers exist once.
+our trainer TorchTitan builds none (`host.patches.replace_meshes`): a group's buffers exist once.
 """
 
 from datetime import timedelta

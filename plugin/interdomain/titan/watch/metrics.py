@@ -1,4 +1,4 @@
-"""TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
+"""TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, SSM statistics."""
 
 import math
 import sys
@@ -54,7 +54,12 @@ class InterdomainMetrics(MetricsProcessor):
             self.logger.add_logger(WandbLog(folder, self.plan, self.job, self.fingerprints))
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
-        """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
+        """Logs a training step. Collective.
+
+        Args:
+            loss: Mean per token over all ranks.
+            worst_loss: Mean per token on the rank with the highest loss.
+        """
         # Since the last log or validation.
         seconds = time.perf_counter() - self.time_last_log
         steps = math.ceil(len(self.data_loading_times) / self.plan.accumulation)
@@ -103,7 +108,8 @@ def perplexity(loss: float) -> float:
 def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes) -> dict[str, float]:
     """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
 
-    total: the norm of all, before clipping.
+    Args:
+        total: Norm of all gradients, before clipping.
     """
     gradients: dict[str, list[Any]] = {name: [] for name in optimizers.names}
     for group in optimizers.groups:

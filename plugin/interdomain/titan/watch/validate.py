@@ -62,8 +62,12 @@ class Totals:
         self.documents = self.sums.new_zeros(2, dataset.num_documents) if by_document(dataset) else None
 
     def add(self, labels: Tensor, documents: Tensor) -> None:
-        """labels: of the pass that was made, [B, T], whole sequences; documents: their numbers. Collective among the ranks that
-        share them."""
+        """Adds the scores of the pass that was made. Collective among the ranks that share its sequences.
+
+        Args:
+            labels: Labels of whole sequences, [B, T].
+            documents: Number of each label's document, [B, T].
+        """
         labels = labels.to(self.sums.device)
         counted = labels != IGNORE_INDEX
         B, T = labels.shape
@@ -114,7 +118,9 @@ class FixedValidator:
     killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
 
     Args:
-        rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
+        rank: This rank's number among the data-parallel ranks.
+        ranks: Number of data-parallel ranks.
+        checkpoints: Results are written beside them.
     """
 
     @user_errors
