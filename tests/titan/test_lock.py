@@ -169,7 +169,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
     holder = hold_folder(config(tmp_path / "first", draw=True, **first))
-    between_looks(monkeypatch, holder.beat)
+    between_looks(monkeypatch, holder.refresh)
     assert "in use by another run" in refusal(
         capsys, hold_folder, config(tmp_path / "second", draw="curves" in second, **second)
     )

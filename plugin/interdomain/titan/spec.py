@@ -209,9 +209,9 @@ class ModelArgs(BaseModelArgs):
             return getattr(self.config, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def update_from_config(self, config: Any, **kwargs: Any) -> None:
-        """TorchTitan's hook, with TorchTitan's configuration."""
-        plan = resolve(config).plan
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """TorchTitan's hook, with TorchTitan's configuration, which it names so."""
+        plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
         self.seed = plan.seed

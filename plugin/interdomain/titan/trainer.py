@@ -110,13 +110,14 @@ class InterdomainTrainer(Trainer):
         SystemExit: the configuration cannot run, or another process writes to the folder; the reason is printed.
     """
 
+    # TorchTitan's class declares other types for these.
     job_config: Any
     config: Any
-    checkpointer: SelfDescribingCheckpoints
-    metrics_processor: InterdomainMetrics
-    model_parts: list[Any]
-    optimizers: GroupedOptimizers
-    validator: FixedValidator
+    checkpointer: Any  # SelfDescribingCheckpoints
+    metrics_processor: Any  # InterdomainMetrics
+    model_parts: list[Any]  # of Transformer
+    optimizers: Any  # GroupedOptimizers
+    validator: Any  # FixedValidator
 
     def __init__(self, job: JobConfig) -> None:
         # Before the process group exists: nothing is built for a run that cannot be.

@@ -339,12 +339,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
         require_same_run(point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states)
         # Ranks share the reading. All must agree on the outcome.
         damage_by_rank: list[str | None] = [None] * dist.get_world_size()
-        own_damage = altered_entry(point.folder, point.index, dist.get_rank(), len(damage_by_rank))
+        own_damage = altered_entry(point.folder, point.files, dist.get_rank(), len(damage_by_rank))
         dist.all_gather_object(damage_by_rank, own_damage)
         for damage in damage_by_rank:
             if damage:
                 return damage
-        load_part(point.folder, point.index, states)
+        load_part(point.folder, point.files, states)
         self.states[MODEL].load_state_dict(states)
         origin = {name: point.record[name] for name in SIDECAR_FACTS}
         if continues:
@@ -363,7 +363,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         run = record["run"]
         earlier = list(run.get("earlier_data", []))
         text = record.get("fingerprints", {}).get("train")
-        if text not in (None, self.record["fingerprints"]["train"]):
+        if text is not None and text != self.record["fingerprints"]["train"]:
             facts = {name: run[name] for name in ("data_fingerprint", "corpora") if name in run}
             earlier.append(facts | {"ends": record["step"]})
         if earlier:

@@ -90,6 +90,7 @@ class FolderLock:
             return
         name = "process {pid} on {host}, since {since}".format_map(first)
         logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
+        holder = first
         for _ in range(PATIENCE):
             time.sleep(POLL_SECONDS)
             holder = self.holder()

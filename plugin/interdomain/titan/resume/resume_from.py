@@ -41,7 +41,7 @@ class ResumePoint(NamedTuple):
     """The checkpoint that a start loads."""
 
     folder: Path
-    index: Index
+    files: Index  # tensors, and where they lie in the checkpoint's files
     record: dict  # the file interdomain.json
     source: Literal["latest", "load_step", "initial"]  # "latest": where it is damaged, an older one replaces it
     branched_from: int | None = None  # for the records of the checkpoints that follow
@@ -274,7 +274,7 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
         compared.append(("mixer.layers", *conditions))
     if batch:
         compared.append(("tokens_per_step", record["run"].get("tokens_per_step", 0), run["run"]["tokens_per_step"]))
-    entries = point.index.entries.items()
+    entries = point.files.entries.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(there | here):

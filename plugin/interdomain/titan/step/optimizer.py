@@ -14,7 +14,6 @@ from interdomain.model.initialize import clean_name
 from ..host import LRSchedulersContainer, OptimizersContainer
 from ..plan.parameter_groups import group_of
 from ..plan.schedule import multiple_of_peak
-from ..settings.schema import LRScheduler
 from ..settings.schema import Optimizer as OptimizerSettings
 from .guard import StepGuard
 from .muon import Muon
@@ -113,13 +112,13 @@ class GroupedSchedulers(LRSchedulersContainer):
     """A LambdaLR per optimizer with one factor per group. State: only the step; rates follow from the configuration.
 
     Args:
-        settings: The section [lr_scheduler].
+        settings: The section [lr_scheduler], ours or TorchTitan's with the same values.
         steps: Steps of the run.
     """
 
-    schedulers: list[LambdaLR]
+    schedulers: list[Any]  # of LambdaLR
 
-    def __init__(self, optimizers: Iterable[Optimizer], settings: LRScheduler, steps: int) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], settings: Any, steps: int) -> None:
         self.schedulers = []
         for optimizer in optimizers:
             factors = []

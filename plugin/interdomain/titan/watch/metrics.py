@@ -26,8 +26,9 @@ from .run_log import RunLog, WandbLog
 class InterdomainMetrics(MetricsProcessor):
     logger: Any
     fingerprints: dict[str, str]  # of the training and the validation text
-    model_parts: list[Any]
-    optimizers: GroupedOptimizers
+    # The trainer sets these two. TorchTitan's class declares other types for them.
+    model_parts: Any  # list[Transformer]
+    optimizers: Any  # GroupedOptimizers
 
     def __init__(self, job: JobConfig, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
         # TorchTitan's own curves would be another run after every restart: `begin` opens ours.
