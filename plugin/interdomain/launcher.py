@@ -14,7 +14,7 @@ LEFT, STOPPED, ENDED = "left", "stopped", "ended"
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
-def tell_launcher(reason: str) -> None:
+def notify_launcher(reason: str) -> None:
     """LEFT: asked to, and the same command continues. STOPPED: by a decision that a restart would only repeat. ENDED: all steps
     are done and saved."""
     if path := os.environ.get(REASON_FILE):

@@ -23,7 +23,7 @@ ELSEWHERE = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, value in (("BEAT_SECONDS", 0.02), ("LOOK_SECONDS", 0.005), ("PATIENCE", 40)):
+    for name, value in (("HEARTBEAT_SECONDS", 0.02), ("POLL_SECONDS", 0.005), ("PATIENCE", 40)):
         monkeypatch.setattr(lock, name, value)
     monkeypatch.setenv("RANK", "0")
 
@@ -45,7 +45,9 @@ def acquire(folder):
 def between_looks(monkeypatch, act):
     """act() in place of the wait between two looks at another's lock."""
     sleep = time.sleep
-    replaced = SimpleNamespace(sleep=lambda s: sleep(s) if s == lock.BEAT_SECONDS else act(), strftime=time.strftime)
+    replaced = SimpleNamespace(
+        sleep=lambda s: sleep(s) if s == lock.HEARTBEAT_SECONDS else act(), strftime=time.strftime
+    )
     monkeypatch.setattr(lock, "time", replaced)
 
 
@@ -91,17 +93,12 @@ def test_a_file_that_is_no_lock(tmp_path, capsys, text):
     """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
     first, path = acquire(tmp_path), tmp_path / NAME
     path.write_bytes(text)
-    first.beat()
-    first.require()
+    first.refresh()
+    first.check_held()
     first.release()
     error = refusal(capsys, hold_folder, config(tmp_path))
     assert f"{path} is not a lock of this version" in error
     assert path.read_bytes() == text
-
-
-def test_slurm_s_restarts_must_be_a_number(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "twice")
-    assert "SLURM_RESTART_COUNT must be a number: got 'twice'" in refusal(capsys, hold_folder, config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +129,9 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
     first.release()
     assert path.stat().st_mtime_ns == touched  # the other's: neither touched nor removed
     path.unlink()
-    first.beat()
+    first.refresh()
     with pytest.raises(ValueError, match="taken over by another run"):
-        first.require()
+        first.check_held()
 
 
 def config(folder, save=True, draw=False, checkpoints="checkpoint", curves="tb"):
@@ -172,7 +169,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
     holder = hold_folder(config(tmp_path / "first", draw=True, **first))
-    between_looks(monkeypatch, holder.beat)
+    between_looks(monkeypatch, holder.refresh)
     assert "in use by another run" in refusal(
         capsys, hold_folder, config(tmp_path / "second", draw="curves" in second, **second)
     )

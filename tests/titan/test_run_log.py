@@ -16,7 +16,7 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
 
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.settings.job_config import pairs, read_job_config
+from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.settings.rules import check_combinations
 from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, charts_of, hyperparameters
 from interdomain.tools._curves import facts_of, read_curves, read_events
@@ -86,11 +86,7 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
 
     assert "6 of 512 tokens" in text("run/plan")
     assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
-    tables = text("overview/settings")
-    rows = dict(re.findall(r"^\| ([\w.]+) \| (.*) \|$", tables, re.MULTILINE))
-    assert rows.keys() >= dict(pairs(job.to_dict())).keys()
-    assert [rows[name] for name in ("model.dim", "mixer.n_basis", "mixer.window")] == ["128", "32", "-"]
-    assert tables.index("optimizer.lr |") < tables.index("PyTorch |") < tables.index("optimizer.eps |")
+    assert "PyTorch" in facts_of(events, "environment")
     facts = facts_of(events, "hyperparameters")
     expected = {"model": "debug with n_layers 2, vocab_size 512, max_seq_len 64", "condition": "interdomain"}
     expected |= {"lr": 3e-3, "ssm_lr": 1e-3, "seed": 42, "tokens": 6 * 512, "fingerprints": {"train": "text"}}

@@ -10,7 +10,7 @@ from .errors import user_errors
 
 @user_errors
 def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
-    """(what trains, its configuration) from FILE.toml FLAGS, or --job.config_file FILE.toml FLAGS."""
+    """The function that trains, and its configuration, from FILE.toml FLAGS or --job.config_file FILE.toml FLAGS."""
     # Imported in here: another version of TorchTitan is refused in a paragraph, too.
     from .settings.job_config import read_job_config
     from .trainer import run

@@ -44,6 +44,7 @@ from .spec_0_3 import (
     ModelConfig,
     built_by,
     make_plan_of,
+    settings_of,
     spec_of,
     values_of_sections,
 )
@@ -154,25 +155,30 @@ def configuration_of_ours(file: str, trainer: Any) -> Any:
             pass
 
         def __init__(self, config: Any) -> None:
-            user_errors(refuse_theirs)(config, job)
+            user_errors(check_theirs)(config, job)
             super().__init__(user_errors(with_flags)(config, job))
 
     return trainer_config(EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None)
 
 
-def refuse_theirs(config: Any, job: JobConfig) -> None:
-    """Raises: ValueError for a flag that only TorchTitan's trainer has."""
+def check_theirs(config: Any, job: JobConfig) -> None:
+    """Checks that no flag was given that only TorchTitan's trainer has.
+
+    Args:
+        config: TorchTitan's configuration, with the flags.
+
+    Raises:
+        ValueError: There is one.
+    """
     if config.override.imports:
         raise ValueError(
             f"override.imports = {config.override.imports} has no effect in our trainer. Leave it out, or start with --module "
             "interdomain.titan."
         )
     for section in SECTIONS:
-        ours = getattr(job, OTHER_NAMES.get(section, section))
-        before, after = section_of(job, section), getattr(config, section)
-        for field in dataclasses.fields(before):
-            value = getattr(after, field.name)
-            if not hasattr(ours, field.name) and value != getattr(before, field.name):
+        before = section_of(job, section)
+        for ours, field, value in settings_of(config, [section]):
+            if ours not in SETTINGS and value != getattr(before, field.name):
                 raise ValueError(
                     f"{section}.{field.name} = {value} has no effect in our trainer. Leave it out, or start with --module "
                     "interdomain.titan."
@@ -229,22 +235,18 @@ def with_flags(config: Any, job: JobConfig) -> JobConfig:
     """
     flags = names_of(sys.argv[1:])
     values: dict[str, Any] = {"job.dump_folder": config.dump_folder}
-    for section in ("model", "mixer", "data"):
-        for field in dataclasses.fields(getattr(config, section)):
-            values[f"{section}.{field.name}"] = getattr(getattr(config, section), field.name)
+    for setting, _, value in settings_of(config, ("model", "mixer", "data")):
+        values[setting] = value
     if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
         values["mixer.n_basis"] = None
     problems = Problems()
     if config.hf_assets_path != Trainer.Config().hf_assets_path:
         problems.append("hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out.")
     for section in (*OUR_COMPONENTS, "validator"):
-        theirs = getattr(config, section)
-        for field in dataclasses.fields(theirs):
-            value, default = getattr(theirs, field.name), field.default
-            ours = f"{OTHER_NAMES.get(section, section)}.{field.name}"
+        for ours, field, value in settings_of(config, [section]):
             if ours in SETTINGS:
                 values[ours] = value
-            elif section in OUR_COMPONENTS and default is not dataclasses.MISSING and value != default:
+            elif section in OUR_COMPONENTS and field.default not in (dataclasses.MISSING, value):
                 problems.append(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
     with problems.collect():
         values |= values_of_sections(config)
@@ -253,9 +255,7 @@ def with_flags(config: Any, job: JobConfig) -> JobConfig:
 
     config.dump_folder = job.job.dump_folder
     for section in SECTIONS:
-        theirs = getattr(config, section)
-        for field in dataclasses.fields(theirs):
-            ours = f"{OTHER_NAMES.get(section, section)}.{field.name}"
+        for ours, field, _ in settings_of(config, [section]):
             if ours in SETTINGS and SETTINGS[ours].is_path:
-                setattr(theirs, field.name, job[ours])
+                setattr(getattr(config, section), field.name, job[ours])
     return job

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec, TypeVar
 
-from interdomain.launcher import STOPPED, tell_launcher
+from interdomain.launcher import STOPPED, notify_launcher
 
 # Seconds. All ranks usually fail together, so only rank 0 reports, and torchrun ends the others meanwhile. Another rank reports
 # after this time if it failed on its own, on a disk that only its machine has.
@@ -28,7 +28,7 @@ def stop(message: str) -> NoReturn:
         time.sleep(GRACE_SECONDS)
         message = f"rank {rank}: {message}"
     print(f"\nerror: {message}\n", file=sys.stderr, flush=True)
-    tell_launcher(STOPPED)
+    notify_launcher(STOPPED)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)
         signal.alarm(GRACE_SECONDS)  # SIGALRM ends a process that hangs in NCCL at its exit

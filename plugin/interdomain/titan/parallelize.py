@@ -25,9 +25,9 @@ from .plan.device import device_here
 from .settings.schema import JobConfig
 from .step.meshes import Meshes, part_of
 
-# What selective checkpointing saves beside torchtitan's own list, which has the heads' sum: recomputing the scan would cost
-# more than all it saves, and what shards exchange is small. Not a gather, which makes all of the parts: recomputed, it is one
-# block's at a time.
+# Ops whose outputs selective activation checkpointing saves, in addition to TorchTitan's list. Recomputing the scan would cost
+# more time than anything else saves, and what ranks exchange is small. All-gathers are left out: recomputing one needs memory
+# for a single block only.
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
@@ -68,7 +68,8 @@ def parallelize(model: Transformer, meshes: Meshes, job: JobConfig, config: Any,
 def dynamics_of(model: Transformer) -> list[nn.Module]:
     """The modules whose parameters are whole on every rank."""
     blocks: Any = model.layers.values()
-    return [ssm for block in blocks if (ssm := getattr(block.attention, "ssm", None)) is not None]
+    modules = [getattr(block.attention, "ssm", None) for block in blocks]
+    return [ssm for ssm in modules if ssm is not None]
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
@@ -129,9 +130,10 @@ def set_initial_values(
 
     initialize(model, model.config, seed, parameters=not loaded, draw_all=draw_in_turns if ranks > 1 else starmap)
     for layer in model.layers.values():
-        for part in (getattr(layer.attention, name, None) for name in ("ssm", "feature_map")):  # not sharded by FSDP2
-            if part is not None:
-                part.to(device)
+        for name in ("ssm", "feature_map"):  # not sharded by FSDP2
+            module = getattr(layer.attention, name, None)
+            if module is not None:
+                module.to(device)
 
 
 def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:

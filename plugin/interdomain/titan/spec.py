@@ -14,7 +14,6 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +121,9 @@ def resolve(config: Any) -> Resolved:
 def _resolve(config: Any) -> Resolved:
     """Raises: ValueError with every reason for which the configuration cannot run."""
     problems = Problems()
-    value_of = _reader(config)
+
+    def value_of(setting: str) -> Any:
+        return operator.attrgetter(setting)(config)
 
     # TorchTitan's own settings: paths, and those that nothing would read.
     for setting in TORCHTITAN_PATHS:
@@ -181,10 +182,6 @@ def _check_read(setting: str, value: Any, has_corpus: bool) -> None:
         raise ValueError(f"{setting} = {value} has no effect in this run. Leave it out.")
 
 
-def _reader(config: Any) -> Callable[[str], Any]:
-    return lambda setting: operator.attrgetter(setting)(config)
-
-
 def _set(config: Any, setting: str, value: Any) -> None:
     section, _, name = setting.partition(".")
     setattr(getattr(config, section), name, value)
@@ -213,6 +210,7 @@ class ModelArgs(BaseModelArgs):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        """TorchTitan's hook, with TorchTitan's configuration, which it names so."""
         plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
@@ -222,17 +220,19 @@ class ModelArgs(BaseModelArgs):
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
 
 
-def parallelize_with(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
-    """TorchTitan's hook."""
-    return parallelize_variant(model, parallel_dims, resolve(job_config).job, job_config)
+def parallelize_with(model: TitanTransformer, parallel_dims: Any, config: Any) -> TitanTransformer:
+    """TorchTitan's hook, with TorchTitan's configuration."""
+    return parallelize_variant(model, parallel_dims, resolve(config).job, config)
 
 
 def pipeline_variant(
-    model: nn.Module, parallel_dims: Any, job_config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
+    model: nn.Module, parallel_dims: Any, config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
 ) -> Any:
-    """TorchTitan's stages and schedules. Its trainer goes backward from the sum of the loss; here the gradient is that of the
-    mean."""
-    job, plan = resolve(job_config)
+    """TorchTitan's stages and schedules, from TorchTitan's configuration.
+
+    Its trainer goes backward from the sum of the loss; here the gradient is that of the mean.
+    """
+    job, plan = resolve(config)
     targets = plan.global_batch * plan.seq_len
     if job.data.corpus:
         targets = plan.global_batch * open_dataset(job, "train").targets
@@ -242,17 +242,18 @@ def pipeline_variant(
         share = loss / targets
         return share + (loss - share).detach()  # the sum, which the trainer logs, with the gradient of the mean
 
-    return pipeline_llm(model, parallel_dims, job_config, device, args, parallelize_fn, loss_of_step)
+    return pipeline_llm(model, parallel_dims, config, device, args, parallelize_fn, loss_of_step)
 
 
 @user_errors
-def build_tokenizer(job_config: Any) -> Any:
-    """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with a configuration: the checks are here."""
-    job, plan = resolve(job_config)
+def build_tokenizer(config: Any) -> Any:
+    """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with its configuration: the checks are here."""
+    job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)
-    tokenizer = build_hf_tokenizer(job_config)
-    if (size := tokenizer.get_vocab_size()) > plan.config.vocab_size:
+    tokenizer = build_hf_tokenizer(config)
+    size = tokenizer.get_vocab_size()
+    if size > plan.config.vocab_size:
         raise ValueError(
             f"the tokenizer of model.hf_assets_path has {size} tokens and the model {plan.config.vocab_size}: set "
             f"model.vocab_size = {size} or more."
@@ -261,39 +262,48 @@ def build_tokenizer(job_config: Any) -> Any:
 
 
 @user_errors
-def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
-    """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
-    job, plan = resolve(job_config)
+def build_dataloader(config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any) -> Any:
+    """Opens data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints.
+
+    Args:
+        config: TorchTitan's configuration.
+    """
+    job, plan = resolve(config)
     if job.data.corpus:
         tokenizer, loader = open_data(job, plan, dp_rank, dp_world_size)
         data = data_record(job, loader.dataset, tokenizer)
     else:
-        loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        data = text_record(job_config.training.dataset, tokenizer)
+        loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, config)
+        data = text_record(config.training.dataset, tokenizer)
         tokenizer = as_trained(tokenizer)
-        data["corpora"] = [dataset_record(job_config.training)]
+        data["corpora"] = [dataset_record(config.training)]
     record_run(job, plan, data, tokenizer)
     return loader
 
 
 def dataset_record(training: Any) -> dict[str, Any]:
-    """Facts of TorchTitan's data set, for the run's record: a folder of the user's is not named."""
+    """Facts of TorchTitan's data set, for the run's record. A folder of the user's is not named.
+
+    Args:
+        training: TorchTitan's section [training].
+    """
     name = training.dataset.lower()  # as TorchTitan takes it
-    words = f"TorchTitan's data set {name}"
     path = DATASETS[name].path
-    on_the_hub = not training.dataset_path and re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+    source = f"TorchTitan's data set {name}"
+    on_the_hub = []
     if training.dataset_path:
-        words = f"texts of a folder, read as {words}"
-    elif on_the_hub:
-        words += f", {path}"
-    hub = [path] if on_the_hub else []
-    return {"name": name, "share": "1", "tokens": None, "sources": [words], "datasets": hub}
+        source = f"texts of a folder, read as {source}"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists():
+        source += f", {path}"
+        on_the_hub = [path]
+    return {"name": name, "share": "1", "tokens": None, "sources": [source], "datasets": on_the_hub}
 
 
 @user_errors
 def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
     """TorchTitan's validator, over `FixedWindows` of data.corpus."""
-    job = resolve(parts["job_config"]).job
+    config = parts["job_config"]
+    job = resolve(config).job
     if not job.data.corpus:
         return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
     windows = FixedWindows(job, dp_rank, dp_world_size, job.validation.local_batch_size)
@@ -303,16 +313,16 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
             "validator takes all pieces of a sequence to have the same number of labels. Start with ./launch.sh, or turn "
             "validation off."
         )
-    parts["job_config"].validation.steps = len(windows.batches)
+    config.validation.steps = len(windows.batches)
     return validator_of_windows(parts, windows)
 
 
 class VariantMetrics(VariantCurves, MetricsProcessor):
     """TorchTitan's metrics for this model."""
 
-    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        super().__init__(job_config, parallel_dims)
-        self.job, self.plan = resolve(job_config)
+    def __init__(self, config: Any, parallel_dims: Any) -> None:
+        super().__init__(config, parallel_dims)
+        self.job, self.plan = resolve(config)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.
@@ -330,11 +340,11 @@ def get_train_spec() -> TrainSpec:
         pipelining_fn=pipeline_variant,
         build_optimizers_fn=lambda parts, settings, *_: GroupedOptimizers(parts, settings),
         build_lr_schedulers_fn=GroupedSchedulers,
-        build_dataloader_fn=build_dataloader,
+        build_dataloader_fn=lambda *, job_config, **parts: build_dataloader(job_config, **parts),
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_variant_validator,
-        build_metrics_processor_fn=lambda job_config, dims, _: VariantMetrics(job_config, dims),
+        build_metrics_processor_fn=lambda config, parallel_dims, _: VariantMetrics(config, parallel_dims),
         state_dict_adapter=FolderNames,
     )
 

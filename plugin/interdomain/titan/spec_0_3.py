@@ -6,7 +6,7 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -121,33 +121,29 @@ class RecordedNames(FolderNames):
     """Names of tensors, and the run's record, for a configuration that a user wrote in Python.
 
     TorchTitan builds it between the data and the checkpoints, and nothing else of the `ModelSpec` after the tokenizer.
+
+    Raises:
+        ValueError: TorchTitan's tokenizer has more tokens than the model.
     """
 
     def __init__(self, model_config: ModelConfig, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
-        record_own_data(model_config, hf_assets_path)
-
-
-def record_own_data(model: ModelConfig, hf_assets_path: str | None) -> None:
-    """Check TorchTitan's tokenizer, and record the run with it.
-
-    Raises: ValueError: the tokenizer has more tokens than the model.
-    """
-    config, plan = model.trainer_config, model.plan
-    assert plan is not None
-    tokenizer = config.tokenizer.build(tokenizer_path=hf_assets_path)
-    size = tokenizer.get_vocab_size()
-    if size > plan.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {hf_assets_path} has {size} tokens and the model {plan.config.vocab_size}: pass "
-            f"model_spec(..., vocab_size={size}) or more."
-        )
-    if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
-        logger.warning("the run is not recorded, so `interdomain convert` cannot read it: %s", type(tokenizer).__name__)
-        return
-    dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
-    data = text_record(dataset, tokenizer)
-    record_run(model.job, plan, data, as_trained(tokenizer), ("optimizer", "lr_scheduler", "validation"))
+        config, plan = model_config.trainer_config, model_config.plan
+        assert plan is not None
+        tokenizer = config.tokenizer.build(tokenizer_path=hf_assets_path)
+        size = tokenizer.get_vocab_size()
+        if size > plan.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {hf_assets_path} has {size} tokens and the model {plan.config.vocab_size}: pass "
+                f"model_spec(..., vocab_size={size}) or more."
+            )
+        if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
+            kind = type(tokenizer).__name__
+            logger.warning("the run is not recorded, so `interdomain convert` cannot read it: %s", kind)
+            return
+        dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
+        data = text_record(dataset, tokenizer)
+        record_run(model_config.job, plan, data, as_trained(tokenizer), ("optimizer", "lr_scheduler", "validation"))
 
 
 def spec_of(job: JobConfig) -> ModelSpec:
@@ -241,15 +237,11 @@ def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORC
     """
     values: dict[str, Any] = {}
     problems = Problems()
-    for section in SECTIONS:
-        theirs = getattr(config, section)
-        for field in dataclasses.fields(theirs):
-            value = getattr(theirs, field.name)
-            ours = f"{OTHER_NAMES.get(section, section)}.{field.name}"
-            if ours in SETTINGS:
-                values[ours] = value
-            elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
-                problems.append(f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out.")
+    for ours, field, value in settings_of(config, SECTIONS):
+        if ours in SETTINGS:
+            values[ours] = value
+        elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
+            problems.append(f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out.")
     if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
         problems.append("profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
     if not config.training.disable_cuda_graphs:
@@ -257,15 +249,24 @@ def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORC
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
     chosen = config.activation_checkpoint
-    modes = [mode for mode, kind in CHECKPOINTING.items() if isinstance(chosen, kind)]
-    if not modes or chosen != CHECKPOINTING[modes[0]]():
+    for mode, kind in CHECKPOINTING.items():
+        if chosen == kind():
+            values["activation_checkpoint.mode"] = mode
+    if "activation_checkpoint.mode" not in values:
         problems.append(
             f"activation_checkpoint = {chosen} is not possible with this model: allowed are selective, full and none, without "
             "further settings."
         )
     problems.raise_all()
-    values["activation_checkpoint.mode"] = modes[0]
     return values
+
+
+def settings_of(config: Any, sections: Iterable[str]) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """The settings in sections of TorchTitan's configuration: our name, TorchTitan's field and the value of each."""
+    for section in sections:
+        theirs = getattr(config, section)
+        for field in dataclasses.fields(theirs):
+            yield f"{OTHER_NAMES.get(section, section)}.{field.name}", field, getattr(theirs, field.name)
 
 
 def make_plan_of(config: Any, model: ModelConfig) -> None:

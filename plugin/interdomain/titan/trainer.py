@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from interdomain.launcher import ENDED, tell_launcher
+from interdomain.launcher import ENDED, notify_launcher
 from interdomain.model import Transformer, meta_model
 from interdomain.patches import one_gloo_thread
 
@@ -34,7 +33,7 @@ from .host import (
     set_pg_timeouts,
     translate,
 )
-from .host.patches import take_meshes, use_cpu_if_alone
+from .host.patches import replace_meshes, use_cpu_if_alone
 from .parallelize import parallelize, set_initial_values
 from .plan.device import local_device
 from .plan.run_plan import RunPlan, in_steps, make_plan
@@ -72,20 +71,23 @@ def run(job: JobConfig) -> None:
         raise
     trainer.close()
     if trainer.step >= trainer.plan.steps:
-        tell_launcher(ENDED)
+        notify_launcher(ENDED)
     dist.destroy_process_group()
 
 
 @user_errors
 def check(job: JobConfig) -> RunPlan:
-    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with a paragraph."""
-    simulated = job.comm.mode == "fake_backend"
-    if simulated and (missing := {"NGPU", "RANK", "LOCAL_RANK"} - os.environ.keys()):
-        raise ValueError(
-            f"comm.mode = fake_backend needs the environment variables NGPU (how many ranks to simulate), RANK=0 and "
-            f"LOCAL_RANK=0: {', '.join(sorted(missing))} is not set."
-        )
-    plan = make_plan(job, int(os.environ["NGPU" if simulated else "WORLD_SIZE"]))
+    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with an error message."""
+    ranks = "WORLD_SIZE"
+    if job.comm.mode == "fake_backend":
+        ranks = "NGPU"
+        missing = sorted({"NGPU", "RANK", "LOCAL_RANK"} - os.environ.keys())
+        if missing:
+            raise ValueError(
+                f"comm.mode = fake_backend needs the environment variables NGPU (how many ranks to simulate), RANK=0 and "
+                f"LOCAL_RANK=0: {', '.join(missing)} is not set."
+            )
+    plan = make_plan(job, int(os.environ[ranks]))
     check_jump(job, plan.steps, plan.warmup_steps)
     return plan
 
@@ -108,13 +110,14 @@ class InterdomainTrainer(Trainer):
         SystemExit: the configuration cannot run, or another process writes to the folder; the reason is printed.
     """
 
+    # TorchTitan's class declares other types for these.
     job_config: Any
     config: Any
-    checkpointer: SelfDescribingCheckpoints
-    metrics_processor: InterdomainMetrics
-    model_parts: list[Any]
-    optimizers: GroupedOptimizers
-    validator: FixedValidator
+    checkpointer: Any  # SelfDescribingCheckpoints
+    metrics_processor: Any  # InterdomainMetrics
+    model_parts: list[Any]  # of Transformer
+    optimizers: Any  # GroupedOptimizers
+    validator: Any  # FixedValidator
 
     def __init__(self, job: JobConfig) -> None:
         # Before the process group exists: nothing is built for a run that cannot be.
@@ -135,7 +138,7 @@ class InterdomainTrainer(Trainer):
             require_shared(job, self.lock)
         self.gc_handler = GarbageCollection(gc_freq=job.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
-        take_meshes(self.parallel_dims, self.meshes.axes)
+        replace_meshes(self.parallel_dims, self.meshes.axes)
         self.meshes.set_timeouts(job.comm.init_timeout_seconds)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
@@ -144,11 +147,9 @@ class InterdomainTrainer(Trainer):
         dataset = self.dataloader.dataset
         self.metrics_processor = InterdomainMetrics(job, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        run = self.model_parts, plan, self.meshes, self.device, plan.global_batch * dataset.targets
-        if plan.topology.pipeline > 1:
-            self.passes = Pipeline(*run, plan.schedule)
-        else:
-            self.passes = Passes(*run)
+        passes = Pipeline if plan.topology.pipeline > 1 else Passes
+        targets = plan.global_batch * dataset.targets
+        self.passes = passes(self.model_parts, plan, self.meshes, self.device, targets)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, job.optimizer)
         self.lr_schedulers = GroupedSchedulers(self.optimizers, job.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
@@ -166,11 +167,11 @@ class InterdomainTrainer(Trainer):
             checkpoint_config=config.checkpoint,
             base_folder=job.job.dump_folder,
         )
-        if job.validation.enable:
-            beside = self.metrics_processor, self.checkpointer
-            self.validator = FixedValidator(job, rank, plan.topology.data_ranks, self.passes, *beside)
         fingerprints = {"train": text_fingerprint(dataset)}
         if job.validation.enable:
+            self.validator = FixedValidator(
+                job, rank, plan.topology.data_ranks, self.passes, self.metrics_processor, self.checkpointer
+            )
             fingerprints["validation"] = text_fingerprint(self.validator.dataset)
         self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
@@ -179,7 +180,8 @@ class InterdomainTrainer(Trainer):
         """This rank's stages of the pipeline; without one, the whole model."""
         job, plan = self.job, self.plan
         logger.info("Building %s", plan.config)
-        parts, loaded = [], loads_a_model(job)
+        loaded = loads_a_model(job)
+        parts = []
         for stage in plan.stages_of(self.meshes.pipeline.get_local_rank()):
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
@@ -191,28 +193,31 @@ class InterdomainTrainer(Trainer):
         return parts
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Take one step of the optimizer. The host waits for the device in logged steps alone."""
+        """Takes one step of the optimizer. The host waits for the device in logged steps only."""
+        # Forward and backward: the loss is this rank's share of the mean.
         self.optimizers.zero_grad()
         batches = itertools.islice(data_iterator, self.plan.accumulation)
-        loss = self.passes.run(batches, backward=True) / self.passes.targets  # this rank's share
+        loss = self.passes.run(batches, backward=True) / self.passes.targets
+
+        # Gradients of all ranks.
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job.training.max_norm, self.meshes)
+
         # One all-reduce decides for all ranks whether to skip this update and whether to stop after it.
         decision = self.optimizers.step_guard.decide(loss, norm, self.preemption.asked is not None)
         self.optimizers.step(decision.skip)
         self.lr_schedulers.step()
         self.preemption.cast(decision.stop)
-        if self.metrics_processor.should_log(self.step):
-            self._log(loss, decision.loss, norm)
 
-    def _log(self, loss: Tensor, mean: Tensor, norm: Tensor) -> None:
-        ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
-        worst = self.meshes.sum_over_model_ranks(loss) * ranks
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        self.metrics_processor.log_step(self.step, mean.item(), worst.item(), norm.item())
-        max_skipped = self.job.training.max_skipped_steps
-        self.optimizers.step_guard.check(max_skipped, self.step, mean.item(), norm.item())
+        # The log, and the end of a run that skips its steps.
+        if self.metrics_processor.should_log(self.step):
+            ranks = self.plan.topology.data_ranks * self.plan.topology.context  # ranks with tokens of their own
+            worst = self.meshes.sum_over_model_ranks(loss) * ranks
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            self.metrics_processor.log_step(self.step, decision.loss.item(), worst.item(), norm.item())
+            max_skipped = self.job.training.max_skipped_steps
+            self.optimizers.step_guard.check(max_skipped, self.step, decision.loss.item(), norm.item())
 
     def should_continue_training(self) -> bool:
         """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to

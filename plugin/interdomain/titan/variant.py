@@ -15,17 +15,18 @@ from interdomain.files.pretrained import BASE, stored_name
 from interdomain.files.run_folder import note_folders
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
+from interdomain.model.state import ModelState
 
 from .data.dataloader import Batch, read_batch
 from .data.folders import open_dataset
 from .errors import user_errors
 from .host import StateDictAdapter
-from .host.patches import show_meshes
+from .host.patches import add_meshes
 from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
-from .resume.resume_from import refuse_half_copies
+from .resume.resume_from import check_half_copies
 from .settings.schema import JobConfig
 from .step.meshes import Meshes, meshes_of
 from .watch.metrics import mixer_statistics, perplexity
@@ -48,12 +49,20 @@ class TitanTransformer(Transformer):
         super().__init__(plan.config, plan.execution)
         self.seed = plan.seed
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, T] -> [B, T, vocab_size]; of a stage hidden states. positions: as the base class has them."""
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        positions: Tensor | None = None,
+        *,
+        last: int | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """tokens [B, T] -> logits [B, T, vocab_size]; of a stage hidden states. Arguments as for the base class."""
         if not self.documents:
             positions = None
         with torch.autocast(tokens.device.type, enabled=False):  # `training.precision` says what is rounded
-            out = super().forward(tokens, positions=positions)
+            out = super().forward(tokens, state, positions, last=last, labels=labels)
         if self.heads is None or self.output is None or not self.whole_logits:
             return out
         assert self.meshes is not None
@@ -88,7 +97,7 @@ def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job: JobCon
     with unset_fake_temporarily():  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
         model.meshes = meshes_of(parallel_dims)
     # TorchTitan sets the time limits of its own groups after the first step; now also of these.
-    show_meshes(parallel_dims, model.meshes.axes)
+    add_meshes(parallel_dims, model.meshes.axes)
     model.documents = job.data.reset_state_at_documents
     parallelize(model, model.meshes, job, config, sum_in_backward=True)
     return model
@@ -123,25 +132,30 @@ class VariantCurves:
     """
 
     job: JobConfig
-    model_parts: list[Any]
+    model_parts: Any  # list[TitanTransformer], once the trainer has set it
     parallel_dims: Any
     plan: RunPlan
 
     def log(
-        self, step: int, loss: float, worst: float, grad_norm: float, extra_metrics: dict[str, Any] | None = None
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         extra = dict(extra_metrics or {})
         # TorchTitan adds up what each rank has counted, and a checkpoint has one rank's count: after a resume on other
         # degrees it would be another number.
         extra["n_tokens_seen"] = step * self.plan.tokens_per_step
-        extra["loss_metrics/perplexity"] = perplexity(loss)
+        extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
         freq = self.job.metrics.mixer_freq
         if freq and (step == 1 or step % freq == 0):
             extra |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
         # TorchTitan divides the loss of a rank's piece of the sequences by the labels of the whole sequences.
-        worst *= self.parallel_dims.cp
+        worst_loss = global_max_loss * self.parallel_dims.cp
         log: Any = super().log  # pyright: ignore[reportAttributeAccessIssue]
-        log(step, loss, worst, grad_norm, extra)
+        log(step, global_avg_loss, worst_loss, grad_norm, extra)
 
 
 class FolderNames(StateDictAdapter):
@@ -166,7 +180,7 @@ def record_run(
     """
     if job.checkpoint.enable and dist.get_rank() == 0:
         folder = Path(job.job.dump_folder)
-        refuse_half_copies(folder / job.checkpoint.folder)
+        check_half_copies(folder / job.checkpoint.folder)
         record = describe_run(plan, job, data, tokenizer)
         for section in unknown_sections:
             del record["configuration"][section]

@@ -16,7 +16,7 @@ from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseDataLoader, logger
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
-from .folders import epochs_in_words, open_dataset, open_tokenizer
+from .folders import folders_of, open_dataset, open_tokenizer
 
 # ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens, or IGNORE_INDEX where only answers count
 Batch = tuple[dict[str, Tensor], Tensor]
@@ -176,7 +176,9 @@ def open_data(job: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tok
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
     tokenizer = open_tokenizer(job)
     dataset = open_dataset(job, "train")
-    logger.info("data: %s", epochs_in_words(job, dataset, plan.steps * plan.global_batch))
+    epochs = dataset.epochs(plan.steps * plan.global_batch)
+    for folder, n in zip(folders_of(job.data.corpus), epochs, strict=True):
+        logger.info("data: %s for %.2f epochs", folder, n)
     return tokenizer, PackedLoader(
         dataset,
         job.training.local_batch_size,  # TorchTitan's trainer divides its local batches into a pipeline's

@@ -33,10 +33,11 @@ def corpora_of(job: JobConfig) -> list[str]:
     data = job.data
     corpora = folders_of(data.corpus)
     for corpus in corpora or [""]:
-        _require_corpus(corpus)
-    if (len(corpora) > 1 and len(data.weights) != len(corpora)) or len(corpora) == 1 < len(data.weights):
+        _check_corpus(corpus)
+    weights = len(data.weights)
+    if weights != len(corpora) and (weights > 1 or len(corpora) > 1):
         raise ValueError(
-            f"data.corpus names {len(corpora)} corpora and data.weights {len(data.weights)} weights. Give one weight for each "
+            f"data.corpus names {len(corpora)} corpora and data.weights {weights} weights. Give one weight for each "
             "corpus of a mixture, and none for a single corpus."
         )
     return corpora
@@ -52,13 +53,14 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
             "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
         )
     tokenizer = cast(Tokenizer, load_tokenizer(data.tokenizer or prepared[0]))
-    also = data.validation_corpus
-    for corpus in prepared + [also] * os.path.isdir(also):
+    name = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
+    if os.path.isdir(data.validation_corpus):
+        prepared.append(data.validation_corpus)
+    for corpus in prepared:
         made_with = read_manifest(corpus)["tokenizer"]["sha256"]
         if tokenizer.sha256 != made_with:
-            named = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
             raise ValueError(
-                f"{named} is not the tokenizer that made data.corpus = {corpus!r} "
+                f"{name} is not the tokenizer that made data.corpus = {corpus!r} "
                 f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
                 "corpus's own, or prepare the corpus with this tokenizer."
             )
@@ -74,45 +76,42 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
 def open_dataset(job: JobConfig, split: str) -> PackedDataset | MixtureDataset:
     """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
     data = job.data
-    seq_len = job.validation.seq_len if split == "validation" else job.training.seq_len
-    if split == "validation" and data.validation_corpus:
-        corpora = [data.validation_corpus]
-        _require_corpus(corpora[0])
-    else:
-        corpora = corpora_of(job)
-        bare = [corpus for corpus in corpora if not os.path.isdir(corpus)]
-        if split == "validation" and bare:
-            raise ValueError(
-                f"data.corpus = {bare[0]!r} is shards without a manifest and has no validation split. Set "
-                "data.validation_corpus to other shards, or validation.enable to false."
-            )
+    seq_len = job.training.seq_len
+    corpora = []
+    if split == "validation":
+        seq_len = job.validation.seq_len
+        if data.validation_corpus:
+            corpora = [data.validation_corpus]
+            _check_corpus(data.validation_corpus)
+    corpora = corpora or corpora_of(job)
     datasets = []
     for corpus in corpora:
-        # A prepared corpus knows its own vocabulary.
-        vocab_size = None if os.path.isdir(corpus) else model_config(job).vocab_size
+        vocab_size = None  # a prepared corpus knows its own
+        if not os.path.isdir(corpus):
+            vocab_size = model_config(job).vocab_size
+            if split == "validation" and not data.validation_corpus:
+                raise ValueError(
+                    f"data.corpus = {corpus!r} is shards without a manifest and has no validation split. Set "
+                    "data.validation_corpus to other shards, or validation.enable to false."
+                )
         tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
         datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=job.debug.seed, shuffle=split == "train"))
     return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
 
 
-def epochs_in_words(job: JobConfig, dataset: PackedDataset | MixtureDataset, samples: int) -> str:
-    """How often this many samples read each corpus: `data/web for 1.20 epochs`."""
-    names = folders_of(job.data.corpus)
-    epochs = dataset.epochs(samples)
-    return ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True))
-
-
 def data_record(job: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer) -> dict[str, Any]:
     """Facts of the training data for the run's record: a fingerprint, how documents begin and end, and name, share, tokens and
     sources of each corpus."""
-    named = zip(folders_of(job.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True)
-    corpora = [
-        {"name": PurePath(name).name, "share": share, "tokens": part.num_tokens, **sources(part.corpus.source)}
-        for name, share, part in named
-    ]
+    corpora = []
+    for folder, share, part in zip(folders_of(job.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True):
+        corpus = {"name": PurePath(folder).name, "share": share, "tokens": part.num_tokens}
+        corpora.append(corpus | sources(part.corpus.source))
     documents = documents_in([part.corpus for part in dataset.parts], tokenizer)
-    described = None if documents is None else documents.to_dict()
-    return {"data_fingerprint": dataset.fingerprint, "documents": described, "corpora": corpora}
+    return {
+        "data_fingerprint": dataset.fingerprint,
+        "documents": None if documents is None else documents.to_dict(),
+        "corpora": corpora,
+    }
 
 
 def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:
@@ -121,7 +120,8 @@ def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
 
-def _require_corpus(corpus: str) -> None:
+def _check_corpus(corpus: str) -> None:
+    """Raises: ValueError, FileNotFoundError for a corpus that is not set or not there."""
     prepare = "Prepare one (interdomain prepare-data --help) and pass --data.corpus FOLDER"
     if not corpus:
         raise ValueError(

@@ -88,19 +88,25 @@ def _meshes(dims: Any) -> str:
     return "_single_axis_meshes" if hasattr(dims, "_single_axis_meshes") else "_meshes"  # 0.3.0 and 0.2.2
 
 
-def take_meshes(dims: Any, axes: dict[str, Any]) -> None:
-    """Give TorchTitan meshes in place of those that it would build at the first question. axes: of one dimension, by name.
+def replace_meshes(dims: Any, axes: dict[str, Any]) -> None:
+    """Gives TorchTitan meshes in place of those that it would build when it is first asked for one.
 
     A group's buffers then exist once. Can go when ParallelDims takes meshes; 0.3.0 does not.
+
+    Args:
+        axes: Meshes of one dimension, by name.
     """
     # Only the device is read of the world's mesh.
     vars(dims).update({_meshes(dims): axes, "_world_mesh": axes["shards"]})
 
 
-def show_meshes(dims: Any, axes: dict[str, Any]) -> None:
-    """Let TorchTitan set the time limits of these groups with those of its own. axes: meshes of one dimension, by name.
+def add_meshes(dims: Any, axes: dict[str, Any]) -> None:
+    """Lets TorchTitan set the time limits of these groups together with those of its own.
 
     Can go when TorchTitan's `set_pg_timeouts` takes groups; 0.3.0's does not.
+
+    Args:
+        axes: Meshes of one dimension, by name.
     """
     # The first question builds TorchTitan's own.
     dims.get_all_one_dimensional_meshes()

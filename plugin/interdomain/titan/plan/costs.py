@@ -22,8 +22,12 @@ class Share:
     """Numbers of the parameters that one rank holds of a model, before FSDP2 shards them.
 
     Attributes:
-        blocks: without their dynamics. head: with the last norm.
-        dynamics: whole on every rank. matrices: of `blocks`, those that Muon updates.
+        layers: Configuration of each of its layers.
+        blocks: Parameters of the blocks, without SSM parameters.
+        embedding: Parameters of the embedding.
+        head: Parameters of the head and the last norm.
+        dynamics: SSM parameters, which are whole on every rank.
+        matrices: Parameters of `blocks` that Muon updates.
     """
 
     layers: list[ModelConfig] = field(default_factory=list)
@@ -40,7 +44,12 @@ class Share:
 
 @functools.lru_cache(maxsize=256)
 def share_of(config: ModelConfig, modules: tuple[str, ...], tensor: int = 1) -> Share:
-    """The share of a rank with these modules (layers.0, output). tensor: ranks that divide the large matrices."""
+    """The share of a rank.
+
+    Args:
+        modules: Names of its modules, such as layers.0 and output.
+        tensor: Ranks that divide the large matrices.
+    """
     model = meta_model(config)
     share = Share()
     for module in modules:
@@ -68,9 +77,11 @@ class CostModel:
     """The costs of a run's steps.
 
     Attributes:
-        checkpointing: none, selective or full. compiled: whether blocks are compiled.
-        stays_gathered: whether a block's weights stay gathered after its forward pass.
-        reduced: bytes of a number in the sums of gradients. muon: whether matrices have one moment.
+        checkpointing: none, selective or full.
+        compiled: Whether blocks are compiled.
+        stays_gathered: Whether a block's weights stay gathered after its forward pass.
+        reduced: Bytes per number in the sums of gradients.
+        muon: Whether matrices have one moment.
     """
 
     plan: RunPlan
@@ -114,7 +125,8 @@ class CostModel:
         return self._largest(self._traffic)
 
     def _largest(self, cost: Callable[[int, Share], dict[str, int]]) -> dict[str, int]:
-        plan, costs = self.plan, []
+        plan = self.plan
+        costs = []
         for rank in range(plan.topology.pipeline):
             modules = [name for stage in plan.stages_of(rank) for name in plan.stages[stage]]
             costs.append(cost(rank, share_of(plan.config, tuple(modules), plan.topology.tensor)))
@@ -201,14 +213,20 @@ class CostModel:
         return saved, everything
 
     def _traffic(self, rank: int, share: Share) -> dict[str, int]:
-        """As a ring moves them: (P - 1) / P of what a gather gives or a scatter takes on P ranks, and twice that for a sum.
+        """Bytes as a ring moves them: (P - 1) / P of what a gather gives or a scatter takes on P ranks, twice that for a sum.
 
-        shards: weights are gathered, gradients scattered. replicas: the sum of what was scattered. context: states, or keys and
-        values (`Mixer.received`). tensor: hidden states are gathered and scattered around mixers and feed-forwards. pipeline:
-        hidden states and their gradients. dynamics: the sum of their gradients.
+        - shards: weights are gathered, gradients scattered.
+        - replicas: scattered gradients are summed.
+        - context: states, or keys and values (`Mixer.received`).
+        - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
+        - pipeline: hidden states and their gradients.
+        - dynamics: gradients of SSM parameters are summed.
         """
-        plan, (replicas, shards, context, tensor, pipeline) = self.plan, self.plan.topology
-        shards, n, layers = shards * context, plan.accumulation, len(share.layers)
+        plan = self.plan
+        replicas, shards, context, tensor, pipeline = plan.topology
+        ranks = plan.topology.ranks
+        shards *= context
+        n = plan.accumulation
         passes = 1 if pipeline > 1 else n  # a pipeline keeps what is gathered
         gathered = self.stored * share.sharded * (passes if self.stays_gathered else 2 * n)
         scattered = self.reduced * share.sharded * (n if plan.reduces_each else 1)
@@ -221,7 +239,7 @@ class CostModel:
             exchanged += n * self.tokens * per_token * self.width * (2 if self.checkpointing == "none" else 3)
 
         hidden = n * self.tokens * plan.config.dim // tensor
-        exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing] * layers
+        exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing] * len(share.layers)
         exchanges += 2 * bool(share.embedding) + 2 * bool(share.head)
         messages = 2 * self.stages - bool(share.embedding) - bool(share.head)
         return {
@@ -230,10 +248,5 @@ class CostModel:
             "context": exchanged,
             "tensor": (tensor - 1) * exchanges * hidden * self.width,
             "pipeline": messages * hidden * self.stored if pipeline > 1 else 0,
-            "dynamics": 2
-            * 4
-            * share.dynamics
-            * (plan.topology.ranks // pipeline - 1)
-            * pipeline
-            // plan.topology.ranks,
+            "dynamics": 2 * 4 * share.dynamics * (ranks // pipeline - 1) * pipeline // ranks,
         }

@@ -20,7 +20,6 @@ from ..settings.rules import (
     check_combinations,
     check_device,
     check_micro_batches,
-    check_pipelined_validation,
     check_reduction,
     check_schedule,
     check_topology,
@@ -36,10 +35,10 @@ class RunPlan:
     """The run to come: the model, the schedule in steps and tokens, and the topology.
 
     Attributes:
-        stages: the names of each pipeline stage's modules; `stages_of` says which stages a rank has.
-        schedule: the pipeline's.
-        milestones: steps whose checkpoints are never removed.
-        reduces_each: whether gradients are summed over the ranks after each micro-batch, and not once a step.
+        stages: Names of each pipeline stage's modules; `stages_of` says which stages a rank has.
+        schedule: The pipeline's schedule.
+        milestones: Steps whose checkpoints are never removed.
+        reduces_each: Whether gradients are summed over the ranks after each micro-batch, and not once a step.
     """
 
     config: ModelConfig
@@ -179,7 +178,6 @@ def make_plan_for_torchtitan(
     if job.parallelism.pipeline_parallel_degree == 1:
         return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
     check_micro_batches(job, micro_batch)
-    check_pipelined_validation(job)
     mesh = topology(job.parallelism, world_size)
     global_batch = job.training.global_batch_size
     if global_batch < 0:

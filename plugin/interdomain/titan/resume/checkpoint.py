@@ -80,15 +80,20 @@ def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer) -> dict:
     Args:
         data: `data_record` of the training data.
     """
-    run = {"seed": plan.seed, "precision": plan.precision, "planned_steps": plan.steps}
-    run |= {name: getattr(plan, name) for name in ("seq_len", "global_batch", "tokens_per_step")}
-    run |= data
+    run = {
+        "seed": plan.seed,
+        "precision": plan.precision,
+        "planned_steps": plan.steps,
+        "seq_len": plan.seq_len,
+        "global_batch": plan.global_batch,
+        "tokens_per_step": plan.tokens_per_step,
+    }
     return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.cell.size,
         "condition": plan.cell.condition,
-        "run": run,
+        "run": run | data,
         "configuration": job.to_dict(),
         "folder": str(Path(job.job.dump_folder).resolve()),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
@@ -138,7 +143,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
-        self._refuse_not_finite(checkpoint_id)
+        self._check_finite(checkpoint_id)
         self.saving = str(checkpoint_id)
         with self._explain_full_disk():
             on_rank_0(lambda: self._write_record(Path(checkpoint_id)))
@@ -153,8 +158,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if dist.get_rank() == 0 and (folder / METADATA).is_file():
             (folder / INCOMPLETE).unlink(missing_ok=True)
 
-    def _refuse_not_finite(self, checkpoint_id: str) -> None:
-        """End the run before weights that are not finite would become its latest checkpoint. Collective."""
+    def _check_finite(self, checkpoint_id: str) -> None:
+        """Ends the run before weights that are not finite would become its latest checkpoint. Collective."""
         each_finite = []
         for part in self.states[MODEL].model:
             for p in part.parameters():
@@ -163,9 +168,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         finite = torch.stack(each_finite).all().float()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if not finite.item():
-            last = max(finished_steps(Path(self.folder)), default="none")
             stop(
-                f"the weights are not finite, so {checkpoint_id} is not saved. The last complete checkpoint is step {last}. "
+                f"the weights are not finite, so {checkpoint_id} is not saved. {self._last_complete()} "
                 "Try a lower optimizer.lr, a longer warmup or a smaller training.max_norm from there."
             )
 
@@ -178,30 +182,35 @@ class SelfDescribingCheckpoints(CheckpointManager):
         try:
             yield
         except (CheckpointException, OSError) as e:
-            if (full := _disk_full(e)) is None:
+            full = _disk_full(e)
+            if full is None:
                 raise
             if dist.get_rank() == 0 and self._wrote(Path(self.saving)):
                 with contextlib.suppress(OSError):
                     _remove(Path(self.saving))
-            last = max(finished_steps(Path(self.folder)), default="none")
             stop(
-                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. The last "
-                f"complete checkpoint is step {last}. Free some space (checkpoint.keep_latest_k limits how many are kept), "
-                "then start the same command again: it continues from there."
+                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. "
+                f"{self._last_complete()} Free some space (checkpoint.keep_latest_k limits how many are kept), then start the "
+                "same command again: it continues from there."
             )
+
+    def _last_complete(self) -> str:
+        last = max(finished_steps(Path(self.folder)), default="none")
+        return f"The last complete checkpoint is step {last}."
 
     @user_errors
     def require_folder(self) -> None:
         """End this rank if another run has taken the folder over."""
         if self.lock:
-            self.lock.require()
+            self.lock.check_held()
 
     def _write_record(self, folder: Path) -> None:
         """Make the folder, with the record and the tokenizer. On rank 0."""
         if self.lock:
-            self.lock.beat()
-            self.lock.require()
-        step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
+            self.lock.refresh()
+            self.lock.check_held()
+        step = self.states[TRAIN_STATE].step
+        optimizers = self.states[OPTIMIZER]
         keep = step in self.milestones or (folder / KEEP).exists()
         if self._wrote(folder):
             _remove(folder)
@@ -212,7 +221,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         (folder / INCOMPLETE).touch()
         record = self.record | {"step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
         record |= optimizers.step_guard.state_dict() | {"branched_from": self.branched_from}
-        if optimizers.rates:  # a later start compares (schedule.refuse_jump)
+        if optimizers.rates:  # a later start compares them (schedule.check_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
         write_record(folder, record, self.tokenizer)
         if keep:
@@ -226,15 +235,17 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
         documents: sums of losses and of labels, by document, where the split has few.
         """
-        if self.enable and dist.get_rank() == 0 and self._is_saved_here(step):
-            result = {"step": step, "loss": loss, "perplexity": perplexity}
-            if accuracy is not None:
-                result["accuracy"] = accuracy
-            if documents is not None:
-                losses, labels = documents
-                by_document = {"nats": [float(f"{x:.7g}") for x in losses], "labels": [int(n) for n in labels]}
-                write_whole(self._folder_of(step) / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
-            write_whole(self._folder_of(step) / VALIDATION, (json.dumps(result) + "\n").encode())
+        if not self.enable or dist.get_rank() != 0 or not self._is_saved_here(step):
+            return
+        folder = self._folder_of(step)
+        if documents is not None:
+            losses, labels = documents
+            by_document = {"nats": [float(f"{x:.7g}") for x in losses], "labels": [int(n) for n in labels]}
+            write_whole(folder / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
+        result = {"step": step, "loss": loss, "perplexity": perplexity}
+        if accuracy is not None:
+            result["accuracy"] = accuracy
+        write_whole(folder / VALIDATION, (json.dumps(result) + "\n").encode())
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:
@@ -305,7 +316,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
             return False
         folder = Path(self.folder)
         while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path, self.record)):
-            if (damage := self._load(point)) is None:
+            damage = self._load(point)
+            if damage is None:
                 self.branched_from = point.branched_from
                 if point.source == "load_step":
                     on_rank_0(lambda: set_later_aside(folder, step))
@@ -326,13 +338,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
         continues = TRAIN_STATE in states
         require_same_run(point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states)
         # Ranks share the reading. All must agree on the outcome.
-        damage_by_rank = [None] * dist.get_world_size()
-        damage = altered_entry(point.folder, point.index, dist.get_rank(), len(damage_by_rank))
-        dist.all_gather_object(damage_by_rank, damage)
+        damage_by_rank: list[str | None] = [None] * dist.get_world_size()
+        own_damage = altered_entry(point.folder, point.files, dist.get_rank(), len(damage_by_rank))
+        dist.all_gather_object(damage_by_rank, own_damage)
         for damage in damage_by_rank:
             if damage:
                 return damage
-        load_part(point.folder, point.index, states)
+        load_part(point.folder, point.files, states)
         self.states[MODEL].load_state_dict(states)
         origin = {name: point.record[name] for name in SIDECAR_FACTS}
         if continues:
@@ -347,7 +359,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return None
 
     def _note_earlier_data(self, record: dict) -> None:
-        """Keep what the continued run was trained on in this run's record, if its data was other data."""
+        """Keeps what the continued run was trained on in this run's record, if its data was other data."""
         run = record["run"]
         earlier = list(run.get("earlier_data", []))
         text = record.get("fingerprints", {}).get("train")

@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,14 +25,14 @@ from interdomain.files.run_folder import note_folders
 from ..errors import user_errors
 from ..host import logger
 from ..settings.schema import JobConfig
-from .resume_from import refuse_other_run
+from .resume_from import check_other_runs
 
 NAME = "run.lock"
-BEAT_SECONDS = 10.0
-LOOK_SECONDS = 1.0
+HEARTBEAT_SECONDS = 10.0
+POLL_SECONDS = 1.0
 # Polls, not seconds: on a stalled file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
-KINDS = dict(token=str, pid=int, host=str, machine=str, since=str, slurm_job=str | None, slurm_restarts=int)
+RECORD = ("token", "pid", "host", "machine", "since", "slurm_job", "slurm_restarts")  # the entries of a lock
 
 
 class FolderLock:
@@ -50,11 +51,6 @@ class FolderLock:
         self.lost = False
         # One boot of one machine, and the container in it that has process numbers of its own.
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-        restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
-        if not restarts.isdecimal():
-            raise ValueError(
-                f"SLURM_RESTART_COUNT must be a number: got {restarts!r}. Unset it, or set what SLURM had set."
-            )
         self.record = {
             "token": token or secrets.token_hex(8),
             "pid": os.getpid(),
@@ -62,7 +58,7 @@ class FolderLock:
             "machine": machine,
             "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
-            "slurm_restarts": int(restarts),  # how often the job was requeued
+            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),  # how often the job was requeued
         }
 
     def acquire(self, ended: set[str] | None = None) -> None:
@@ -85,7 +81,7 @@ class FolderLock:
         partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
         partial.write_text(json.dumps(self.record) + "\n")
         os.replace(partial, self.path)
-        threading.Thread(target=self._keep_beating, daemon=True).start()
+        threading.Thread(target=self._heartbeat, daemon=True).start()
         atexit.register(self.release)
 
     def _wait_for_holder(self, ended: set[str]) -> None:
@@ -94,8 +90,9 @@ class FolderLock:
             return
         name = "process {pid} on {host}, since {since}".format_map(first)
         logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
+        holder = first
         for _ in range(PATIENCE):
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             holder = self.holder()
             if not holder or self._has_ended(holder):
                 return
@@ -118,18 +115,29 @@ class FolderLock:
 
         Raises: ValueError for a file that is no lock.
         """
-        # Opened anew: NFS looks at the server then.
-        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as f:
-            if text := f.read():
-                return _record(self.path, text) | {"touched": os.fstat(f.fileno()).st_mtime_ns}
-        return {}
+        try:
+            with open(self.path, "rb") as f:  # opened anew: NFS asks the server then
+                text = f.read()
+                touched = os.fstat(f.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        if not text:  # a sudden end can leave an empty file
+            return {}
+        try:
+            record = json.loads(text)
+            return {name: record[name] for name in RECORD} | {"touched": touched}
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(
+                f"{self.path} is not a lock of this version: it holds {text[:60]!r}. If no run trains in {self.folder}, remove "
+                "that file. Else give this run another folder with --job.dump_folder."
+            ) from e
 
-    def _keep_beating(self) -> None:
+    def _heartbeat(self) -> None:
         while not self.lost:
-            time.sleep(BEAT_SECONDS)
-            self.beat()
+            time.sleep(HEARTBEAT_SECONDS)
+            self.refresh()
 
-    def beat(self) -> None:
+    def refresh(self) -> None:
         """Touch the lock, or note that it is another's."""
         # A file system that is away comes back, or fails the next save. A file that is no lock names no other run.
         with contextlib.suppress(OSError, ValueError):
@@ -137,7 +145,7 @@ class FolderLock:
             if not self.lost:
                 os.utime(self.path)
 
-    def require(self) -> None:
+    def check_held(self) -> None:
         """Raises: ValueError if another run has taken the folder over."""
         if self.lost:
             raise ValueError(
@@ -152,54 +160,43 @@ class FolderLock:
 
 
 class RunLock:
-    """The locks of all folders that a run writes to, with one token."""
+    """The locks of all folders that a run writes to, with one token.
+
+    Raises:
+        ValueError, OSError: As `FolderLock.acquire`. The folders that were taken by then are released at the exit.
+    """
 
     def __init__(self, folders: list[Path]) -> None:
         self.token = secrets.token_hex(8)
         self.locks = [FolderLock(folder, self.token) for folder in folders]
-
-    def acquire(self) -> None:
-        """Raises: ValueError, OSError as `FolderLock.acquire`; the folders that were held by then are released at the exit."""
         ended: set[str] = set()  # a lost node's run is waited for once, and not in each folder
         for lock in self.locks:
             lock.acquire(ended)
 
-    def beat(self) -> None:
+    def refresh(self) -> None:
         for lock in self.locks:
-            lock.beat()
+            lock.refresh()
 
-    def require(self) -> None:
+    def check_held(self) -> None:
         """Raises: ValueError if another run has taken a folder over."""
         for lock in self.locks:
-            lock.require()
+            lock.check_held()
 
     def release(self) -> None:
         for lock in self.locks:
             lock.release()
 
 
-def _record(path: Path, text: bytes) -> dict:
-    """A lock's text as `FolderLock.record` has it. Raises: ValueError."""
-    with contextlib.suppress(ValueError):
-        record = json.loads(text)
-        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in KINDS.items()):
-            return {name: record.get(name) for name in KINDS}
-    raise ValueError(
-        f"{path} is not a lock of this version: it holds {text[:60]!r}. If no run trains in {path.parent}, remove that file. "
-        "Else give this run another folder with --job.dump_folder."
-    )
-
-
 def written_folders(job: JobConfig) -> list[Path]:
     """The folders that a run writes to, each once; none for a run that writes nothing."""
-    run, metrics = Path(job.job.dump_folder), job.metrics
+    run = Path(job.job.dump_folder)
     folders = []
-    if job.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb:
-        folders.append(run)
     if job.checkpoint.enable:
-        folders.append(run / job.checkpoint.folder)
-    if metrics.enable_tensorboard:
-        folders.append(run / metrics.save_tb_folder)
+        folders += [run, run / job.checkpoint.folder]
+    if job.metrics.enable_tensorboard:
+        folders += [run, run / job.metrics.save_tb_folder]
+    if job.metrics.enable_wandb:
+        folders.append(run)
     by_place: dict[Path, Path] = {}
     for folder in folders:
         by_place.setdefault(folder.resolve(), folder)
@@ -212,13 +209,12 @@ def hold_folder(job: JobConfig) -> RunLock | None:
     folders = written_folders(job)
     if not folders or int(os.environ["RANK"]):
         return None
-    lock = RunLock(folders)
-    lock.acquire()  # it writes: folders that cannot be written are refused now, and not at the first save
+    lock = RunLock(folders)  # it writes: folders that cannot be written are refused now, and not at the first save
     run = Path(job.job.dump_folder)
     checkpoints = job.checkpoint.folder
     if job.checkpoint.enable:
         # Before the note: the tools must not take another run's checkpoints for this run's.
-        refuse_other_run(run / checkpoints, {"folder": str(run.resolve())})
+        check_other_runs(run / checkpoints, str(run.resolve()))
     note_folders(run, checkpoints, job.metrics.save_tb_folder)
     return lock
 
@@ -226,6 +222,7 @@ def hold_folder(job: JobConfig) -> RunLock | None:
 @user_errors
 def require_shared(job: JobConfig, lock: RunLock | None) -> None:
     """Refuse folders that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
+    # Every rank looks for rank 0's token in the locks.
     token = [lock and lock.token]
     dist.broadcast_object_list(token)
     hidden: list[Path] = []
@@ -235,15 +232,15 @@ def require_shared(job: JobConfig, lock: RunLock | None) -> None:
         hidden = [folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]]
         if not hidden:
             break
-        time.sleep(LOOK_SECONDS)
-    hidden_by_rank: list[list[Path]] = [[]] * dist.get_world_size()
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hidden_by_rank, hidden)
-    dist.all_gather_object(hosts, os.uname().nodename)
-    blind = {host: folders for host, folders in zip(hosts, hidden_by_rank, strict=True) if folders}
-    if blind:
-        folders = next(iter(blind.values()))
+        time.sleep(POLL_SECONDS)
+
+    # All ranks learn which hosts see another folder.
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (os.uname().nodename, hidden))
+    folders = [folder for _, hidden in by_rank for folder in hidden]
+    if folders:
+        hosts = sorted({host for host, hidden in by_rank if hidden})
         raise ValueError(
-            f"{folders[0]} is not the same folder on all nodes: {', '.join(blind)} cannot see what the first node wrote there. "
+            f"{folders[0]} is not the same folder on all nodes: {', '.join(hosts)} cannot see what the first node wrote there. "
             "Choose a folder on a file system that all nodes share."
         )

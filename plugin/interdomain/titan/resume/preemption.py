@@ -10,7 +10,7 @@ import signal
 
 import torch
 
-from interdomain.launcher import LEFT, end_with_parent, launcher_has_ended, tell_launcher
+from interdomain.launcher import LEFT, end_with_parent, launcher_has_ended, notify_launcher
 
 from ..host import logger
 
@@ -71,7 +71,7 @@ class Preemption:
         why = self.asked.name if self.asked else "a signal to another rank"
         result = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
         logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, result)
-        tell_launcher(LEFT)
+        notify_launcher(LEFT)
         raise SystemExit(0)
 
 

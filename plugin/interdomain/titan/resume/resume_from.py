@@ -41,7 +41,7 @@ class ResumePoint(NamedTuple):
     """The checkpoint that a start loads."""
 
     folder: Path
-    index: Index
+    files: Index  # tensors, and where they lie in the checkpoint's files
     record: dict  # the file interdomain.json
     source: Literal["latest", "load_step", "initial"]  # "latest": where it is damaged, an older one replaces it
     branched_from: int | None = None  # for the records of the checkpoints that follow
@@ -49,18 +49,16 @@ class ResumePoint(NamedTuple):
 
 def on_rank_0(act: Callable[[], Any]) -> Any:
     """The result of `act` on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
-    result, error = None, None
+    outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            result = act()
+            outcome = [act()]
         except (OSError, ValueError) as e:
-            error = e
-    outcome = [result, error]
+            outcome = [e]
     dist.broadcast_object_list(outcome)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 @user_errors
@@ -86,7 +84,8 @@ def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -
         ValueError: A checkpoint cannot be loaded.
         OSError: A file cannot be read.
     """
-    refuse_other_run(folder, run)
+    if run.get("folder"):
+        check_other_runs(folder, run["folder"])
     latest = _latest(folder, above=step)
     went_back_before = (
         latest is not None
@@ -119,16 +118,19 @@ def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -
     return latest
 
 
-def refuse_other_run(folder: Path, run: dict) -> None:
-    """Raises: ValueError if another run saves its checkpoints in this folder. Within the run's own folder checkpoints of other
-    runs were put there for this run, also where its folder was renamed, unless the other run's folder names this place.
+def check_other_runs(folder: Path, own: str) -> None:
+    """Checks that no other run saves its checkpoints in this folder.
+
+    Checkpoints of other runs within the run's own folder were put there for this run, also if its folder was renamed, unless
+    the other run's folder names this place.
 
     Args:
-        run: this run's record.
+        folder: Folder of the checkpoints.
+        own: This run's folder, without links.
+
+    Raises:
+        ValueError: A checkpoint is another run's.
     """
-    own = run.get("folder")
-    if own is None:
-        return
     is_inside = folder.resolve().is_relative_to(own)
     for path in step_folders(folder):
         try:
@@ -154,20 +156,22 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
                 index, record = _read_checked(path)
                 return ResumePoint(path, index, record, "latest", record.get("branched_from"))
             except ValueError as e:
-                _refuse_newer(path)
+                _check_version(path)
                 set_damaged_aside(path, str(e))
-    damaged = sorted(path.name for why in ("damaged", "superseded") for path in folder.glob(f"step-*.{why}*"))
-    if damaged and above == -1:  # starting over is not for a program to decide
-        raise ValueError(
-            f"no complete checkpoint is left in {folder}, only {', '.join(damaged)}. Restore one of them, or move them away "
-            "to start from the beginning."
-        )
     if above == -1:
-        refuse_half_copies(folder)
+        # Starting over is not for a program to decide.
+        damaged = [*folder.glob("step-*.damaged*"), *folder.glob("step-*.superseded*")]
+        if damaged:
+            names = ", ".join(sorted(path.name for path in damaged))
+            raise ValueError(
+                f"no complete checkpoint is left in {folder}, only {names}. Restore one of them, or move them away to start "
+                "from the beginning."
+            )
+        check_half_copies(folder)
     return None
 
 
-def refuse_half_copies(folder: Path) -> None:
+def check_half_copies(folder: Path) -> None:
     """Raises: ValueError if a start from this folder would begin at step 1 beside checkpoints that lack their index."""
     copies = half_copies(folder)
     if copies and not finished_steps(folder):
@@ -179,7 +183,7 @@ def refuse_half_copies(folder: Path) -> None:
         )
 
 
-def _refuse_newer(folder: Path) -> None:
+def _check_version(folder: Path) -> None:
     """Raises: ValueError if a later PyTorch wrote this checkpoint: that it cannot be read here is no damage."""
     try:
         wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
@@ -201,10 +205,11 @@ def _read_checked(folder: Path) -> tuple[Index, dict]:
 
 def set_aside(folder: Path, why: str) -> Path:
     """Rename a checkpoint to `step-N.WHY`: no run loads, counts or removes it, and no later save of its step overwrites it."""
-    aside, n = folder.with_name(f"{folder.name}.{why}"), 1
+    aside = folder.with_name(f"{folder.name}.{why}")
+    n = 2
     while os.path.lexists(aside):
-        n += 1
         aside = folder.with_name(f"{folder.name}.{why}-{n}")
+        n += 1
     return folder.rename(aside)
 
 
@@ -269,12 +274,12 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
         compared.append(("mixer.layers", *conditions))
     if batch:
         compared.append(("tokens_per_step", record["run"].get("tokens_per_step", 0), run["run"]["tokens_per_step"]))
-    entries = point.index.entries.items()
+    entries = point.files.entries.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(there | here):
         compared.append((name, there.get(name, "missing"), here.get(name, "missing")))
-    differences = [f"{name} is {a} there and {b} here" for name, a, b in compared if a != b]
+    differences = [f"{name} is {old} there and {new} here" for name, old, new in compared if old != new]
     if differences:
         raise ValueError(
             f"{point.folder} is a checkpoint of another run ({record['condition']}, {record['size']}): "

@@ -38,9 +38,20 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     path = file.parse_known_args(arguments)[0].path
     flags = names_of(arguments)
 
+    # Flags, and values of flags, that an earlier version had.
     problems = Problems()
-    _check_removed_flags(arguments, problems)
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag.startswith("--"):
+            name, has_value, value = flag[2:].partition("=")
+            setting = name.replace("-", "_").replace(".no_", ".")
+            if not has_value:
+                value = following
+            removal = removal_of(setting) or removal_of(f"{setting} = {value}")
+            if removal:
+                problems.append(removal)
     problems.raise_all()
+
+    # The file, then the flags on top of it.
     values = _values_of(read_toml(path) if path else {}, problems)
     values = apply_step_overrides(values, flags)
     job = _checked(JobConfig().changed(values), problems)
@@ -90,19 +101,6 @@ def mixer_is_chosen(flags: set[str]) -> bool:
 def names_of(flags: Iterable[str]) -> set[str]:
     """The settings that are set on a command line."""
     return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags}
-
-
-def _check_removed_flags(arguments: list[str], problems: Problems) -> None:
-    """Adds a problem for every flag, or value of a flag, that an earlier version had."""
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag.startswith("--"):
-            name, has_value, value = flag[2:].partition("=")
-            setting = name.replace("-", "_").replace(".no_", ".")
-            if not has_value:
-                value = following
-            removal = removal_of(setting) or removal_of(f"{setting} = {value}")
-            if removal:
-                problems.append(removal)
 
 
 def apply_step_overrides(values: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
@@ -171,19 +169,20 @@ def _checked(job: JobConfig, problems: Problems) -> JobConfig:
     What is wrong with a value by itself is added to `problems`, and the default takes its place, so that the checks of several
     settings can be made, too.
     """
-    defaults, changed = JobConfig(), {}
+    defaults = JobConfig()
+    changed = {}
     for setting, declared in SETTINGS.items():
         value = job[setting]
         try:
             if declared.is_path:
-                value = expand_setting(setting, value)
+                value = changed[setting] = expand_setting(setting, value)
             check_value(setting, value, declared)
         except ValueError as e:
             problems.append(str(e))
-            value = defaults[setting]
-        changed[setting] = value
-    changed["model.flavor"] = ALIASES.get(changed["model.flavor"], changed["model.flavor"])
-    return job.changed(changed)
+            changed[setting] = defaults[setting]
+    job = job.changed(changed)
+    flavor = job.model.flavor
+    return job.changed({"model.flavor": ALIASES.get(flavor, flavor)})
 
 
 def check_value(setting: str, value: Any, declared: Setting) -> None:

@@ -1,7 +1,11 @@
 """Problems of a configuration. They are collected, so that a user sees all of them at once."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 
 class SettingsError(ValueError):
@@ -39,3 +43,13 @@ class Problems(list[str]):
         """Raises: SettingsError with every problem once, if there are any."""
         if self:
             raise SettingsError(*dict.fromkeys(self))
+
+
+def raises_all(check: Callable[P, Iterator[str]]) -> Callable[P, None]:
+    """Decorator for a check that yields problems. The decorated function raises a SettingsError with all of them."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        Problems(check(*args, **kwargs)).raise_all()
+
+    return checked

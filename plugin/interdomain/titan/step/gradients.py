@@ -49,10 +49,12 @@ def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
 
 
 def norms(groups: Iterable[list[Any]], meshes: Meshes) -> Tensor:
-    """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank. One collective for all groups
-    and each axis of the mesh.
+    """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank.
 
-    groups: DTensors; those that the tensor axis does not split are equal on its ranks.
+    One collective for all groups and each axis of the mesh.
+
+    Args:
+        groups: DTensors. Those that the tensor axis does not split are equal on its ranks.
     """
     groups = list(groups)
     device = next(g.device for group in groups for g in group)
@@ -81,9 +83,10 @@ def norms(groups: Iterable[list[Any]], meshes: Meshes) -> Tensor:
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, meshes: Meshes) -> Tensor:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective; after `reduce_shares`.
+    """Scales all gradients so that their norm over all ranks is at most `max_norm`. Collective; after `reduce_shares`.
 
-    Returns: the norm before, a float32 scalar on the device, the same on every rank.
+    Returns:
+        The norm before, a float32 scalar on the device, the same on every rank.
     """
     trained: list[Any] = [p for p in parameters if p.grad is not None]
     (total,) = norms([[p.grad for p in trained]], meshes)

@@ -1,7 +1,7 @@
 """The process groups of a run: one mesh with an axis for each kind of parallelism, of size 1 where a run does not use it.
 
 TorchTitan's own meshes have no groups for axes of size 1. Here they have, so that one rank takes the same path as many. Under
-our trainer TorchTitan builds none (`host.patches.take_meshes`): a group's buffers exist once.
+our trainer TorchTitan builds none (`host.patches.replace_meshes`): a group's buffers exist once.
 """
 
 from datetime import timedelta
@@ -22,11 +22,15 @@ from ..plan.device import device_here
 class Meshes(NamedTuple):
     """The meshes and groups that this rank belongs to.
 
-    data: (replicas, shards) or (shards,), FSDP2's. The ranks that share a sequence are shards as well, for each has its own
-        part of the gradients. tensor, pipeline: the other axes. parameters: that of every parameter: data, and tensor where
-        it has several ranks. stage: all ranks that have the same layers.
-    context: this rank's part of its sequences; None: all of them.
-    axes: all meshes of one dimension, by name.
+    Attributes:
+        data: FSDP2's mesh, (replicas, shards) or (shards,). The ranks that share a sequence are shards as well, for each has
+            its own part of the gradients.
+        tensor: The ranks that share heads, feed-forward and vocabulary.
+        pipeline: The ranks that share the layers.
+        parameters: The mesh of every parameter: `data`, and `tensor` if it has several ranks.
+        stage: All ranks that have the same layers. None: all ranks.
+        context: This rank's part of its sequences. None: whole sequences.
+        axes: All meshes of one dimension, by name.
     """
 
     data: DeviceMesh
@@ -48,8 +52,8 @@ class Meshes(NamedTuple):
     @property
     def first_of_sequences(self) -> bool:
         """True on one of the ranks that share sequences."""
-        first = self.context is None or self.context.rank == 0
-        return first and self.tensor.get_local_rank() == self.pipeline.get_local_rank() == 0
+        has_first_tokens = self.context is None or self.context.rank == 0
+        return has_first_tokens and self.tensor.get_local_rank() == self.pipeline.get_local_rank() == 0
 
     def sum_over_model_ranks(self, loss: Tensor) -> Tensor:
         """A loss, summed over the ranks that have shares of it for the same tokens. Collective."""
@@ -80,11 +84,10 @@ def meshes_of(dims: ParallelDims) -> Meshes:
     mesh = init_device_mesh(device_here().type, shape, mesh_dim_names=names)
     axes = {name: mesh[name] for name in names}
     if dims.cp > 1:
-        parts = dims.dp_shard, dims.cp
-        sequences = mesh["shards"]._unflatten(
-            0, parts, ("sequences", "context"), backend_override={"sequences": "fake"}
-        )
-        axes["context"] = sequences["context"]
+        # No collective runs among the ranks with sequences of their own: a group without buffers serves.
+        sizes = (dims.dp_shard, dims.cp)
+        shards = mesh["shards"]._unflatten(0, sizes, ("sequences", "context"), backend_override={"sequences": "fake"})
+        axes["context"] = shards["context"]
     if dims.pp > 1:
         axes["stage"] = mesh[names[1:]]._flatten("stage")
     data = ("replicas", "shards") if dims.dp_replicate > 1 else ("shards",)

@@ -20,7 +20,8 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 class Muon(torch.optim.Muon):
     """Takes DTensors of one mesh.
 
-    found_inf: as of fused AdamW, 1.0 on the device for a step that changes nothing.
+    Attributes:
+        found_inf: 1.0 on the device for a step that changes nothing, as for fused AdamW.
     """
 
     found_inf: Tensor | None = None
@@ -52,7 +53,11 @@ class Muon(torch.optim.Muon):
 
 
 def _orthogonalized(updates: Iterator[Tensor], parameters: list[Any], group: dict[str, Any]) -> Iterator[Tensor]:
-    """Whole matrices, one after the other. updates: this rank's part of each. Collective."""
+    """Whole matrices, one after the other. Collective.
+
+    Args:
+        updates: This rank's part of each matrix.
+    """
     mesh = parameters[0].device_mesh
     axes = [mesh[name] for name in mesh.mesh_dim_names if name != "replicas" and mesh[name].size() > 1]
     places = list(itertools.product(*(range(axis.size()) for axis in axes)))
@@ -61,8 +66,10 @@ def _orthogonalized(updates: Iterator[Tensor], parameters: list[Any], group: dic
         together = dict(zip(places, parameters[first:], strict=False))
         own = torch.empty(0)
         for place, p in together.items():
-            shape, part = {"shape": p.shape, "stride": p.stride()}, next(updates)
-            whole = DTensor.from_local(part, mesh, p.placements, run_check=False, **shape).full_tensor()
+            part = DTensor.from_local(
+                next(updates), mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False
+            )
+            whole = part.full_tensor()
             if place == mine:
                 own = whole
         if mine in together:  # after all gathers: a product between two of them would hold up the second on all ranks

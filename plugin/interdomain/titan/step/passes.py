@@ -30,16 +30,27 @@ class Passes:
     together = 1  # micro-batches that `run` takes for validation
 
     def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
-        """targets: the labels of a step that count, on all ranks together; the same number in every step."""
-        self.parts, self.plan, self.meshes, self.device, self.targets = parts, plan, meshes, device, targets
+        """Passes through this rank's part of the model.
+
+        Args:
+            parts: The model; with a pipeline this rank's stages, in order.
+            targets: Labels of a step that count, on all ranks together; the same number in every step.
+        """
+        self.parts = parts
+        self.plan = plan
+        self.meshes = meshes
+        self.device = device
+        self.targets = targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
         """This rank's share of the summed loss. Collective.
 
-        batches: all micro-batches of a step; without `backward` `together` ones.
-        backward: also add up the gradients of the mean loss per label of the step that counts.
+        Args:
+            batches: All micro-batches of a step; without `backward` only `together` of them.
+            backward: Whether to add up the gradients of the mean loss per label of the step that counts.
         """
-        (model,), losses = self.parts, []
+        (model,) = self.parts
+        losses = []
         with self._dynamics_once(backward):
             for i, batch in enumerate(batches):
                 inputs, labels = self._this_ranks_share(batch)
@@ -94,36 +105,34 @@ class Pipeline(Passes):
     the summed loss itself, in its head.
     """
 
-    def __init__(
-        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int, schedule: str
-    ) -> None:
-        """parts: this rank's stages, in order. schedule: parallelism.pipeline_parallel_schedule."""
+    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
         super().__init__(parts, plan, meshes, device, targets)
-        self.together, self.losses = plan.accumulation, []
-        numbers, last = plan.stages_of(meshes.pipeline.get_local_rank()), len(plan.stages) - 1
-        self.first, self.last = 0 in numbers, last in numbers
-        # Shapes given here: PyTorch would otherwise infer them with a forward pass through every stage.
-        B, T, tensor = plan.local_batch, plan.seq_len // plan.topology.context, plan.topology.tensor
+        self.together = plan.accumulation
+        self.losses: list[Tensor] = []
+        numbers = plan.stages_of(meshes.pipeline.get_local_rank())
+        last = len(plan.stages) - 1
+        self.has_first_stage = 0 in numbers
+        self.has_last_stage = last in numbers
+
+        # The shapes between stages. Without them PyTorch would infer them with a forward pass through every stage.
+        B, T = plan.local_batch, plan.seq_len // plan.topology.context
         tokens = torch.empty(B, T, dtype=torch.int64, device="meta")
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        hidden = torch.empty(B, T // tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
+        shape = (B, T // plan.topology.tensor, plan.config.dim)
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
-        stages = [
-            Stage(
-                part,
-                n,
-                last + 1,
-                device,
-                input_args=hidden if n else tokens,
-                output_args=loss if n == last else hidden,
-                group=meshes.pipeline.get_group(),
-            )
-            for part, n in zip(parts, numbers, strict=True)
-        ]
-        if dist.get_backend() == "fake":  # nobody answers PyTorch's question whether all stages have said their shapes
-            for stage in stages:
-                vars(stage)["_warmup_backward_result"] = lambda received_result=None: torch.ones(1)
-        kind: Any = get_schedule_class(schedule)
+        stages = []
+        for part, n in zip(parts, numbers, strict=True):
+            inputs = hidden if n else tokens
+            outputs = loss if n == last else hidden
+            group = meshes.pipeline.get_group()
+            stage: Any = Stage(part, n, last + 1, device, input_args=inputs, output_args=outputs, group=group)
+            if (
+                dist.get_backend() == "fake"
+            ):  # nobody answers PyTorch's question whether all stages have said their shapes
+                stage._warmup_backward_result = lambda received_result=None: torch.ones(1)
+            stages.append(stage)
+        kind: Any = get_schedule_class(plan.schedule)
         local: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self.schedule = kind(local, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
 
@@ -133,15 +142,18 @@ class Pipeline(Passes):
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
         mine = [self._this_ranks_share(batch) for batch in batches]
-        inputs = {name: torch.cat([inputs[name] for inputs, _ in mine]) for name in mine[0][0]}
-        tokens, labels = inputs.pop("input"), torch.cat([labels for _, labels in mine])
-        first = (tokens,) if self.first else ()
-        last: dict[str, Any] = {"target": labels, "labels": labels} if self.last else {}
+        arguments: dict[str, Any] = {}
+        for name in mine[0][0]:
+            arguments[name] = torch.cat([inputs[name] for inputs, _ in mine])
+        tokens = arguments.pop("input")
+        first = (tokens,) if self.has_first_stage else ()
+        if self.has_last_stage:
+            arguments["target"] = arguments["labels"] = torch.cat([labels for _, labels in mine])
         self.losses = []
         act = self.schedule.step if backward else self.schedule.eval
         with self._dynamics_once(backward):
-            act(*first, **inputs, **last, return_outputs=False)
-        return torch.stack(self.losses).sum() if self.last else torch.zeros((), device=self.device)
+            act(*first, **arguments, return_outputs=False)
+        return torch.stack(self.losses).sum() if self.has_last_stage else torch.zeros((), device=self.device)
 
 
 def prune_to_stage(model: Transformer, names: Collection[str]) -> None:

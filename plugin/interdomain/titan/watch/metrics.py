@@ -1,4 +1,4 @@
-"""TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
+"""TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, SSM statistics."""
 
 import math
 import sys
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from interdomain.model import Transformer
 from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
@@ -27,8 +26,9 @@ from .run_log import RunLog, WandbLog
 class InterdomainMetrics(MetricsProcessor):
     logger: Any
     fingerprints: dict[str, str]  # of the training and the validation text
-    model_parts: list[Any]
-    optimizers: GroupedOptimizers
+    # The trainer sets these two. TorchTitan's class declares other types for them.
+    model_parts: Any  # list[Transformer]
+    optimizers: Any  # GroupedOptimizers
 
     def __init__(self, job: JobConfig, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
         # TorchTitan's own curves would be another run after every restart: `begin` opens ours.
@@ -55,7 +55,12 @@ class InterdomainMetrics(MetricsProcessor):
             self.logger.add_logger(WandbLog(folder, self.plan, self.job, self.fingerprints))
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
-        """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
+        """Logs a training step. Collective.
+
+        Args:
+            loss: Mean per token over all ranks.
+            worst_loss: Mean per token on the rank with the highest loss.
+        """
         # Since the last log or validation.
         seconds = time.perf_counter() - self.time_last_log
         steps = math.ceil(len(self.data_loading_times) / self.plan.accumulation)
@@ -63,44 +68,37 @@ class InterdomainMetrics(MetricsProcessor):
             "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
-            **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
-            **gradient_norms(self.optimizers, grad_norm, self.job.training.max_norm, self.meshes),
-            **self.optimizers.step_guard.scalars(),
             "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
         }
-        if self._mixer_is_due(step):
+        for name, rate in self.optimizers.rates.items():
+            extra[f"lr/{name}"] = rate
+        extra |= gradient_norms(self.optimizers, grad_norm, self.job.training.max_norm, self.meshes)
+        extra |= self.optimizers.step_guard.scalars()
+        # The mixer's statistics: at the first step, and if a multiple of `mixer_freq` has come since the last logged step.
+        freq = self.job.metrics.mixer_freq
+        if freq and (step == 1 or step // freq > (step - self.job.metrics.log_freq) // freq):
             extra |= mixer_statistics(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
-        self._log_progress(step)
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
-        self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
-        logger.info("validation perplexity: %.3f", perplexity(loss))
-        scalars = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
-        if (accuracy := scalars.pop("accuracy", None)) is not None:
-            logger.info("validation accuracy: %.4f", accuracy)
-        if scalars:
-            by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in scalars.items())
-            logger.info("validation loss by position: %s", by_position)
-
-    def _mixer_is_due(self, step: int) -> bool:
-        """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
-        freq = self.job.metrics.mixer_freq
-        log_freq = self.job.metrics.log_freq
-        return bool(freq) and (step == 1 or step // freq > (step - log_freq) // freq)
-
-    def _log_progress(self, step: int) -> None:
-        plan = self.plan
+        # How far the run is. The time that is left is known from the second log on.
         now = time.monotonic()
-        steps = self.plan.steps
         if self.started is None:
             self.started = (step, now)
             return
         first, began = self.started
+        steps = self.plan.steps
         left = timedelta(seconds=round((now - began) / (step - first) * (steps - step)))
-        tokens = f"{step * plan.tokens_per_step:,} of {plan.tokens:,} tokens"
+        tokens = f"{step * self.plan.tokens_per_step:,} of {self.plan.tokens:,} tokens"
         logger.info("%5.1f %% of %d steps, %s, %s left", 100 * step / steps, steps, tokens, left)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        scalars = extra_metrics or {}
+        super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss)} | scalars)
+        self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
+        logger.info("validation perplexity: %.3f", perplexity(loss))
+        if scalars:
+            values = ", ".join(f"{tag.partition('/')[2]} {value:.4f}" for tag, value in scalars.items())
+            logger.info("validation accuracy and loss by position: %s", values)
 
 
 def perplexity(loss: float) -> float:
@@ -111,14 +109,17 @@ def perplexity(loss: float) -> float:
 def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes) -> dict[str, float]:
     """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
 
-    total: the norm of all, before clipping.
+    Args:
+        total: Norm of all gradients, before clipping.
     """
-    groups: dict[str, list[Tensor]] = {name: [] for name in optimizers.names}
+    gradients: dict[str, list[Any]] = {name: [] for name in optimizers.names}
     for group in optimizers.groups:
-        groups[group["name"]] += [p.grad for p in group["params"] if p.grad is not None]
+        for p in group["params"]:
+            if p.grad is not None:
+                gradients[group["name"]].append(p.grad)
     clipped = min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_ scaled them
-    before = (norms(groups.values(), meshes) / clipped).tolist()
-    return {f"grad_norm/{group}": norm for group, norm in zip(groups, before, strict=True) if norm}
+    before = (norms(gradients.values(), meshes) / clipped).tolist()
+    return {f"grad_norm/{name}": norm for name, norm in zip(gradients, before, strict=True) if norm}
 
 
 @torch.no_grad()
@@ -130,9 +131,11 @@ def mixer_statistics(parts: list[Transformer], meshes: Meshes) -> dict[str, floa
     device = next(parts[0].parameters()).device
     # Zeros: of the layers of other stages.
     signs = torch.zeros(parts[0].config.n_layers, len(LIFE_SIGNS), device=device)
-    for i, layer in (item for part in parts for item in part.layers.items()):
-        if isinstance(ssm := getattr(layer.attention, "ssm", None), SSMDynamics):
-            signs[int(i)] = ssm().life_signs()
+    for part in parts:
+        for i, layer in part.layers.items():
+            ssm = getattr(layer.attention, "ssm", None)
+            if isinstance(ssm, SSMDynamics):
+                signs[int(i)] = ssm().life_signs()
     if meshes.pipeline.size() > 1:
         dist.all_reduce(signs, group=meshes.pipeline.get_group())
     return scalars(signs)

@@ -13,14 +13,12 @@ from torch.utils.tensorboard import SummaryWriter
 from interdomain.environment import environment
 from interdomain.files.event_files import open_events
 from interdomain.folders import write_whole
-from interdomain.markdown import markdown_rows
 
 from ..errors import stop
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
 from ..plan.dry_run import describe
 from ..plan.run_plan import RunPlan
-from ..settings.job_config import pairs
 from ..settings.schema import JobConfig
 
 # TorchTitan's tags -> ours: the custom scalars' charts stay empty where a tag has parentheses.
@@ -72,16 +70,17 @@ class RunLog(BaseLogger):
         self.plan = plan
         self.writer: SummaryWriter | None = open_events(folder, first_step, max_queue=1000)
         logger.info("TensorBoard: %s, from step %d", folder, first_step)
-        # TensorBoard matches a pattern from the start only.
-        self.writer.add_custom_scalars(
-            {
-                category: {chart: ["Multiline", [f"{tag}$" for tag in tags]] for chart, tags in charts.items()}
-                for category, charts in charts_of(job).items()
-            }
-        )
-        self.writer.add_text("overview/settings", overview(plan, job), first_step)  # TensorBoard sorts by name
+        layout: dict[str, Any] = {}
+        for category, charts in charts_of(job).items():
+            layout[category] = {}
+            for chart, tags in charts.items():
+                # TensorBoard matches a pattern from the start only.
+                layout[category][chart] = ["Multiline", [f"{tag}$" for tag in tags]]
+        self.writer.add_custom_scalars(layout)
         for tag, facts in facts_of(plan, job, fingerprints).items():
-            text = facts if isinstance(facts, str) else json.dumps(facts, indent=2 * (tag == "configuration") or None)
+            text = facts
+            if tag != "plan":
+                text = json.dumps(facts, indent=2)
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
         self.writer.flush()
 
@@ -149,7 +148,10 @@ class WandbLog(BaseLogger):
 
 def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     """TorchTitan's metrics, with our names for some of them, and the throughput of all ranks."""
-    metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
+    metrics = dict(metrics)
+    for tag, ours in RENAMED.items():
+        if tag in metrics:
+            metrics[ours] = metrics[tag]
     if "throughput(tps)" in metrics:  # of one rank
         metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
@@ -157,40 +159,16 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 def charts_of(job: JobConfig) -> dict[str, dict[str, list[str]]]:
     """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
-    by_position = {}
-    begin = 0
-    while job.validation.enable and begin < job.validation.seq_len:
-        end = min(2 * begin or 1, job.validation.seq_len) - 1
-        title = f"Tokens {begin:,} to {end:,} of the window" if end > begin else f"Token {begin} of the window"
-        by_position[title] = [rf"validation_position/{begin:04d}-\d+"]
-        begin = end + 1
-    return CHARTS | ({"Validation loss by position": by_position} if by_position else {})
-
-
-def overview(plan: RunPlan, job: JobConfig) -> str:
-    """Settings and machine of a start as Markdown tables: first what is not as by default. What a setting leaves to the size,
-    the condition or the ranks is written as it was chosen."""
-    settings = dict(pairs(job.to_dict()))
-    defaults = dict(pairs(JobConfig().to_dict()))
-    changed = [name for name in settings if settings[name] != defaults.get(name)]
-    for name, value in list(settings.items()):
-        section, _, key = name.partition(".")
-        if section == "model" and value == 0:
-            settings[name] = getattr(plan.config, key)
-        elif section == "mixer" and value is None and hasattr(plan.config.mixers[0], key):
-            settings[name] = ", ".join(dict.fromkeys(str(getattr(mixer, key)) for mixer in plan.config.mixers))
-    settings |= {"training.global_batch_size": plan.global_batch, "training.tokens": plan.tokens}
-    settings["parallelism.data_parallel_shard_degree"] = plan.topology.shards
-    tables = {
-        "Settings of this run": {name: settings[name] for name in changed},
-        "Machine": environment(device_here()),
-        "Settings as by default": {name: value for name, value in settings.items() if name not in changed},
-    }
-    lines = []
-    for title, table in tables.items():
-        values = [[name, "-" if value in (None, "", [], "None") else value] for name, value in table.items()]
-        lines += [f"**{title}**", "", *markdown_rows([["name", "value"], *values]), ""]
-    return "\n".join(lines)
+    charts = dict(CHARTS)
+    if job.validation.enable:
+        by_position = {}
+        begin = 0
+        while begin < job.validation.seq_len:
+            end = min(2 * begin or 1, job.validation.seq_len)
+            by_position[f"Tokens {begin:,} to {end - 1:,} of the window"] = [rf"validation_position/{begin:04d}-\d+"]
+            begin = end
+        charts["Validation loss by position"] = by_position
+    return charts
 
 
 def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
@@ -206,14 +184,15 @@ def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dic
 def hyperparameters(plan: RunPlan, job: JobConfig) -> dict[str, Any]:
     """Settings in which the runs of a study differ (tools.study)."""
     optimizer = job.optimizer
-    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
-    mixers = [mixer for mixer in plan.config.mixers if mixer.kind == "interdomain"]
-    of_the_plan = ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")
-    return {
+    table = {
         "model": plan.cell.size,
         "condition": plan.cell.condition,
-        **{name: x for mixer in mixers for name in start if (x := getattr(mixer, name)) is not None},
-        **{name: getattr(plan, name) for name in of_the_plan},
+        "tokens": plan.tokens,
+        "tokens_per_step": plan.tokens_per_step,
+        "seq_len": plan.seq_len,
+        "warmup_steps": plan.warmup_steps,
+        "seed": plan.seed,
+        "precision": plan.precision,
         "parameters": plan.n_params,
         "state": plan.state,
         "recompute": plan.execution.recompute,
@@ -223,3 +202,11 @@ def hyperparameters(plan: RunPlan, job: JobConfig) -> dict[str, Any]:
         "weight_decay": optimizer.weight_decay,
         "max_norm": job.training.max_norm,
     }
+    # What the mixer starts from. Layers of other kinds have no such settings.
+    for mixer in plan.config.mixers:
+        if mixer.kind == "interdomain":
+            for name in ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init"):
+                value = getattr(mixer, name)
+                if value is not None:
+                    table[name] = value
+    return table

@@ -26,19 +26,17 @@ from ..step.passes import Passes
 from .metrics import InterdomainMetrics, perplexity
 
 ACCURACY = "validation_metrics/accuracy"
-BY_POSITION = "validation_position/{:04d}-{:04d}"
-
-
 MOST_DOCUMENTS = 4096  # of a split whose losses are kept by document
 
 
 def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
     """The number of windows that a validation of so many tokens (0: all) takes of the split."""
-    held = len(dataset)
-    asked = math.ceil(tokens / dataset.seq_len)
-    if asked > held:
-        logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
-    return min(asked or held, held)
+    windows = math.ceil(tokens / dataset.seq_len)
+    if windows > len(dataset):
+        logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", len(dataset))
+    if windows == 0 or windows > len(dataset):
+        return len(dataset)
+    return windows
 
 
 def by_document(dataset: PackedDataset | MixtureDataset) -> bool:
@@ -64,8 +62,12 @@ class Totals:
         self.documents = self.sums.new_zeros(2, dataset.num_documents) if by_document(dataset) else None
 
     def add(self, labels: Tensor, documents: Tensor) -> None:
-        """labels: of the pass that was made, [B, T], whole sequences; documents: their numbers. Collective among the ranks that
-        share them."""
+        """Adds the scores of the pass that was made. Collective among the ranks that share its sequences.
+
+        Args:
+            labels: Labels of whole sequences, [B, T].
+            documents: Number of each label's document, [B, T].
+        """
         labels = labels.to(self.sums.device)
         counted = labels != IGNORE_INDEX
         B, T = labels.shape
@@ -93,13 +95,19 @@ class Totals:
         for sums in (self.sums, self.documents):
             if sums is not None:
                 dist.all_reduce(sums if self.meshes.first_of_sequences else sums.zero_())
-        *by_position, answers = self.sums.T.tolist()
-        scalars = {ACCURACY: answers[0] / answers[1]} if self.answers else {}
-        for begin in (0, *(2**n for n in range((len(by_position) - 1).bit_length()))):
-            bucket = by_position[begin : 2 * begin or 1]
-            if count := sum(labels for _, labels in bucket):
-                tag = BY_POSITION.format(begin, begin + len(bucket) - 1)
-                scalars[tag] = sum(loss for loss, _ in bucket) / count
+        scalars = {}
+        if self.answers:
+            right, answers = self.sums[:, -1].tolist()
+            scalars[ACCURACY] = right / answers
+        # Stretches of positions: 0, 1, 2 to 3, 4 to 7, and so on.
+        losses, labels = self.sums[:, :-1].tolist()
+        begin = 0
+        while begin < len(losses):
+            end = min(2 * begin or 1, len(losses))
+            count = sum(labels[begin:end])
+            if count:
+                scalars[f"validation_position/{begin:04d}-{end - 1:04d}"] = sum(losses[begin:end]) / count
+            begin = end
         return scalars
 
 
@@ -110,7 +118,9 @@ class FixedValidator:
     killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
 
     Args:
-        rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
+        rank: This rank's number among the data-parallel ranks.
+        ranks: Number of data-parallel ranks.
+        checkpoints: Results are written beside them.
     """
 
     @user_errors
@@ -176,21 +186,19 @@ class FixedValidator:
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         everything = self._batches()
         totals = Totals(model_parts, self.passes.meshes, self.dataset)
-        while batches := list(itertools.islice(everything, self.passes.together)):
-            loss += self.passes.run([batch for batch, _ in batches], backward=False)
-            totals.add(
-                torch.cat([labels for (_, labels), _ in batches]), torch.cat([numbers for _, numbers in batches])
-            )
+        while together := list(itertools.islice(everything, self.passes.together)):
+            batches, documents = zip(*together, strict=True)
+            loss += self.passes.run(batches, backward=False)
+            totals.add(torch.cat([labels for _, labels in batches]), torch.cat(documents))
         scalars = totals.close()
         dist.all_reduce(loss)
         mean = (loss / totals.sums[1, :-1].sum()).item()  # by labels that count
         self.metrics.log_validation(mean, step, scalars)
-        documents = None if totals.documents is None else totals.documents.tolist()
-        self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY), documents)
+        by_document_sums = None if totals.documents is None else totals.documents.tolist()
+        self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY), by_document_sums)
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
         for part in model_parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        for part in model_parts:
             part.train()
