@@ -158,9 +158,6 @@ def main(argv=None) -> int:
     print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())
-    if ignored := torchrun.ignored_options():
-        advice = "options of torchrun, which the next line has; for several machines without SLURM see docs/clusters.md"
-        print(f"{'ignored':>18}  {ignored}: {advice}")
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
         print(f"{'data':>18}  {check_data(job, dry_run=True)}")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from interdomain.markdown import cell_text
 from interdomain.tools._paper import CONDITIONS, PAPER, SIZE
 
 TASKS: dict[str, dict[str, list[float]]] = PAPER["tasks"]  # {group: {"task metric": figures by condition}}
@@ -39,33 +40,42 @@ def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dic
     measured: dict[str, None] = {}
     for by_task in results.values():
         for task, metrics in by_task.items():
-            for metric in metrics:
-                measured[f"{task} {metric}"] = None
-    paper = {key: figures for group in TASKS.values() for key, figures in group.items()}
-    in_paper = [key for key in paper if key in measured]
-    tasks_in_paper = {key.partition(" ")[0] for key in in_paper}
-    # Other metrics of the paper's tasks are left to the JSON file.
-    others = [key for key in measured if key.partition(" ")[0] not in tasks_in_paper]
-    conditions = conditions_in(cells) if in_paper else []
+            measured |= {f"{task} {metric}": None for metric in metrics}
+    conditions = conditions_in(cells)
+    rows: list[dict[str, str]] = []
 
-    def row(name: str, metric: str, values: list[dict | None], figures: Sequence[float]) -> dict[str, str]:
-        unit = f"{metric} %" if metric in PERCENT else metric
-        out = {"task": name, "metric": unit}
+    def add(task: str, metric: str, values: list[dict | None], figures: Sequence[float] = ()) -> None:
+        percent = metric in PERCENT
+        row = {"task": task, "metric": f"{metric} %" if percent else metric}
         for model, value in zip(results, values, strict=True):
-            out[model] = _text(value, metric)
+            scaled = None
+            if value is not None:
+                scale = 100 if percent else 1
+                stderr = value["stderr"]
+                scaled = (scale * value["value"], scale * stderr if stderr else None)
+            row[model] = cell_text(scaled, ".2f" if percent else ".4f")
         for condition in conditions:
-            out[f"paper's {SIZE} {condition}"] = f"{figures[CONDITIONS.index(condition)]:g}" if figures else "-"
-        return out
+            figure = figures[CONDITIONS.index(condition)] if figures else None
+            row[f"paper's {SIZE} {condition}"] = cell_text(figure, "g")
+        rows.append(row)
 
-    rows = []
-    for key in [*in_paper, *others]:
+    def add_measured(key: str, figures: Sequence[float] = ()) -> None:
         task, _, metric = key.partition(" ")
-        values = [by_task.get(task, {}).get(metric) for by_task in results.values()]
-        rows.append(row(task, metric, values, paper.get(key, ())))
-        for group, average in PAPER["averages"].items():
-            if key == [*TASKS[group]][-1] and TASKS[group].keys() <= measured.keys():
-                means = [mean_of(by_task, group) for by_task in results.values()]
-                rows.append(row(average["name"], metric, means, average["values"]))
+        add(task, metric, [by_task.get(task, {}).get(metric) for by_task in results.values()], figures)
+
+    for group, tasks in TASKS.items():
+        for key, figures in tasks.items():
+            if key in measured:
+                add_measured(key, figures)
+        average = PAPER["averages"].get(group)
+        if average and tasks.keys() <= measured.keys():
+            metric = [*tasks][-1].partition(" ")[2]
+            add(average["name"], metric, [mean_of(by_task, group) for by_task in results.values()], average["values"])
+    # Other metrics of the paper's tasks are left to the JSON file.
+    in_paper = {row["task"] for row in rows}
+    for key in measured:
+        if key.partition(" ")[0] not in in_paper:
+            add_measured(key)
     return rows
 
 
@@ -86,16 +96,6 @@ def mean_of(by_task: dict, group: str) -> dict | None:
     return {"value": sum(values) / len(values), "stderr": None}
 
 
-def _text(measured: dict | None, metric: str) -> str:
-    if measured is None:
-        return "-"
-    scale, digits = (100, 2) if metric in PERCENT else (1, 4)
-    text = f"{scale * measured['value']:.{digits}f}"
-    if measured["stderr"]:
-        text += f" ± {scale * measured['stderr']:.{digits}f}"
-    return text
-
-
 def perplexity_rows(
     measured: list[dict[str, Any]],
     models: list[str],
@@ -112,9 +112,9 @@ def perplexity_rows(
     by_place = {(row["folder"], row["corpus"], row["length"]): row for row in measured}
     lengths = list(dict.fromkeys(row["length"] for row in measured))
 
-    def mean(model: str, corpora: list[str], length: int, kind: str, form: str) -> str:
-        values: list[Any] = [by_place.get((model, corpus, length), {}).get(kind) for corpus in corpora]
-        return "-" if None in values else format(sum(values) / len(values), form)
+    def mean(model: str, corpora: list[str], length: int, measure: str, form: str) -> str:
+        values: list[Any] = [by_place.get((model, corpus, length), {}).get(measure) for corpus in corpora]
+        return cell_text(None if None in values else sum(values) / len(values), form)
 
     rows = []
     for title, corpora in groups.items():
@@ -126,6 +126,6 @@ def perplexity_rows(
                 row[f"{model}, bits per byte"] = mean(model, corpora, length, "bits per byte", ".4f")
             for condition in conditions_in(cells):
                 figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))
-                row[f"paper's {SIZE} {condition}"] = f"{figures[length]:.2f}" if length in figures else "-"
+                row[f"paper's {SIZE} {condition}"] = cell_text(figures.get(length), ".2f")
             rows.append(row)
     return rows
