@@ -61,7 +61,6 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
     contents = json.loads(report.json.read_text())
     assert (contents["status"], contents["check"]) == ("unfinished", "not run")
     assert contents["tables"]["times"]["rows"] == [{"name": "a|b", "ms": 1.5, "hidden": [1]}]
-    assert {"PyTorch", "triton", "Python", "CPU", "commit"} <= contents["environment"].keys()
     assert "/" not in " ".join(map(str, contents["environment"].values())).replace("CPU/", "")  # no place of a machine
     assert _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4") == "at c.py:3, see https://a.b/c, 3/4"
     report.finish()
