@@ -183,9 +183,8 @@ def main(argv=None) -> int:
     events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
     if any(events.glob(EVENTS)):
         measured = read_curves(events).get("validation_metrics/perplexity", {})
-        if measured:
-            values = ", ".join(f"{value:.2f} at step {step}" for step, value in sorted(measured.items()))
-            print(f"\nvalidation perplexity: {values}")
+        for step, value in sorted(measured.items()):
+            print(f"validation perplexity {value:.2f} at step {step}")
     print("\n" + next_steps(job, plan))
     return 0
 

@@ -143,8 +143,7 @@ class Watcher:
             print(f"{milestone.name} is passed over: {e}", flush=True)
             return None
         self.evaluated += 1
-        figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(found).items())
-        print(f"{milestone.name}: {figures}", flush=True)
+        print(f"{milestone.name}: evaluated, {len(scalars(found))} figures", flush=True)
         return found
 
     def draw(self, results: dict[int, dict]) -> None:

@@ -37,46 +37,47 @@ def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dic
         results: {model: {task: {metric: {"value", "stderr"}}}}.
         cells: (size, condition) of the models. The paper's figures of a condition have a column if a model is exactly it.
     """
-    measured: dict[str, None] = {}
+    measured: dict[tuple[str, str], None] = {}
     for by_task in results.values():
         for task, metrics in by_task.items():
-            measured |= {f"{task} {metric}": None for metric in metrics}
-    conditions = conditions_in(cells)
-    rows: list[dict[str, str]] = []
+            measured |= {(task, metric): None for metric in metrics}
 
-    def add(task: str, metric: str, values: list[dict | None], figures: Sequence[float] = ()) -> None:
+    # The paper's rows with its figures, in its order, and averages of its groups; then other tasks. The JSON file also has
+    # other metrics of the paper's tasks.
+    wanted: dict[tuple[str, str], Sequence[float]] = {}
+    averages: dict[str, str] = {}  # name -> group
+    for group, tasks in TASKS.items():
+        keys = {tuple(key.split(" ", 1)): figures for key, figures in tasks.items()}
+        wanted |= {key: figures for key, figures in keys.items() if key in measured}
+        average = PAPER["averages"].get(group)
+        if average and keys.keys() <= measured.keys():
+            averages[average["name"]] = group
+            wanted[average["name"], [*keys][-1][1]] = average["values"]
+    in_paper = {task for task, _ in wanted}
+    wanted |= {key: () for key in measured if key[0] not in in_paper}
+
+    rows = []
+    for (task, metric), figures in wanted.items():
         percent = metric in PERCENT
         row = {"task": task, "metric": f"{metric} %" if percent else metric}
-        for model, value in zip(results, values, strict=True):
-            scaled = None
-            if value is not None:
-                scale = 100 if percent else 1
-                stderr = value["stderr"]
-                scaled = (scale * value["value"], scale * stderr if stderr else None)
-            row[model] = cell_text(scaled, ".2f" if percent else ".4f")
-        for condition in conditions:
+        for model, by_task in results.items():
+            value = by_task.get(task, {}).get(metric)
+            if task in averages:
+                value = mean_of(by_task, averages[task])
+            row[model] = _text(value, percent)
+        for condition in conditions_in(cells):
             figure = figures[CONDITIONS.index(condition)] if figures else None
             row[f"paper's {SIZE} {condition}"] = cell_text(figure, "g")
         rows.append(row)
-
-    def add_measured(key: str, figures: Sequence[float] = ()) -> None:
-        task, _, metric = key.partition(" ")
-        add(task, metric, [by_task.get(task, {}).get(metric) for by_task in results.values()], figures)
-
-    for group, tasks in TASKS.items():
-        for key, figures in tasks.items():
-            if key in measured:
-                add_measured(key, figures)
-        average = PAPER["averages"].get(group)
-        if average and tasks.keys() <= measured.keys():
-            metric = [*tasks][-1].partition(" ")[2]
-            add(average["name"], metric, [mean_of(by_task, group) for by_task in results.values()], average["values"])
-    # Other metrics of the paper's tasks are left to the JSON file.
-    in_paper = {row["task"] for row in rows}
-    for key in measured:
-        if key.partition(" ")[0] not in in_paper:
-            add_measured(key)
     return rows
+
+
+def _text(measured: dict | None, percent: bool) -> str:
+    if measured is None:
+        return "-"
+    scale = 100 if percent else 1
+    stderr = scale * measured["stderr"] if measured["stderr"] else None
+    return cell_text((scale * measured["value"], stderr), ".2f" if percent else ".4f")
 
 
 def conditions_in(cells: set[tuple[str, str]]) -> list[str]:

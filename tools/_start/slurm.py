@@ -117,7 +117,8 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     site, ranks: as the user gave them, or None. ranks_here: of this machine, where nobody else says.
     Raises: ValueError for an allocation that cannot be used as it stands.
     """
-    site, job = site or os.environ.get("INTERDOMAIN_SITE"), os.environ.get("SLURM_JOB_ID")
+    site = site or os.environ.get("INTERDOMAIN_SITE")
+    job = os.environ.get("SLURM_JOB_ID")
     step = os.environ.get("SLURM_STEP_ID", "")
     if site == LOCAL or (not job and not site):
         return None
