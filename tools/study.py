@@ -174,12 +174,13 @@ def show(paths: list[Path], output: Path | None) -> None:
     if output:
         require_empty(output)
     runs = shown(paths)
-    text = tables.page(runs)
+    groups = tables.cells_of(runs)
+    text = tables.page(groups)
     print(text, end="")
     if not output:
         return
     output.mkdir(parents=True, exist_ok=True)
-    contents = {"cells": tables.rows(runs), "runs": [asdict(run) for run in runs]}
+    contents = {"cells": tables.rows(groups), "runs": [asdict(run) for run in runs]}
     (output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
     (output / "study.md").write_text(text)
     try:

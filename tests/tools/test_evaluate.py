@@ -84,7 +84,6 @@ def test_spans_tile_each_document_or_the_training_stream(corpus, tokenizer):
         (60, {}, tiles),
         (60, {"limit": 2}, tiles[:2]),
         (700, {"packed": True}, packed),
-        (700, {"packed": True, "limit": 1}, [stream[:700]]),
     ):
         assert read_spans(str(corpus), tokenizer, size, text_field="body", **options)[0].tolist() == wanted, options
     ids, sizes = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
@@ -257,7 +256,6 @@ def test_the_paper_s_figures_of_length():
     rows = task_table.perplexity_rows(measured, ["a"], groups, {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4")})
     assert [*rows[0]] == ["corpus", "length", "a, perplexity", "a, bits per byte", "paper's 1.3B s4d"]
     assert [*rows[0].values()] == ["PG19", "4,096", "10.00", "1.0000", "19.96"]
-    assert [*rows[-2].values()] == ["mean of 5", "4,096", "10.00", "1.0000", "27.24"]
     assert [*rows[-1].values()] == ["mean of 5", "5,000", "10.00", "1.0000", "-"]
 
 

@@ -29,12 +29,11 @@ def read_verdicts(check: Path) -> dict[str, str]:
 def warnings(verdicts: dict[str, str]) -> list[str]:
     """What to know before figures of this machine are used."""
     sentences = []
-    failed = [sizes for sizes, verdict in verdicts.items() if verdict == FAIL]
-    unfinished = [sizes for sizes, verdict in verdicts.items() if verdict == UNFINISHED]
-    if failed:
-        sentences.append(f"{CHECK_FAILED}: {'; '.join(failed)}.")
-    if unfinished:
-        sentences.append(f"The correctness check was cut, and found no failure so far, at: {'; '.join(unfinished)}.")
+    cut = "The correctness check was cut, and found no failure so far, at"
+    for verdict, text in ((FAIL, CHECK_FAILED), (UNFINISHED, cut)):
+        sizes = [size for size in verdicts if verdicts[size] == verdict]
+        if sizes:
+            sentences.append(f"{text}: {'; '.join(sizes)}.")
     return sentences
 
 

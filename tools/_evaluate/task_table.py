@@ -11,8 +11,13 @@ LENGTHS = (4096, 8192, 14_336)  # the paper's context lengths in tokens
 PERCENT = ("acc", "acc_norm", "exact_match", "contains")
 
 
+def _split(key: str) -> tuple[str, str]:
+    task, _, metric = key.partition(" ")
+    return task, metric
+
+
 def _tasks_of(*groups: str) -> list[str]:
-    return [key.partition(" ")[0] for group in groups for key in TASKS[group]]
+    return [_split(key)[0] for group in groups for key in TASKS[group]]
 
 
 SUITES = {
@@ -47,7 +52,7 @@ def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dic
     wanted: dict[tuple[str, str], Sequence[float]] = {}
     averages: dict[str, str] = {}  # name -> group
     for group, tasks in TASKS.items():
-        keys = {tuple(key.split(" ", 1)): figures for key, figures in tasks.items()}
+        keys = {_split(key): figures for key, figures in tasks.items()}
         wanted |= {key: figures for key, figures in keys.items() if key in measured}
         average = PAPER["averages"].get(group)
         if average and keys.keys() <= measured.keys():
@@ -89,7 +94,7 @@ def mean_of(by_task: dict, group: str) -> dict | None:
     """Mean over a group of tasks; None unless all of them were measured."""
     values = []
     for key in TASKS[group]:
-        task, _, metric = key.partition(" ")
+        task, metric = _split(key)
         measured = by_task.get(task, {}).get(metric)
         if measured is None:
             return None

@@ -40,7 +40,7 @@ DRAWS = 2000  # of the bootstrap
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
-where both read as many tokens of the same text. Of several learning rates the best of each condition is shown.
+at its best rate, where both read as many tokens of the same text.
 95 %: by bootstrap over the validation documents and, of several, over the seeds; of the last validation.
 6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
@@ -259,15 +259,15 @@ def cells_of(runs: list[Run]) -> Groups:
     return {group: sorted(cells, key=lambda cell: cell.perplexity.mean) for group, cells in groups.items()}
 
 
-def at_best_rates(runs: list[Run]) -> Groups:
-    """Cells by group, each condition at its best rate only: the one with the most seeds, then the lowest perplexity."""
-    groups = {}
-    for group, cells in cells_of(runs).items():
+def at_best_rates(groups: Groups) -> Groups:
+    """Each condition at its best rate only: the one with the most seeds, then the lowest perplexity."""
+    chosen = {}
+    for group, cells in groups.items():
         best: dict[str, Cell] = {}
         for cell in sorted(cells, key=lambda cell: -len(cell.runs)):
             best.setdefault(cell.label, cell)
-        groups[group] = [cell for cell in cells if cell.rate is None or cell is best[cell.label]]
-    return groups
+        chosen[group] = [cell for cell in cells if cell.rate is None or cell is best[cell.label]]
+    return chosen
 
 
 def differences(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -290,12 +290,13 @@ def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
     return [other for other in cells if other.label == "softmax" and not differences([cell, other])]
 
 
-def rows(runs: list[Run]) -> list[Row]:
-    """One row per cell, against softmax, and beside the paper's figures of the same cell."""
-    return [_row(cell, cells) for cells in at_best_rates(runs).values() for cell in cells]
+def rows(groups: Groups) -> list[Row]:
+    """One row per cell, against softmax at its best rate, and beside the paper's figures of the same cell."""
+    best = at_best_rates(groups)
+    return [_row(cell, best[group]) for group, cells in groups.items() for cell in cells]
 
 
-def _row(cell: Cell, cells: list[Cell]) -> Row:
+def _row(cell: Cell, best: list[Cell]) -> Row:
     first = cell.runs[0]
     interval = None
     if cell.draws is not None:
@@ -304,7 +305,7 @@ def _row(cell: Cell, cells: list[Cell]) -> Row:
     # The same documents are drawn for both cells, so their samples can be divided one by one.
     vs_softmax = None
     vs_softmax_interval = None
-    comparable = softmax_cells(cell, cells)
+    comparable = softmax_cells(cell, best)
     if len(comparable) == 1:
         softmax = comparable[0]
         vs_softmax = cell.perplexity.mean / softmax.perplexity.mean - 1
@@ -316,7 +317,7 @@ def _row(cell: Cell, cells: list[Cell]) -> Row:
     theirs = paper.get(first.facts["condition"])
     return {
         "group": cell.group,
-        "condition": cell.name_among(cells, without="lr"),
+        "condition": cell.name_among(best, without="lr"),
         "lr": first.facts["lr"],
         "seeds": [run.seed for run in cell.runs],
         "parameters": first.facts["parameters"],
@@ -375,44 +376,22 @@ def text_table(rows: list[Row]) -> list[list[str]]:
     return table
 
 
-def rates(runs: list[Run]) -> dict[str, list[list[str]]]:
-    """Tables by group, if there are several rates: the perplexity of each seed at each rate. For a corpus with answers the
-    accuracy of the last validation instead."""
-    tables = {}
-    for group, cells in cells_of(runs).items():
-        names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
-        if len(names) < 2:
-            continue
-        accurate = any(cell.last(ACCURACY) for cell in cells)
-        table = {}
-        for cell in cells:
-            row = table.setdefault(cell.label, dict.fromkeys(names, "-"))
-            row[cell.rate] = cell_text([run.perplexity for run in cell.runs], ".2f")
-            if accurate:
-                row[cell.rate] = cell_text(cell.last(ACCURACY), ".1%")
-        head = ["accuracy by rate" if accurate else "perplexity by rate", *names]
-        labels = [cell.label for cell in at_best_rates(runs)[group]]
-        tables[group] = [head, *([label, *table[label].values()] for label in labels)]
-    return tables
-
-
-def page(runs: list[Run]) -> str:
+def page(groups: Groups) -> str:
     """The table, what its columns mean, and why runs of one group are not compared."""
-    lines = markdown_rows(text_table(rows(runs)))
-    for group, table in rates(runs).items():
-        lines += ["", f"{group}:", "", *markdown_rows(table)]
-    lines += ["", NOTES]
-    for group, cells in at_best_rates(runs).items():
+    lines = [*markdown_rows(text_table(rows(groups))), "", NOTES]
+    for group, cells in at_best_rates(groups).items():
         lines += [f"- {line}" for line in incomparable(group, cells)]
     return "\n".join(lines) + "\n"
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels by group: what each condition reaches, and how it came there by tokens. Then a panel by compute for each setting
-    with several sizes. The measure is the accuracy if there is one, else the perplexity."""
+    """Panels by group: what each condition reaches at its best rate, and how it came there by tokens.
+
+    Then a panel by compute for each setting with several sizes. The measure is accuracy if there is one, else perplexity.
+    """
     drawn: dict[str, list[Panel | Dots]] = {}
     by_setting: Groups = {}
-    for group, cells in at_best_rates(runs).items():
+    for group, cells in at_best_rates(cells_of(runs)).items():
         labels = cells[0].runs[0].labels
         setting = " ".join(str(label) for axis, label in labels.items() if axis not in ("size", "condition", "rate"))
         by_setting.setdefault(setting, []).extend(cells)
