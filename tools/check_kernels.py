@@ -251,8 +251,7 @@ def main(argv=None) -> int:
     report = _bench.Report(args.name, args.output, device, {"groups": names})
     results = []
     verdicts = Verdicts(case for name in names for case in available[name])
-    report.table(VERDICTS, ["sizes", "cases", "ran", "verdict"])
-    report.rows(VERDICTS).extend(verdicts.rows.values())
+    report.table(VERDICTS, ["sizes", "cases", "ran", "verdict"], verdicts.rows.values())
     report.table("cases", ["case", "worst", "in", "bound", "bit-equal", "result"])
 
     def add(case: Case, row: dict | str) -> None:

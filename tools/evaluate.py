@@ -239,20 +239,16 @@ def save(report: results.Report) -> None:
     cells = {(row["size"], row["condition"]) for row in folders}
     if contents["tasks"]:
         by_folder = {name: out["results"] for name, out in contents["tasks"].items()}
-        put_table(report, "tasks", task_table.task_rows(by_folder, cells))
+        rows = task_table.task_rows(by_folder, cells)
+        report.table("tasks", [*rows[0]], rows)
     if contents["perplexity"]:
         names = [row["folder"] for row in folders]
         groups = corpus_groups(list(dict.fromkeys(row["corpus"] for row in contents["perplexity"])))
         in_paper = cells if "corpora" in contents else set()
         rows = task_table.perplexity_rows(contents["perplexity"], names, groups, in_paper)
-        put_table(report, "perplexity by context length", rows)
+        report.table("perplexity by context length", [*rows[0]], rows)
     report.write()
     write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
-
-
-def put_table(report: results.Report, name: str, rows: list[dict[str, str]]) -> None:
-    report.table(name, [*rows[0]])
-    report.rows(name).extend(rows)
 
 
 def corpus_groups(corpora: list[str]) -> dict[str, list[str]]:

@@ -33,6 +33,8 @@ def test_a_second_process_compiles_nothing(tmp_path):
     for group in moved.glob("*/__grp__*"):
         group.write_text(group.read_text().replace(str(tmp_path / "cache"), str(moved)))
     assert compile_kernels(moved, "--groups", "step") == (0, compiled)
+    # Kernels for another GPU are others.
+    assert compile_kernels(moved, "--groups", "step", "--capability", "8.0") == (compiled, 0)
 
 
 def test_bad_requests(tmp_path, refused):

@@ -160,8 +160,8 @@ class Report:
         print(f"note: {text}", flush=True)
         self.write()
 
-    def table(self, name: str, columns: list[str]) -> None:
-        self.contents["tables"][name] = {"columns": columns, "rows": []}
+    def table(self, name: str, columns: list[str], rows: Iterable[dict] = ()) -> None:
+        self.contents["tables"][name] = {"columns": columns, "rows": list(rows)}
 
     def add(self, name: str, row: dict) -> None:
         """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is not printed."""
