@@ -173,9 +173,9 @@ def main(argv=None) -> int:
                 maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
                 sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
                 heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
+            for head in range(len(layer.weights)):
+                head_rows.append({"layer": i, "head": head} | {name: values[head] for name, values in heads.items()})
         rows.append(layer_row(i, layer, heads))
-        for head in range(len(layer.weights) if heads else 0):
-            head_rows.append({"layer": i, "head": head} | {name: values[head] for name, values in heads.items()})
 
     page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES, *notes]
     contents = {

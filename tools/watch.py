@@ -143,7 +143,8 @@ class Watcher:
             print(f"{milestone.name} is passed over: {e}", flush=True)
             return None
         self.evaluated += 1
-        print(f"{milestone.name}: evaluated, {len(scalars(found))} figures", flush=True)
+        figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(found).items())
+        print(f"{milestone.name}: {figures}", flush=True)
         return found
 
     def draw(self, results: dict[int, dict]) -> None:

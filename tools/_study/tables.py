@@ -39,11 +39,10 @@ OF_A_CELL = (
 DRAWS = 2000  # of the bootstrap
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
-Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
-at its best rate, where both read as many tokens of the same text.
-95 %: by bootstrap over the validation documents and, of several, over the seeds; of the last validation.
-6ND counts all parameters. State: numbers of all layers per sequence.
-The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
+loss: the best validation loss of each run, in nats per token; ± standard deviation over seeds. vs softmax: of the mean
+perplexities, at softmax's best rate, if both read as many tokens of the same text. interval: 95 %, by bootstrap over the
+validation documents and, of several, over the seeds; of the last validation. compute: 6ND of all parameters. state: numbers of
+all layers per sequence. paper: perplexity on FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
 
 
 Row = dict[str, Any]
@@ -346,41 +345,31 @@ def describe_state(fixed: int, growing: int) -> str:
     return " + ".join(words)
 
 
-COLUMNS = {  # of the table: head, and how a number is written
-    "group": ("", ""),
-    "condition": ("condition", ""),
-    "lr": ("lr", ""),
-    "seeds": ("seeds", ""),
-    "parameters": ("parameters", ""),
-    "state": ("state", ""),
-    "tokens": ("tokens", ""),
-    "of_planned": ("of planned", ".1%"),
-    "compute": ("6ND", ".3e"),
-    "loss": ("best loss", ".4f"),
-    "perplexity": ("perplexity", ".2f"),
-    "interval": ("95 %", ".2f"),
-    "vs_softmax": ("vs softmax", "+.2%"),
-    "vs_softmax_interval": ("95 %", "+.1%"),
-    "accuracy": ("accuracy", ".1%"),
-    "paper": ("paper: perplexity", ".2f"),
-    "paper_vs_softmax": ("paper: vs softmax", "+.2%"),
+FORMATS = {  # of numbers in the table, by column
+    "of_planned": ".1%",
+    "compute": ".3e",
+    "loss": ".4f",
+    "perplexity": ".2f",
+    "interval": ".2f",
+    "vs_softmax": "+.2%",
+    "vs_softmax_interval": "+.1%",
+    "accuracy": ".1%",
+    "paper": ".2f",
+    "paper_vs_softmax": "+.2%",
 }
-
-
-def text_table(rows: list[Row]) -> list[list[str]]:
-    """The table as text, its head first. A column that no row fills is left out."""
-    columns = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
-    table = [[COLUMNS[name][0] for name in columns]]
-    for row in rows:
-        table.append([cell_text(row[name], COLUMNS[name][1]) for name in columns])
-    return table
 
 
 def page(groups: Groups) -> str:
     """The table, what its columns mean, and why runs of one group are not compared."""
-    lines = [*markdown_rows(text_table(rows(groups))), "", NOTES]
-    for group, cells in at_best_rates(groups).items():
-        lines += [f"- {line}" for line in incomparable(group, cells)]
+    table = rows(groups)
+    # A column that no row fills is left out.
+    columns = [name for name in table[0] if any(row[name] is not None for row in table)]
+    cells = [[name.replace("_", " ") for name in columns]]
+    for row in table:
+        cells.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
+    lines = [*markdown_rows(cells), "", NOTES]
+    for group, best in at_best_rates(groups).items():
+        lines += [f"- {line}" for line in incomparable(group, best)]
     return "\n".join(lines) + "\n"
 
 
