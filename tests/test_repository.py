@@ -130,7 +130,7 @@ ALLOWED = {
         *("interdomain.files", "interdomain.launcher", "interdomain.markdown"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
-        *("lm_eval", "datasets", "matplotlib", "markdown"),  # late: what `evaluate`, plots and reports need
+        *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and plots need
         "interdomain.removed",
     },
 }

@@ -1,8 +1,7 @@
 """Curves and dots in panels, for the tools that measure something along an axis; needs matplotlib."""
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,7 +76,7 @@ class Dot(NamedTuple):
 
     label: str
     value: float
-    interval: tuple[float, float] | None
+    interval: Sequence[float] | None
     name: str
 
 
@@ -108,21 +107,16 @@ class Dots:
         axis.grid(axis="x", alpha=0.3, linewidth=0.5)
 
 
-def looks_of(panels: Iterable[Panel | Dots]) -> dict[str, dict]:
-    """Colour and line of each label: the same in all panels. Dashes when the colours run out."""
-    labels = dict.fromkeys(label for panel in panels for label in panel.labels)
+def figure_of(rows: Sequence[Sequence[Panel | Dots]]):
+    """A figure of rows of panels, each row as high as its names need."""
+    from matplotlib.figure import Figure  # not pyplot: draws without a display
+
+    # The colour and line of a label are the same in all panels. Lines are dashed when the colours run out.
+    labels = dict.fromkeys(label for row in rows for panel in row for label in panel.labels)
     looks = {}
     for i, label in enumerate(labels):
         line = ("-", "--", ":", "-.")[i // len(COLOURS) % 4]
         looks[label] = dict(color=COLOURS[i % len(COLOURS)], linestyle=line)
-    return looks
-
-
-def figure_of(rows: Sequence[Sequence[Panel | Dots]], looks: dict[str, dict] | None = None):
-    """A figure of rows of panels, each row as high as its names need."""
-    from matplotlib.figure import Figure  # not pyplot: draws without a display
-
-    looks = looks or looks_of(itertools.chain(*rows))
     columns = max(len(row) for row in rows)
     heights = [max(3.0, 0.6 + 0.24 * max(len(panel.labels) for panel in row)) for row in rows]
     longest_name = max(len(label) for label in looks)  # names stand beside the curves

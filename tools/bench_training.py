@@ -18,6 +18,7 @@ Documentation: docs/benchmarks.md
 import argparse
 import importlib
 import itertools
+import re
 import statistics
 import subprocess
 import sys
@@ -145,9 +146,8 @@ def explain(problem: str, log: str) -> str:
     if "OutOfMemoryError" in log:
         return "out of memory"
     # torchrun's own last words, of a ChildFailedError, only repeat the exit status.
-    lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
-    errors = [line for line in lines if line.startswith("error:") or "Error: " in line]
-    return results.without_paths(f"{problem}: {(errors or lines or ['no word'])[-1]}")[:300]
+    errors = re.findall(r"^(?!.*ChildFailedError).*(?:error:|Error: ).*$", log, re.MULTILINE)
+    return results.without_paths(f"{problem}: {errors[-1].strip() if errors else 'no word'}")[:300]
 
 
 def figures(curves: Curves, run: Run) -> dict:
@@ -258,9 +258,8 @@ def main(argv=None) -> int:
         report.finish("skipped")
         return 0
 
-    cases = list(itertools.product(args.sizes, args.seq_len, args.cases))
     measured = 0
-    softmax = {}  # tokens/s by table and settings
+    cases = list(itertools.product(args.sizes, args.seq_len, args.cases))
     for i, (size, length, case) in enumerate(cases, 1):
         batch = max(1, args.tokens // length)
         table = f"{size}, {batch} x {length:,} tokens per step"
@@ -282,10 +281,10 @@ def main(argv=None) -> int:
             folder = Path(temporary)
             write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
             row = run_case(run, folder, folder / "run")
-        condition, _, settings = case.partition(":")
-        if condition == "softmax":
-            softmax[table, settings] = row.get("tokens/s")
-        row["over softmax"] = ratio(row.get("tokens/s"), softmax.get((table, settings)))
+        # Softmax with the same settings, if it came before.
+        same_settings = "softmax:" + case.partition(":")[2]
+        speeds = {other["case"]: other.get("tokens/s") for other in [*report.rows(table), row]}
+        row["over softmax"] = ratio(row.get("tokens/s"), speeds.get(same_settings))
         report.add(table, row)
         measured += "tokens/s" in row
     report.finish(counts=f"{measured} of {len(cases)} cases measured")

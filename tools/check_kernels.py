@@ -36,6 +36,7 @@ from interdomain.tools._cli import argument_parser, user_errors
 CPU = torch.device("cpu")
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND = "beyond the bound"
+SEVERITY = ("PASS", BEYOND, FAIL)
 STATUS = {0: "passed", 1: "failed", 3: "beyond bounds"}  # by exit status
 LOOP_LIMIT = 512  # tokens: beyond, the float64 chunkwise form judges, which agrees with the loop to 1e-10 by the tests
 # (arguments, cotangents of the results, function(exact, arguments) -> results by name). exact: by the form that judges.
@@ -217,17 +218,11 @@ class Verdicts:
     def add(self, case: Case, result: str) -> None:
         row = self.rows[case.sizes]
         row["ran"] += 1
-        row["worst result"] = max(row.get("worst result", "PASS"), result, key=severity)
-        if row["worst result"].startswith(FAIL):
-            row["verdict"] = FAIL
-        elif row["ran"] == row["cases"]:
+        if result.startswith(FAIL):
+            result = FAIL
+        row["worst result"] = max(row.get("worst result", "PASS"), result, key=SEVERITY.index)
+        if row["worst result"] == FAIL or row["ran"] == row["cases"]:
             row["verdict"] = row["worst result"]
-
-
-def severity(result: str) -> int:
-    if result == "PASS":
-        return 0
-    return 1 if result == BEYOND else 2
 
 
 def parse(argv) -> argparse.Namespace:
@@ -251,8 +246,7 @@ def main(argv=None) -> int:
     report = _bench.Report(args.name, args.output, device, {"groups": names})
     results = []
     verdicts = Verdicts(case for name in names for case in available[name])
-    report.table(VERDICTS, ["sizes", "cases", "ran", "verdict"])
-    report.rows(VERDICTS).extend(verdicts.rows.values())
+    report.table(VERDICTS, ["sizes", "cases", "ran", "verdict"], verdicts.rows.values())
     report.table("cases", ["case", "worst", "in", "bound", "bit-equal", "result"])
 
     def add(case: Case, row: dict | str) -> None:

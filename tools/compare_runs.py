@@ -18,7 +18,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from interdomain.markdown import markdown_rows
 from interdomain.tools._cli import argument_parser, path_argument, user_errors
 from interdomain.tools._curves import curves_of, events_folder, facts_of, read_events
 
@@ -28,7 +27,6 @@ COLUMNS = {  # as they are compared and printed
     "validation_loss": "validation_metrics/loss",
 }
 NOT_COMPARED = ("job.dump_folder", "job.description")  # settings in which runs that are the same may differ
-AROUND = 3  # steps of the table before and after the first difference
 
 
 @dataclass
@@ -68,14 +66,13 @@ def relative(a: float, b: float) -> float:
 
 
 def settings_that_differ(a: Run, b: Run) -> list[str]:
-    lines = []
+    lines = ["configuration:"]
     for name in sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED}):
         x = a.configuration.get(name, "(not there)")
         y = b.configuration.get(name, "(not there)")
         if x != y:
             lines.append(f"  {name}  {x}  {y}")
-    title = f"configuration: {len(lines)} setting(s) differ" if lines else "configuration: the same"
-    return [title, *lines]
+    return lines if lines[1:] else ["configuration: the same"]
 
 
 def only_in_one(a: Run, b: Run) -> list[str]:
@@ -85,29 +82,8 @@ def only_in_one(a: Run, b: Run) -> list[str]:
         for column, curve in run.curves.items():
             steps = curve.keys() - other.curves.get(column, {}).keys()
             if steps:
-                words = f"{len(steps):,} step(s) from {min(steps):,} to {max(steps):,}"
-                lines.append(f"{column} at {words} is logged in {run.name} only")
+                lines.append(f"{column} at {len(steps):,} step(s) from {min(steps):,} is logged in {run.name} only")
     return lines
-
-
-def table(a: Run, b: Run, columns: list[str], steps: list[int], first: int) -> list[str]:
-    """The steps around the first difference, both runs side by side."""
-    head = ["step"]
-    for column in columns:
-        head += [f"{column} A", f"{column} B", "relative"]
-    rows = [head]
-    at = steps.index(first)
-    for step in steps[max(0, at - AROUND) : at + AROUND + 1]:
-        row = [f"> {step:,}" if step == first else f"{step:,}"]
-        for column in columns:
-            x = a.curves[column].get(step)
-            y = b.curves[column].get(step)
-            if x is None or y is None:
-                row += ["", "", ""]
-            else:
-                row += [f"{x:.7g}", f"{y:.7g}", f"{relative(x, y):.1e}"]
-        rows.append(row)
-    return markdown_rows(rows)
 
 
 def parse(argv) -> argparse.Namespace:
@@ -165,10 +141,11 @@ def main(argv=None) -> int:
     for first in steps:
         beyond = {column: value for column, value in differences[first].items() if value > args.tolerance}
         if beyond:
-            print("", *table(a, b, columns, steps, first), "", sep="\n")
-            names = ", ".join(f"{column} by {value:.1e}" for column, value in beyond.items())
+            for column, value in beyond.items():
+                print(f"{column} {a.curves[column][first]:.7g} and {b.curves[column][first]:.7g}, relative {value:.1e}")
             before = sum(step < first for step in with_loss)
-            print(f"the first step that differs is {first:,}: {names}; the same {how} at the {before:,} before it")
+            names = ", ".join(beyond)
+            print(f"the first step that differs is {first:,} ({names}); the same {how} at the {before:,} before it")
             return 1
     same = f"the same {how} at {len(with_loss):,} step(s), {with_loss[0]:,} to {with_loss[-1]:,} ({', '.join(columns)})"
     if missing and not args.common:

@@ -18,7 +18,6 @@ import datetime
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,11 @@ from interdomain.tools._evaluate import harness, length, perplexity, task_table
 
 MARKDOWN = "evaluation.md"
 RECORDED = ("dtype", "limit", "perplexity", "lengths", "packed")  # options that change figures
+NOTES = (
+    "Tasks: lm-evaluation-harness, ± standard error. Perplexity: windows without overlap, each from an empty state "
+    "(docs/evaluation.md); compare bits per byte if tokenizers differ. The paper does not say which documents it read, nor how "
+    "they were cut: compare shapes (docs/length.md)."
+)
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
@@ -181,9 +185,9 @@ def read_data(args, names: list[str], corpora: dict[str, str], tokenizer: Tokeni
     if names:
         tasks = harness.load_tasks(args.tasks, args.include_path, tokenizer)
     spans = {}
+    options = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
     for corpus, path in corpora.items():
-        cut = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
-        spans[corpus] = perplexity.read_spans(path, tokenizer, max(args.lengths), **cut)
+        spans[corpus] = perplexity.read_spans(path, tokenizer, max(args.lengths), **options)
     return tasks, spans
 
 
@@ -233,19 +237,16 @@ def save(report: results.Report) -> None:
     contents = report.contents
     folders = report.rows("folders")
     cells = {(row["size"], row["condition"]) for row in folders}
-    tables = {}
     if contents["tasks"]:
         by_folder = {name: out["results"] for name, out in contents["tasks"].items()}
-        tables["tasks"] = task_table.task_rows(by_folder, cells)
+        rows = task_table.task_rows(by_folder, cells)
+        report.table("tasks", [*rows[0]], rows)
     if contents["perplexity"]:
         names = [row["folder"] for row in folders]
         groups = corpus_groups(list(dict.fromkeys(row["corpus"] for row in contents["perplexity"])))
         in_paper = cells if "corpora" in contents else set()
         rows = task_table.perplexity_rows(contents["perplexity"], names, groups, in_paper)
-        tables["perplexity by context length"] = rows
-    for name, rows in tables.items():
-        report.table(name, [*rows[0]])
-        report.rows(name).extend(rows)
+        report.table("perplexity by context length", [*rows[0]], rows)
     report.write()
     write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
 
@@ -337,8 +338,10 @@ def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
         report.add("folders", {"folder": str(folder.path), **folder.facts()})
-    for note in notes(options, folders):
-        report.note(note)
+    report.note(NOTES)
+    for folder in folders:
+        if note := _cli.documents_note(folder.path, folder.tokenizer):
+            report.note(note)
 
     # Measure, and write after each task and model.
     for folder in folders:
@@ -364,25 +367,6 @@ def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
 def options_of(args, names: list[str]) -> dict[str, Any]:
     """The options that change figures."""
     return {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
-
-
-def notes(options: dict, folders: list[Folder]) -> Iterator[str]:
-    """Notes for a reader of the tables."""
-    if options["limit"]:
-        yield f"A trial: only the first {options['limit']} samples of each task and spans of each corpus."
-    if options["tasks"]:
-        seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
-        yield f"Tasks: lm-evaluation-harness, {seen}, ± standard error."
-    if options["perplexity"]:
-        joined = "joined" if options["packed"] else "apart"
-        yield f"Perplexity: windows without overlap, each from an empty state, documents {joined} (docs/evaluation.md)."
-        if options["perplexity"] == [length.NAME]:
-            yield "The paper does not say which documents it read, nor how they were cut: compare shapes (docs/length.md)."
-        if len({folder.tokenizer.sha256 for folder in folders}) > 1:
-            yield "The folders have different tokenizers: compare bits per byte, not perplexities."
-    for folder in folders:
-        if note := _cli.documents_note(folder.path, folder.tokenizer):
-            yield note
 
 
 if __name__ == "__main__":

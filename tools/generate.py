@@ -16,7 +16,7 @@ import time
 
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import DTYPES, load_pretrained
-from interdomain.model.generation import PREFILL_CHUNK, Sampling, generate
+from interdomain.model.generation import Sampling, generate
 from interdomain.tools import _cli
 
 
@@ -71,17 +71,8 @@ def parse(argv):
         metavar="N",
         help="seed of the random numbers",
     )
-    computation = p.add_argument_group("computation")
-    _cli.add_device(computation)
-    _cli.add_dtype(computation, DTYPES)
-    computation.add_argument(
-        "--prefill-chunk",
-        type=int,
-        default=PREFILL_CHUNK,
-        metavar="N",
-        help="tokens of a prompt that are read at a time, at least 1; fewer need less memory",
-    )
-    computation.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
+    _cli.add_device(p)
+    _cli.add_dtype(p, DTYPES)
     return p.parse_args(argv)
 
 
@@ -102,7 +93,7 @@ def prompts_of(args) -> list[str]:
 @_cli.user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    _cli.require_at_least(args, max_tokens=1, prefill_chunk=1, top_k=0)
+    _cli.require_at_least(args, max_tokens=1, top_k=0)
     if not -(2**63) <= args.seed < 2**64:
         raise ValueError(f"--seed must have at most 64 bits: got {args.seed}.")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -126,8 +117,6 @@ def main(argv=None) -> int:
         seed=args.seed,
         stop=stop,
         vocab_size=tokenizer.vocab_size,
-        prefill_chunk=args.prefill_chunk,
-        graph=False if args.no_graph else None,
     )
 
     # One prompt is printed as it is written, several at the end.
@@ -139,11 +128,8 @@ def main(argv=None) -> int:
     status = 0
     written = 0
     began = time.perf_counter()
-    first = began
     try:
         for row in steps:
-            if not written:
-                first = time.perf_counter()  # after the prompts are read and the step is captured
             for text, token in zip(texts, row, strict=True):
                 if token is None:
                     continue
@@ -159,9 +145,8 @@ def main(argv=None) -> int:
     else:
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
             print(f"=== {i}: {prompt!r}\n{show(tokenizer.decode(text))}\n")
-    now = time.perf_counter()
-    rate = max(0, written - len(texts)) / (now - first)
-    print(f"[{written} tokens in {now - began:.1f} s, {rate:.1f} tokens/s after the first]", file=sys.stderr)
+    seconds = time.perf_counter() - began
+    print(f"[{written} tokens in {seconds:.1f} s]", file=sys.stderr)
     return status
 
 

@@ -23,18 +23,14 @@ from safetensors.torch import save_file
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import load_pretrained
 from interdomain.folders import new_folder, require_empty
-from interdomain.markdown import markdown_rows
+from interdomain.markdown import cell_text, markdown_rows
 from interdomain.model import pairing
 from interdomain.model.maps import Layer, by_head, read_layers
 from interdomain.model.mixers.ssm import BINDS, SSMDynamics
 from interdomain.tools import _cli
-from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
 from interdomain.tools._maps import draw_maps, draw_pairing
-from interdomain.tools._plots import Curve, Panel, figure_of
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-SHARES = ("at bound", "own token", "negative", "own value positive")  # columns in percent
-TIMESCALES = ("max", "median", "min")
 NOTES = f"""\
 error: the largest |map @ v - o|, relative to the largest |o|. RMS of o: of what the output projection reads, for this text.
 own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the share of the token itself;
@@ -44,12 +40,12 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__, "FOLDER --text TEXT")
+    p = _cli.argument_parser(__doc__, "FOLDER --text TEXT")
     p.add_argument(
         "folder",
         type=_cli.path_argument,
         metavar="FOLDER",
-        help=STANDALONE,
+        help=_cli.STANDALONE,
     )
     p.add_argument(
         "--text",
@@ -62,7 +58,7 @@ def parse(argv) -> argparse.Namespace:
         type=_cli.path_argument,
         default=Path("outputs/inspect"),
         metavar="DIR",
-        help=OUTPUT,
+        help=_cli.OUTPUT,
     )
     p.add_argument(
         "--layers",
@@ -78,7 +74,7 @@ def parse(argv) -> argparse.Namespace:
         metavar="N",
         help="longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers",
     )
-    add_device(p)
+    _cli.add_device(p)
     p.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -102,7 +98,7 @@ def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]
     decoder = StreamDecoder(tokenizer)
     labels = ["⊢"] * len(start)
     for token in tokens:
-        labels.append(visible(decoder.push(token)).replace("\n", "⏎") or "·")
+        labels.append(_cli.visible(decoder.push(token)).replace("\n", "⏎") or "·")
     return ids, labels
 
 
@@ -129,19 +125,11 @@ def table(rows: list[dict]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names]
     for row in rows:
-        cells.append([_text(name, row.get(name)) for name in names])
+        cells.append([cell_text(row.get(name)) for name in names])
     return markdown_rows(cells)
 
 
-def _text(name: str, value: object) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.1%}" if name in SHARES else f"{value:.3g}"
-
-
-def draw(folder: Path, layers: dict[int, Layer], rows: list[dict], labels: list[str]) -> int:
+def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
     """The number of pictures; 0 without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
@@ -149,30 +137,18 @@ def draw(folder: Path, layers: dict[int, Layer], rows: list[dict], labels: list[
         return 0
     for i, layer in layers.items():
         title = f"layer {i} ({layer.kind})"
-        if layer.weights is not None and layer.kind == "linear readout":
-            # The same for every query: the weight of a token by how many tokens ago it came.
-            curves = []
-            for head, kernel in enumerate(layer.weights[:, :, 0].tolist()):
-                curves.append(Curve(f"head {head}", range(len(kernel)), kernel))
-            figure_of([[Panel(title, curves, "lag (tokens)", "weight")]]).savefig(folder / f"kernel-layer-{i:02d}.png")
-        elif layer.weights is not None:
+        if layer.weights is not None:
             draw_maps(folder / f"map-layer-{i:02d}.png", title, layer.weights, labels)
         if layer.pairing is not None:
             draw_pairing(folder / f"pairing-layer-{i:02d}.png", title, layer.pairing)
-    recurrent = [row for row in rows if "timescale median" in row]
-    if recurrent:
-        numbers = [row["layer"] for row in recurrent]
-        curves = [Curve(name, numbers, [row[f"timescale {name}"] for row in recurrent]) for name in TIMESCALES]
-        panel = Panel("timescales of the modes", curves, "layer", "tokens", log_y=True)
-        figure_of([[panel]]).savefig(folder / "timescales.png")
     return len(list(folder.glob("*.png")))
 
 
-@user_errors
+@_cli.user_errors
 def main(argv=None) -> int:
     args = parse(argv)
     require_empty(args.output)
-    model, tokenizer = load_pretrained(args.folder, device=choose_device(args.device), dtype=DTYPES[args.dtype])
+    model, tokenizer = load_pretrained(args.folder, device=_cli.choose_device(args.device), dtype=DTYPES[args.dtype])
     n_layers = model.config.n_layers
     wanted = args.layers or list(range(n_layers))
     if not all(0 <= i < n_layers for i in wanted):
@@ -197,9 +173,9 @@ def main(argv=None) -> int:
                 maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
                 sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
                 heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
+            for head in range(len(layer.weights)):
+                head_rows.append({"layer": i, "head": head} | {name: values[head] for name, values in heads.items()})
         rows.append(layer_row(i, layer, heads))
-        for head, values in enumerate(zip(*heads.values(), strict=True)):
-            head_rows.append({"layer": i, "head": head, **dict(zip(heads, values, strict=True))})
 
     page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES, *notes]
     contents = {
@@ -214,7 +190,7 @@ def main(argv=None) -> int:
         (folder / "inspect.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
         (folder / "inspect.md").write_text("\n".join([*page, "", *table(head_rows or [{}]), ""]))
         save_file(maps, folder / "maps.safetensors")
-        drawn = draw(folder, layers, rows, labels)
+        drawn = draw(folder, layers, labels)
     print("\n".join(page))
     pictures = f"{drawn} pictures" if drawn else "no pictures: matplotlib is not installed"
     print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")

@@ -158,9 +158,6 @@ def main(argv=None) -> int:
     print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())
-    if ignored := torchrun.ignored_options():
-        advice = "options of torchrun, which the next line has; for several machines without SLURM see docs/clusters.md"
-        print(f"{'ignored':>18}  {ignored}: {advice}")
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
         print(f"{'data':>18}  {check_data(job, dry_run=True)}")
@@ -186,9 +183,8 @@ def main(argv=None) -> int:
     events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
     if any(events.glob(EVENTS)):
         measured = read_curves(events).get("validation_metrics/perplexity", {})
-        if measured:
-            values = ", ".join(f"{value:.2f} at step {step}" for step, value in sorted(measured.items()))
-            print(f"\nvalidation perplexity: {values}")
+        for step, value in sorted(measured.items()):
+            print(f"validation perplexity {value:.2f} at step {step}")
     print("\n" + next_steps(job, plan))
     return 0
 

@@ -84,7 +84,7 @@ def parse(argv) -> argparse.Namespace:
         "--output",
         type=path_argument,
         metavar="DIR",
-        help=f"{OUTPUT}: study.html, study.md, study.json and (with matplotlib) study.png",
+        help=f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png",
     )
     args = p.parse_args(argv)
     if args.command == "run":
@@ -108,23 +108,20 @@ def plan(study: "Study") -> str:
     from interdomain.tools._study.tables import describe_state
 
     lines = [["run", "parameters", "state", "tokens", "FLOPs", "is"]]
-    tokens = missing_tokens = 0
-    flops = missing_flops = 0.0
     for run in study.runs:
         plan = run.plan
-        cost = plan.flops
-        tokens += plan.tokens
-        flops += cost
+        status = "not begun"
         if run.is_finished:
             status = "finished"
-        else:
-            missing_tokens += plan.tokens
-            missing_flops += cost
-            status = f"at step {run.step:,} of {plan.steps:,}" if run.step else "not begun"
+        elif run.step:
+            status = f"at step {run.step:,} of {plan.steps:,}"
         state = describe_state(*plan.state)
-        lines.append([run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{cost:.3g}", status])
-    total = f"{len(study.runs)} runs, {len(study.missing())} missing: {missing_tokens:,} of {tokens:,} tokens"
-    page = [*markdown_rows(lines), "", f"{total}, {missing_flops:.3g} of {flops:.3g} FLOPs"]
+        lines.append([run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{plan.flops:.3g}", status])
+    missing = study.missing()
+    tokens = sum(run.plan.tokens for run in missing)
+    flops = sum(run.plan.flops for run in missing)
+    page = [*markdown_rows(lines), ""]
+    page.append(f"{len(study.runs)} runs, {len(missing)} missing: {tokens:,} tokens, {flops:.3g} FLOPs")
     if study.waiting:
         known = "known when its runs at all rates are finished"
         page.append(f"{study.waiting} more at the best rate of their condition, {known}")
@@ -161,37 +158,36 @@ def shown(paths: list[Path]) -> "list[Run]":
     runs = []
     for path in paths:
         if path.suffix != ".toml":
-            runs.append(Run.of(str(path), record_of(path), path))
+            runs.append(Run.of(str(path), record_of(path)))
             continue
         finished = [run for run in read_study(path).runs if run.is_finished]
         if not finished:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
-        runs += [Run.of(run.name, read_record(run.record), run.record) for run in finished]
+        runs += [Run.of(run.name, read_record(run.record)) for run in finished]
     return runs
 
 
 def show(paths: list[Path], output: Path | None) -> None:
     """Prints the table of runs, and writes the report if there is an `output`."""
-    from interdomain.tools._study import report, tables
+    from interdomain.tools._study import tables
 
     if output:
         require_empty(output)
     runs = shown(paths)
-    text = tables.page(runs)
+    groups = tables.cells_of(runs)
+    text = tables.page(groups)
     print(text, end="")
     if not output:
         return
     output.mkdir(parents=True, exist_ok=True)
-    contents = {"cells": tables.rows(runs), "runs": [asdict(run) for run in runs]}
+    contents = {"cells": tables.rows(groups), "runs": [asdict(run) for run in runs]}
     (output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
     (output / "study.md").write_text(text)
-    title = " and ".join(path.stem for path in paths)
-    (output / "study.html").write_text(report.html(title, runs, output))
     try:
         figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(output / "study.png")
         print(f"wrote {output}")
     except ImportError:
-        print(f"wrote {output}, without figures: matplotlib is not installed")
+        print(f"wrote {output}, without a figure: matplotlib is not installed")
 
 
 @user_errors

@@ -15,7 +15,6 @@ Documentation: docs/evaluation.md
 import argparse
 import contextlib
 import json
-import re
 import shutil
 import signal
 import sys
@@ -31,6 +30,8 @@ from interdomain.tools import _cli, convert, evaluate
 from interdomain.tools._evaluate import harness, task_table
 
 LOOK_SECONDS = 30
+RESULTS = "evaluation.json"  # beside a milestone
+CURVES = "evaluation"  # beside the run's events
 
 
 def parse(argv) -> argparse.Namespace:
@@ -42,15 +43,9 @@ def parse(argv) -> argparse.Namespace:
         help="a run's folder (job.dump_folder); before all options",
     )
     p.add_argument("--once", action="store_true", help="evaluate the milestones that are there, and end")
-    text = "name of the results, evaluation-NAME: for the same milestones with other options, also at the same time"
-    p.add_argument("--name", metavar="NAME", help=f"{text} (default: the results are called evaluation)")
     evaluate.add_options(p)
     p.set_defaults(device="cpu")  # the run has the GPUs
-    args = p.parse_args(argv)
-    if args.name is not None and not re.fullmatch(r"[\w.-]+", args.name):
-        raise ValueError(f"--name is {args.name!r}; give letters, digits, dots and dashes.")
-    args.title = f"evaluation-{args.name}" if args.name else "evaluation"
-    return args
+    return p.parse_args(argv)
 
 
 class Watcher:
@@ -78,7 +73,7 @@ class Watcher:
                 f"{folder} holds no milestone. Set checkpoint.keep_every, or make one of a checkpoint that is there: "
                 f"touch {folder}/step-N/{checkpoints.KEEP}"
             )
-        curves = events_of(self.args.run) / self.args.title
+        curves = events_of(self.args.run) / CURVES
         return f"evaluated {self.evaluated} milestone(s); the curves of {len(self.drawn)} are in {curves}"
 
     def look(self) -> bool:
@@ -88,7 +83,7 @@ class Watcher:
         results = {}
         for step, milestone in milestones.items():
             with contextlib.suppress(FileNotFoundError):  # it is not evaluated yet, or was set aside meanwhile
-                results[step] = self.read(milestone / f"{self.args.title}.json")
+                results[step] = self.read(milestone / RESULTS)
         self.draw(results)
         for step, milestone in sorted(milestones.items()):
             if step not in results:
@@ -111,11 +106,10 @@ class Watcher:
         asked = evaluate.options_of(self.args, self.names)
         if self.args.max_length:
             asked["max_length"] = self.args.max_length
-        different = [name for name, option in asked.items() if options.get(name) != option]
-        if different:
-            there = {name: options.get(name) for name in different}
-            here = {name: asked[name] for name in different}
-            raise ValueError(f"{file} has {there}, and asked for is {here}. Give the same options, or another --name.")
+        for name, option in asked.items():
+            if options.get(name) != option:
+                there = f"{file} has {name} {options.get(name)}, and asked for is {option}"
+                raise ValueError(f"{there}. Give the same options, or remove the results.")
         return found
 
     def evaluate(self, milestone: Path) -> dict | None:
@@ -141,7 +135,7 @@ class Watcher:
                 del row["folder"]
             if milestone.stat().st_ino != inode:
                 raise FileNotFoundError("it was renamed or removed while it was evaluated")
-            write_whole(milestone / f"{self.args.title}.json", (json.dumps(found, indent=1) + "\n").encode())
+            write_whole(milestone / RESULTS, (json.dumps(found, indent=1) + "\n").encode())
         except (OSError, ValueError) as e:
             # A milestone may be set aside at any time (.superseded, .damaged), or removed.
             if milestone.exists() and milestone.stat().st_ino == inode:
@@ -162,7 +156,7 @@ class Watcher:
         curves = {step: scalars(results[step]) for step in sorted(results)}
         if curves == self.drawn:
             return
-        with open_events(events_of(self.args.run) / self.args.title, first_step=0) as writer:
+        with open_events(events_of(self.args.run) / CURVES, first_step=0) as writer:
             for step, values in curves.items():
                 for tag, value in values.items():
                     writer.add_scalar(tag, value, step)
@@ -196,12 +190,12 @@ def main(argv=None) -> int:
     if names:
         harness.load_tasks(args.tasks, args.include_path)
     try:
-        with kept_folder(args.run / (f"watch-{args.name}" if args.name else "watch")) as work:
+        with kept_folder(args.run / "watch") as work:
             for remains in work.iterdir():  # of a watcher that was killed
                 shutil.rmtree(remains)
             print(Watcher(args, names, work).run())
     except BlockingIOError as e:
-        raise ValueError(f"another watcher evaluates {args.run}: end it, or give this one another --name.") from e
+        raise ValueError(f"another watcher evaluates {args.run}: end it first.") from e
     except KeyboardInterrupt:
         print("ended by Ctrl-C; the same command goes on", file=sys.stderr)
         return 128 + signal.SIGINT

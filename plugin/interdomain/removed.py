@@ -29,6 +29,8 @@ REMOVED = {
         "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
         "`checkpoint.initial_load_path`."
     ),
+    "generate --no-graph": "Leave it out: on a GPU a CUDA graph decodes the same tokens.",
+    "generate --prefill-chunk": "Leave it out: prompts are read 2,048 tokens at a time.",
     "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
     "interdomain.megatron.train": (
         "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
@@ -48,6 +50,7 @@ REMOVED = {
     "training.reduce_gradients = auto": "Leave it out for `step`, the default; or set `micro-batch`, which needs less memory "
     "and more network.",
     "watch --exports": "Convert the milestone with `interdomain convert`.",
+    "watch --name": "For other options convert a milestone, and give `interdomain evaluate` the folder.",
 }
 
 

@@ -35,12 +35,11 @@ def test_bytes_flops_and_roofline_by_hand(monkeypatch):
         forward = forward_flops_per_token(config, 4096)["mixer"] / config.n_layers
         assert flops / 4096 == pytest.approx(forward * (3 if name == "chunkwise" else 3.5))
     assert bench_kernels.costs("linear", one) == (4096 * 32 * 10 * 128, 0)
-    assert bench_kernels.costs("features", one) == (4096 * 32 * 15 * 128, 0)
     for gpu, nbytes in ("NVIDIA H100 80GB HBM3", 3.35e9), ("NVIDIA GH200 480GB", 4.0e9):
         properties = types.SimpleNamespace(name=gpu)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
         assert timing.roofline_ms(torch.device("cuda"), nbytes) == pytest.approx(1.0)
-        assert timing.roofline_ms(torch.device("cuda"), nbytes, 2 * 989e9) == pytest.approx(2.0)
+    assert timing.roofline_ms(torch.device("cuda"), 0, 2 * 989e9) == pytest.approx(2.0)
     assert timing.roofline_ms(CPU, 1) is None
 
 
@@ -61,7 +60,6 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
     contents = json.loads(report.json.read_text())
     assert (contents["status"], contents["check"]) == ("unfinished", "not run")
     assert contents["tables"]["times"]["rows"] == [{"name": "a|b", "ms": 1.5, "hidden": [1]}]
-    assert {"PyTorch", "triton", "Python", "CPU", "commit"} <= contents["environment"].keys()
     assert "/" not in " ".join(map(str, contents["environment"].values())).replace("CPU/", "")  # no place of a machine
     assert _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4") == "at c.py:3, see https://a.b/c, 3/4"
     report.finish()

@@ -26,11 +26,11 @@ def test_every_backend_passes(tmp_path):
     errors = {}
     for row in rows:
         errors.setdefault(row["case"].split(" B=")[0], set()).update(row["errors"])
-    backends = ("chunkwise", "chunkwise-torch", "fft", "reference")
     tensors = {"out", "state", "dq", "dk", "dv", "dlog_decay", "dmixing", "dinitial_state"}
-    assert all(errors[f"scan: {backend}"] >= tensors for backend in backends if backend != "fft")
+    for backend in ("chunkwise", "chunkwise-torch", "reference"):
+        assert errors[f"scan: {backend}"] >= tensors
     assert {"scan: fft", "step:", "linear step:", "layer step: torch"} <= errors.keys()
-    assert {"out", "dx", "dmixer.wq.weight", "dmixer.k_conv.bias", "dmixer.v_norm.weight"} <= errors["layer: torch"]
+    assert {"out", "dx", "dmixer.wq.weight", "dmixer.v_norm.weight"} <= errors["layer: torch"]
 
 
 def replace_chunkwise(monkeypatch, **functions):

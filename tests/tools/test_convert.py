@@ -86,9 +86,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     model = small_model(condition, **overrides)
     checkpoint = write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer)
     run(checkpoint, output)
-    wrote = capsys.readouterr().out
-    assert wrote.startswith(f"wrote {output} (")
-    assert f"{len(model.state_dict())} tensors, step 100, logits equal to" in wrote
+    assert f"{len(model.state_dict())} tensors, step 100)" in capsys.readouterr().out
     assert_same(stored(output), model.state_dict())
     assert {path.name for path in output.iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
@@ -104,7 +102,8 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     }
     config, record = read_config(output)
     assert config == model.config
-    facts, cell = record["facts"], cell_of(config, "debug")
+    facts = record["facts"]
+    cell = cell_of(config, "debug")
     assert [facts[name] for name in ("size", "condition", "step", "tokens")] == [*cell, 100, 204_800]
 
     # Back to a checkpoint that training starts from, and to a folder again.
@@ -113,12 +112,12 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert f"--checkpoint.initial_load_path {again}" in capsys.readouterr().out
     config, record = checkpoints.read_sidecar(again)
     assert config == model.config
-    assert (record["step"], record["tokens"], record["size"], record["condition"]) == (0, 0, *cell)
-    assert record["run"]["started_from"]["step"] == 100
+    assert (record["step"], record["run"]["started_from"]["step"]) == (0, 100)
     assert_same(of_checkpoint(again), model.state_dict())
     note_folders(tmp_path, "again", "tb")  # by the folder of a run whose checkpoint.folder is `again`
     run(tmp_path, tmp_path / "exports" / "second")
-    first, second = contents(output), contents(tmp_path / "exports" / "second")
+    first = contents(output)
+    second = contents(tmp_path / "exports" / "second")
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)
     assert first == second
@@ -152,18 +151,15 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
 
 def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refused):
     refused(checkpoint, "give an identifier of the Hugging Face hub", "--license", "CC BY 4.0")
-    # As the condition was once written, whatever n_basis is.
-    edit_record(checkpoint, lambda record: record.update(condition="interdomain"))
     (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
     web = {"name": "web", "share": "3/4", "tokens": 9_000, "sources": ["a/b (Hugging Face hub)"], "datasets": ["a/b"]}
     code = {"name": "code", "share": "1/4", "tokens": 800, "sources": ["a|b.txt (0.1 MB)"], "datasets": []}
-    data = {"earlier_data": [{"ends": 60, "corpora": [web]}], "corpora": [web, code]}
-    edit_record(checkpoint, lambda record: record["run"].update(data))
+    edit_run(checkpoint, earlier_data=[{"ends": 60, "corpora": [web]}], corpora=[web, code])
     recipe = {"optimizer": {"lr": 3e-3}, "training": {"dataset_path": "mine", "steps": 400, "tokens": None}}
-    edit_record(checkpoint, lambda record: record.update(configuration={**recipe, "job": {"dump_folder": "mine"}}))
+    # The condition as it was once written, whatever n_basis is.
+    edit_record(checkpoint, lambda record: record.update(condition="interdomain", configuration=recipe))
     run(checkpoint, output, "--license", "cc-by-4.0")
-    config, record = read_config(output)
-    assert record["facts"]["validation"]["perplexity"] == 20.25
+    config, _ = read_config(output)
     hub = pytest.importorskip("huggingface_hub")
     card = hub.ModelCard.load(output / "README.md")
     assert (card.data.license, card.data.library_name, card.data.datasets) == ("cc-by-4.0", "transformers", ["a/b"])
@@ -178,17 +174,12 @@ def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refu
     }
     for line in (
         "| web | 0 | 3/4 | 9,000 | a/b (Hugging Face hub) |",
-        "| web | 60 | 3/4 | 9,000 | a/b (Hugging Face hub) |",
         "| code | 60 | 1/4 | 800 | a\\|b.txt (0.1 MB) |",
-        "| validation loss | 3.0000 nats per token |",
-        f"# Interdomain Attention, {cell_of(config, 'debug')}",
         f"| parameters | {count_parameters(small_model()):,} |",
         "| step | 100 of 400 |",
         "| validation perplexity | 20.250 |",
-        "| vocabulary | 420 (400 in use) |",
     ):
         assert line + "\n" in card
-    assert f"trust_remote_code=True,prefix_token_id={tokenizer.eos_id} --tasks" in card
 
 
 def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, capsys):
@@ -201,45 +192,32 @@ def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, cap
     run(tmp_path / "start", tmp_path / "again")
     run(tmp_path / "folder", tmp_path / "megatron", "--to-megatron")
     run(tmp_path / "megatron", tmp_path / "back", "--tokenizer", tokenizer.path)
+    settings = json.loads((tmp_path / "folder" / "generation_config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 2)
     for name in ("folder", "again", "back"):
-        folder = tmp_path / name
-        settings = json.loads((folder / "generation_config.json").read_text())
-        assert (settings["bos_token_id"], settings["eos_token_id"]) == (1, 2)
-        card = (folder / "README.md").read_text()
-        assert "[1] + tokenizer(prompt).input_ids" in card
-        assert ",prefix_token_id=1 --tasks" in card
-        assert "| documents in training | begin with BOS (1), end with EOS (2) |" in card
-        assert read_config(folder)[1]["facts"]["run"]["documents"] == documents
+        assert read_config(tmp_path / name)[1]["facts"]["run"]["documents"] == documents
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "| documents in training | begin with BOS (1), end with EOS (2) |" in card
     # A checkpoint from before this was recorded.
     edit_run(checkpoint, documents=None)
     capsys.readouterr()
     run(checkpoint, tmp_path / "older")
     assert "does not record how documents began" in capsys.readouterr().err
-    card = (tmp_path / "older" / "README.md").read_text()
-    assert "| documents in training | not recorded |" in card
-    assert f"prefix_token_id={tokenizer.eos_id} --tasks" in card
+    assert "| documents in training | not recorded |" in (tmp_path / "older" / "README.md").read_text()
     run(tmp_path / "older", tmp_path / "older start", "--to-checkpoint")
     assert not checkpoints.read_sidecar(tmp_path / "older start")[1]["run"].get("documents")
 
 
-def test_the_card_cites_what_the_repository_cites():
-    paper = (REPOSITORY / "CITATION.cff").read_text().partition("preferred-citation:")[2]
-    names = re.findall(r"family-names: ([^,]+), given-names: ([^}]+)", paper)
-    title, number = (re.search(pattern, paper)[1] for pattern in (r'title: "(.+)"', r"arxiv.org/abs/([\d.]+)"))
-    bibtex = " ".join(re.search(r"```bibtex\n(.*?)```", TEMPLATE.read_text(), re.DOTALL)[1].split())
-    assert f"title = {{{title}}}" in bibtex
-    assert f"author = {{{' and '.join(map(', '.join, names))}}}" in bibtex
-    assert f"arXiv:{number}" in bibtex
-    assert bibtex in " ".join((REPOSITORY / "README.md").read_text().split())
+def test_the_card_cites_what_the_readme_cites():
+    bibtex = re.search(r"```bibtex\n(.*?)```", TEMPLATE.read_text(), re.DOTALL)[1]
+    assert " ".join(bibtex.split()) in " ".join((REPOSITORY / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_storage_dtypes_spare_the_dynamics(tmp_path, tokenizer, output, capsys, dtype):
+def test_storage_dtypes_spare_the_dynamics(tmp_path, tokenizer, output, dtype):
     model = small_model()
     model.init_weights(0)
     run(write_checkpoint(tmp_path / "run", model, tokenizer), output, "--dtype", dtype)
-    difference = float(capsys.readouterr().out.rpartition("logits equal to ")[2].strip(" )\n"))
-    assert 0 < difference < convert.LOGIT_TOLERANCE[dtype]
     state = model.state_dict()
     rounded = {name: x if ".ssm." in name else x.to(getattr(torch, dtype)) for name, x in state.items()}
     assert_same(stored(output), rounded)
@@ -351,19 +329,13 @@ def test_what_a_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused)
         refused(run, f"is of a run with {name} = {value!r}. A folder cannot have that", "--tokenizer", tokenizer.path)
 
 
-def test_a_tokenizer_of_a_fitting_size_must_be_the_run_s(tmp_path, tokenizer, output, refused):
+def test_the_model_of_a_checkpoint_of_megatron(tmp_path, tokenizer, output, refused):
+    """The optimizer's tensors are left out. A tokenizer of a fitting size must be the run's, if the run recorded it."""
     another = megatron_run(tmp_path / "another", sha256="0123456789abcdef" * 4)
     refused(another, "is not the tokenizer of the run's corpus", "--tokenizer", tokenizer.path)
-    run(megatron_run(tmp_path / "same", sha256=tokenizer.sha256), output, "--tokenizer", tokenizer.path)
-
-
-def test_the_model_of_a_checkpoint_of_megatron(tmp_path, tokenizer, output):
-    """The optimizer's tensors are left out; the card says what a run of Megatron does not record."""
-    source = megatron_run(tmp_path / "run", ["optimizer.state.exp_avg.output_layer.weight"])
-    run(source, output, "--tokenizer", tokenizer.path)
-    card = (output / "README.md").read_text()
-    for words in ("does not record its corpus", "| tokens trained on | not recorded |", "| versions | not recorded |"):
-        assert words in card
+    optimizer = ["optimizer.state.exp_avg.output_layer.weight"]
+    run(megatron_run(tmp_path / "run", optimizer, sha256=tokenizer.sha256), output, "--tokenizer", tokenizer.path)
+    assert "does not record its corpus" in (output / "README.md").read_text()
     assert_same(stored(output), small_model().state_dict())
 
 
@@ -378,18 +350,13 @@ def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, refused):
     refused(folder, "A checkpoint to train from is float32", "--to-checkpoint", "--dtype", "float32")
 
 
-@pytest.mark.parametrize("options", [[], ["--to-checkpoint"]])
-def test_a_full_disk_leaves_nothing(tmp_path, checkpoint, output, refused, options):
+def test_a_full_disk_leaves_nothing(checkpoint, output, refused):
     """A file that grows beyond a limit fails with EFBIG (Python ignores SIGXFSZ)."""
-    source = checkpoint
-    if options:
-        source = tmp_path / "folder"
-        run(checkpoint, source)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in (100, 50_000):  # the smallest leaves no room for the tokenizer, the largest for the weights
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         try:
-            refused(source, "File too large", *options)
+            refused(checkpoint, "File too large")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    run(source, output, *options)
+    run(checkpoint, output)

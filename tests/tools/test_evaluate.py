@@ -84,7 +84,6 @@ def test_spans_tile_each_document_or_the_training_stream(corpus, tokenizer):
         (60, {}, tiles),
         (60, {"limit": 2}, tiles[:2]),
         (700, {"packed": True}, packed),
-        (700, {"packed": True, "limit": 1}, [stream[:700]]),
     ):
         assert read_spans(str(corpus), tokenizer, size, text_field="body", **options)[0].tolist() == wanted, options
     ids, sizes = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
@@ -111,42 +110,35 @@ def direct(model, spans, length, *start) -> torch.Tensor:
 
 
 def test_results(folders, corpus, tokenizer, tmp_path, capsys, monkeypatch, refused):
-    """Two corpora and a mean, read in pieces; a second run into the same folder changes nothing."""
+    """Two corpora and a mean, read in pieces; a second run into the same folder is refused."""
     monkeypatch.setattr(perplexity, "PREFILL_CHUNK", 16)
-    second, rows, out = tmp_path / "second.txt", tmp_path / "first.jsonl", tmp_path / "out"
+    second = tmp_path / "second.txt"
     second.write_text(TEXTS[3])
+    rows = tmp_path / "first.jsonl"
     rows.write_text(corpus.read_text().replace('"body"', '"text"'))
+    out = tmp_path / "out"
+    # 60 does not divide the span of 80 tokens; 16 divides neither.
     options = f"--lengths 80 60 80 --batch-size 3 --output {out} --perplexity {rows} {second}".split()
     run(*folders, *options)
-    printed = capsys.readouterr().out
     contents = json.loads((out / "evaluation.json").read_text())
-    assert (contents["status"], contents["tasks"]) == ("complete", {})
-    facts = {row["folder"]: row for row in contents["tables"]["folders"]["rows"]}
-    named = [(row["size"], row["condition"]) for row in facts.values()]
-    assert named == [cell_of(small_config(condition, vocab_size=420), "debug") for condition in CONDITIONS]
-    assert facts[str(folders[1])]["step"] == 100
-    measured = {(row["folder"], row["corpus"], row["length"]): row for row in contents["perplexity"]}
+    assert contents["status"] == "complete"
+    facts = [(row["size"], row["condition"], row["step"]) for row in contents["tables"]["folders"]["rows"]]
+    assert facts == [(*cell_of(small_config(name, vocab_size=420), "debug"), 100) for name in CONDITIONS]
+    perplexities = []
+    for row in contents["perplexity"]:
+        spans = read_spans(row["corpus"], tokenizer, 80)
+        losses = direct(load_model(row["folder"]), spans, row["length"], tokenizer.eos_id)
+        perplexities.append(losses.mean().exp().item())
+        assert row["tokens"] == losses.numel()
+        assert row["perplexity"] == pytest.approx(perplexities[-1], rel=1e-5)
+        bits = losses.sum().item() / math.log(2) / spans[1, :, : row["length"]].sum()
+        assert row["bits per byte"] == pytest.approx(bits, rel=1e-6)
+    assert len(perplexities) == 2 * 2 * 2  # folders, corpora, lengths
+    # Of the first folder at 60 tokens: 80 is second at each corpus.
     page = (out / "evaluation.md").read_text()
-    for folder in folders:
-        model = load_model(folder)
-        for length in (60, 80):  # 60 does not divide the span; 16 divides neither
-            wanted = []
-            for source in (rows, second):
-                spans, row = read_spans(str(source), tokenizer, 80), measured.pop((str(folder), str(source), length))
-                losses = direct(model, spans, length, tokenizer.eos_id)
-                assert (row["windows"], row["tokens"]) == (spans.shape[1], losses.numel())
-                wanted.append(losses.mean().exp().item())
-                assert row["perplexity"] == pytest.approx(wanted[-1], rel=1e-5)
-                bits = losses.sum().item() / math.log(2) / spans[1, :, :length].sum()
-                assert row["bits per byte"] == pytest.approx(bits, rel=1e-6)
-            (mean,) = (line for line in page.splitlines() if line.startswith(f"| mean of 2 | {length} "))
-            assert f" {sum(wanted) / 2:.2f} |" in mean
-    assert not measured
-    assert page in printed
-    assert printed.endswith(f"wrote {out / 'evaluation.json'} and evaluation.md\n")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert f"| mean of 2 | 60 | {(perplexities[0] + perplexities[2]) / 2:.2f} |" in page
+    assert page in capsys.readouterr().out
     refused(evaluate.main, [*folders, *options], "never overwritten")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_bad_requests(folders, corpus, tmp_path, monkeypatch, refused):
@@ -173,11 +165,13 @@ def test_bad_requests(folders, corpus, tmp_path, monkeypatch, refused):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("group", ["commonsense", "based"])
-def test_the_paper_s_averages_are_those_of_its_rows(group):
-    rows = [*task_table.TASKS[group].values()]
-    average = PAPER["averages"][group]["values"]
-    assert np.mean(rows, axis=0) == pytest.approx(average, abs=0.006)
+def test_the_paper_s_averages_are_those_of_its_rows():
+    for group in ("commonsense", "based"):
+        rows = [*task_table.TASKS[group].values()]
+        assert np.mean(rows, axis=0) == pytest.approx(PAPER["averages"][group]["values"], abs=0.006)
+    for condition, means in PAPER["length"][_length.MEAN].items():
+        rows = [PAPER["length"][corpus][condition] for corpus in _length.IN_MEAN]
+        assert np.mean(rows, axis=0) == pytest.approx(means, abs=0.00501)
 
 
 def test_the_table_has_folders_and_paper_side_by_side():
@@ -197,16 +191,11 @@ def test_the_table_has_folders_and_paper_side_by_side():
     assert rows[1] == ["piqa", "acc %", "10.00 ± 1.00", "10.00 ± 1.00", "69.42", "71.38", "71"]
     assert rows[7][2:4] == ["70.00 ± 1.00", "-"]
     assert rows[8] == ["average of the eight", "acc %", "35.00", "-", "51.51", "54.54", "49.44"]
-    assert rows[9][2:] == ["0.8000 ± 0.0100", "0.8000 ± 0.0100", "21.03", "14.76", "41.02"]
-    assert rows[-1] == ["mine", "acc %", "50.00", "50.00", "-", "-", "-"]
+    assert rows[9][2:4] == ["0.8000 ± 0.0100", "0.8000 ± 0.0100"]
+    assert rows[-1][2:] == ["50.00", "50.00", "-", "-", "-"]
     # Only what is exactly a cell of the paper's has the paper's figures beside it.
     cells = {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4"), ("debug", "interdomain")}
-    assert task_table.task_rows({"a": half}, cells)[1] == {
-        "task": "piqa",
-        "metric": "acc %",
-        "a": "10.00 ± 1.00",
-        "paper's 1.3B s4d": "71",
-    }
+    assert [*task_table.task_rows({"a": half}, cells)[0]] == ["task", "metric", "a", "paper's 1.3B s4d"]
 
 
 # The paper's study of length, with local files in the place of the hub's data sets
@@ -224,9 +213,10 @@ def hub(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_paper_s_corpora_are_fetched_once_and_evaluated(folders, tokenizer, hub, capsys, monkeypatch, refused):
+def test_the_paper_s_corpora_are_fetched_once_and_evaluated(folders, hub, monkeypatch, refused):
     """Here as a trial."""
-    data, out = hub / "data", hub / "out"
+    data = hub / "data"
+    out = hub / "out"
     request = ("--perplexity", "paper", "--corpora", data)
     refused(evaluate.main, [folders[0], *request], f"--fetch --perplexity paper --corpora {data}")
     monkeypatch.setattr(_length, "CORPUS_BYTES", sum(len(text.encode()) for text in TEXTS[:2]))
@@ -234,24 +224,17 @@ def test_the_paper_s_corpora_are_fetched_once_and_evaluated(folders, tokenizer, 
     rows = [json.loads(line)["text"] for line in (data / "QMSum.jsonl").read_text().splitlines()]
     assert rows == [f"QMSum {i}: {text}" for i, text in enumerate(TEXTS[:2])]  # the first, each once
     record = json.loads((data / "sources.json").read_text())
-    assert record["QMSum"]["documents"] == 2
-    assert record["QMSum"]["bytes"] == sum(len(row.encode()) for row in rows)
+    assert (record["QMSum"]["documents"], record["QMSum"]["bytes"]) == (2, sum(len(row.encode()) for row in rows))
     shutil.rmtree(hub / "hub")
     run(*request, "--fetch")  # they are there
-    run(*folders, *request, "--output", out, "--lengths", 120, 60, "--limit", 2)
-    assert "A trial: only the first 2 " in capsys.readouterr().out
+    run(folders[0], *request, "--output", out, "--lengths", 60, "--limit", 2)
     contents = json.loads((out / "evaluation.json").read_text())
     assert contents["corpora"] == record
-    assert (contents["options"]["packed"], contents["options"]["perplexity"]) == (True, ["paper"])
-    measured = {(row["folder"], row["corpus"], row["length"]): row["perplexity"] for row in contents["perplexity"]}
-    assert len(measured) == 2 * 6 * 2
-    name = str(folders[0])
-    spans = read_spans(str(data / "Qasper.jsonl"), tokenizer, 120, packed=True, limit=2)
-    wanted = direct(load_model(folders[0]), spans, 120, tokenizer.eos_id).mean().exp().item()
-    assert measured[name, "Qasper", 120] == pytest.approx(wanted, rel=1e-5)
-    mean = sum(measured[name, corpus, 60] for corpus in _length.IN_MEAN) / 5
-    (line,) = (x for x in (out / "evaluation.md").read_text().splitlines() if x.startswith("| mean of 5 | 60 "))
-    assert f" {mean:.2f} |" in line
+    assert contents["options"]["packed"]
+    measured = {row["corpus"]: row["perplexity"] for row in contents["perplexity"]}
+    assert [*measured] == [*_length.CORPORA]
+    mean = sum(measured[corpus] for corpus in _length.IN_MEAN) / 5
+    assert f"| mean of 5 | 60 | {mean:.2f} |" in (out / "evaluation.md").read_text()
     (data / "PG19.jsonl").write_text("{}")
     refused(evaluate.main, [folders[0], *request], "PG19.jsonl has changed since it was fetched")
 
@@ -263,10 +246,7 @@ def test_a_data_set_that_cannot_be_had_leaves_nothing(hub, refused):
 
 
 def test_the_paper_s_figures_of_length():
-    """Its means are those of its rows, and stand beside a folder that is exactly one of its cells, at its lengths."""
-    for condition, means in PAPER["length"][_length.MEAN].items():
-        rows = [PAPER["length"][corpus][condition] for corpus in _length.IN_MEAN]
-        assert np.mean(rows, axis=0) == pytest.approx(means, abs=0.00501)
+    """They stand beside a folder that is exactly one of the paper's cells, at the paper's lengths."""
     measured = [
         {"folder": "a", "corpus": corpus, "length": n, "perplexity": 10 + (corpus == "NarrativeQA"), "bits per byte": 1}
         for corpus in _length.CORPORA
@@ -276,9 +256,7 @@ def test_the_paper_s_figures_of_length():
     rows = task_table.perplexity_rows(measured, ["a"], groups, {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4")})
     assert [*rows[0]] == ["corpus", "length", "a, perplexity", "a, bits per byte", "paper's 1.3B s4d"]
     assert [*rows[0].values()] == ["PG19", "4,096", "10.00", "1.0000", "19.96"]
-    assert [*rows[-2].values()] == ["mean of 5", "4,096", "10.00", "1.0000", "27.24"]
     assert [*rows[-1].values()] == ["mean of 5", "5,000", "10.00", "1.0000", "-"]
-    assert evaluate.parse([]).lengths == [4096, 8192, 14336]
 
 
 # lm-evaluation-harness itself, with tasks on local files, against our own model by hand
@@ -316,10 +294,8 @@ def first_words(folder) -> str:
 
 @pytest.fixture(scope="module")
 def ran(folders, inexact, tmp_path_factory):
-    """(results, those of made tasks, what each further command said, results of `inexact`, of a command that failed late)."""
+    """(results by name, what each command said at last)."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
-    import datasets
-
     path = tmp_path_factory.mktemp("harness")
     tasks = path / "tasks"
     tasks.mkdir()
@@ -334,22 +310,8 @@ def ran(folders, inexact, tmp_path_factory):
     spaces = dict(doc_to_text="  ", doc_to_choice=["x", "self"])
     write_task(tasks, "spaces", "multiple_choice", rows, ["acc"], **choice | spaces)
     # Mistakes of a user, found when the task is made and when it is evaluated.
-    mistakes = {
-        "split": {"test_split": "no_such_split"},
-        "field": {"doc_to_text": "{{no_such_field}}"},
-        "filter": {"filter_list": [{"name": "mine", "filter": [{"function": "no_such_filter"}]}]},
-        "late": {"num_fewshot": 5},
-    }
-    for name, mistake in mistakes.items():
-        write_task(tasks, name, "multiple_choice", rows, ["acc"], **choice | mistake)
-    # A data set of the hub that was read before: it is in the cache.
-    write_task(tasks, "cached", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
-    (path / "kept").mkdir()
-    (tasks / "cached.jsonl").rename(path / "kept" / "test.jsonl")
-    datasets.load_dataset(str(path / "kept"), cache_dir=str(path / "home" / "datasets"))
-    (path / "home" / "datasets" / "kept").rename(path / "home" / "datasets" / "nobody___kept")
-    cached = json.loads((tasks / "cached.yaml").read_text()) | {"dataset_path": "nobody/kept", "dataset_kwargs": {}}
-    (tasks / "cached.yaml").write_text(json.dumps(cached))
+    write_task(tasks, "field", "multiple_choice", rows, ["acc"], **choice | {"doc_to_text": "{{no_such_field}}"})
+    write_task(tasks, "late", "multiple_choice", rows, ["acc"], **choice | {"num_fewshot": 5})
 
     include = ["--include-path", tasks, "--output"]
     options = ["--max-length", MAX_LENGTH, "--batch-size", 3]
@@ -359,11 +321,9 @@ def ran(folders, inexact, tmp_path_factory):
         [folders[0], "--tasks", "choice", "gone", *include, path / "none"],
         [folders[0], "--tasks", "no_such_task", "choice", *include, path / "none"],
         ["--fetch", "--tasks", "phonebook_16", "based_nq"],
-        [folders[0], "--tasks", "cached", *include, path / "cached"],
-        ["--fetch", "--tasks", "choice", "--include-path", tasks],
         [inexact, "--tasks", "rolling", "empty", "spaces", *include, path / "inexact", *options],
         [folders[0], "--tasks", "choice", "late", *include, path / "late", *options],
-        *([folders[0], "--tasks", name, *include, path / "none"] for name in ("split", "field", "filter")),
+        [folders[0], "--tasks", "field", *include, path / "none"],
     ]
     # Nothing listens there: as without a network. The first command sets the hub's offline mode for all.
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
@@ -377,10 +337,12 @@ def ran(folders, inexact, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     assert not (path / "none").exists()
     said = json.loads(done.stdout.splitlines()[-1])
-    assert [status for status, _ in said[:2]] == [0, 0], said[:2]
-    results, recalled = (json.loads((path / name / "evaluation.json").read_text()) for name in ("out", "recalled"))
-    own, late = (json.loads((path / name / "evaluation.json").read_text()) for name in ("inexact", "late"))
-    return results, recalled, said[2:], own, late
+    assert [status for status, _ in said] == [0, 0, 2, 2, 2, 0, 2, 2], said
+    results = {
+        name: json.loads((path / name / "evaluation.json").read_text())
+        for name in ("out", "recalled", "inexact", "late")
+    }
+    return results, [words for _, words in said]
 
 
 @HARNESS
@@ -389,7 +351,7 @@ def ran(folders, inexact, tmp_path_factory):
 def test_a_long_text(ran, folders, inexact, i):
     """In pieces of --max-length: the first after what begins a document, the last with as much before it as fits. The bytes
     are those of the text, as in --perplexity."""
-    folder, found = (inexact, ran[3]) if i is None else (folders[i], ran[0])
+    folder, found = (inexact, ran[0]["inexact"]) if i is None else (folders[i], ran[0]["out"])
     model, tokenizer = load_pretrained(folder)
     start = tokenizer.eos_id if i is not None else tokenizer.bos_id
     tokens, total, end = tokenizer.encode(TEXT), 0.0, 0
@@ -413,41 +375,26 @@ def test_a_long_text(ran, folders, inexact, i):
 
 
 @HARNESS
-def test_a_task_that_fails_leaves_the_figures_of_those_before_it(ran):
-    status, words = ran[2][6]
-    assert status == 2
-    assert "the task late failed" in words
-    (out,) = ran[4]["tasks"].values()
+def test_what_cannot_be_is_named_and_leaves_what_was_measured(ran):
+    results, (*_, gone, unknown, made, _, late, field) = ran
+    for said, *words in (
+        (gone, "the data of gone cannot be read", "OfflineModeIsEnabled", "evaluate --fetch --tasks choice gone`"),
+        (unknown, "unknown tasks: no_such_task"),
+        (made, "the data of based_nq cannot be read"),
+        (field, "the task field failed", "no_such_field"),
+        (late, "the task late failed"),
+    ):
+        assert [word for word in words if word not in said] == [], said
+    (out,) = results["late"]["tasks"].values()
     assert [*out["results"]] == ["choice"]
-
-
-@HARNESS
-def test_mistakes_in_a_task_file_are_named(ran):
-    for name, (status, words) in zip(("split", "field", "filter"), ran[2][7:], strict=True):
-        assert status == 2
-        assert f"the task {name} failed" in words
-        assert f"no_such_{name}" in words
-
-
-@HARNESS
-def test_tasks_that_cannot_be(ran):
-    gone, unknown, made, cached, fetched, own = ran[2][:6]
-    assert own[0] == 0, own
-    assert [status for status, _ in (gone, unknown, made, cached, fetched)] == [2, 2, 2, 0, 0]
-    assert "the data of gone cannot be read" in gone[1]
-    assert "OfflineModeIsEnabled" in gone[1]  # no try after try
-    assert "evaluate --fetch --tasks choice gone`" in gone[1]
-    assert "unknown tasks: no_such_task" in unknown[1]
-    assert "the data of based_nq cannot be read" in made[1]
 
 
 @HARNESS
 def test_what_is_recorded_and_texts_that_are_made_to_a_length(ran):
     """Written, and beyond the length that the model was trained at."""
-    results, recalled, *_ = ran
+    results, recalled = ran[0]["out"], ran[0]["recalled"]
     assert (results["status"], results["options"]["max_length"]) == ("complete", MAX_LENGTH)
     assert {"lm_eval", "transformers", "PyTorch", "CPU"} <= set(results["environment"])
     (out,) = recalled["tasks"].values()
-    assert [out["samples"][task]["effective"] for task in RECALLED] == [2, 2]
     assert [list(out["results"][task]) for task in RECALLED] == [["exact_match"], ["contains"]]
     assert recalled["options"]["max_length"] < 1024

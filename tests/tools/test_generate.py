@@ -39,7 +39,7 @@ def continuation(folder, prompt, max_tokens, sampling=None, seed=0, start=None):
 def test_one_prompt_and_several(source, capsys, tokenizer):
     """Decoded tokens are printed, of several prompts each as if it were alone."""
     prompts, options = ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"], ["--max-tokens", 25, "--temperature", 0]
-    texts, note = [], "[an empty prompt: the model begins a text]\n"
+    texts = []
     for prompt in prompts:
         run(source, "--prompt", prompt, *options)
         out, err = capsys.readouterr()
@@ -47,24 +47,21 @@ def test_one_prompt_and_several(source, capsys, tokenizer):
         texts.append(tokenizer.decode(ids + new))
         assert texts[-1].startswith(prompt)
         assert out == texts[-1] + "\n"
-        rate = r"\[25 tokens in \d+\.\d s, \d+\.\d tokens/s after the first\]\n"
-        assert re.fullmatch(rate, err if prompt else err.removeprefix(note))
+        assert re.search(r"\[25 tokens in \d+\.\d s\]\n$", err)
+        assert ("[an empty prompt: the model begins a text]" in err) == (not prompt)
     run(source, *(word for prompt in prompts for word in ("--prompt", prompt)), *options)
-    out, err = capsys.readouterr()
-    assert out == "".join(f"=== {i}: {prompts[i - 1]!r}\n{text}\n\n" for i, text in enumerate(texts, 1))
-    assert err.startswith(f"{note}[100 tokens in ")
+    wanted = [f"=== {i}: {prompts[i - 1]!r}\n{text}\n\n" for i, text in enumerate(texts, 1)]
+    assert capsys.readouterr().out == "".join(wanted)
 
 
 def test_a_text_begins_as_documents_did_in_training(source, tmp_path, capsys, tokenizer, refused):
     """Also if nothing stood before them; a folder that does not say so gets a note."""
     options = ["--max-tokens", 20, "--temperature", 0]
     cases = {
-        "bos": ({"begin": [1], "end": [2]}, [1], False),
         "two": ({"begin": [2, 1], "end": []}, [2, 1], False),
         "nothing": ({"begin": [], "end": []}, [], False),
         "older": (None, [tokenizer.eos_id], True),
     }
-    written = set()
     for name, (documents, start, noted) in cases.items():
         folder = edit_run(shutil.copytree(source, tmp_path / name), documents=documents)
         run(folder, "--prompt", "import os", *options)
@@ -72,11 +69,9 @@ def test_a_text_begins_as_documents_did_in_training(source, tmp_path, capsys, to
         ids, new = continuation(folder, "import os", 20, start=start)
         assert out == tokenizer.decode(ids + new) + "\n", name
         assert ("does not record how documents began" in err) == noted
-        written.add(out)
-    assert len(written) > 2
     refused(generate.main, [tmp_path / "nothing", "--prompt", ""], "an empty prompt has no tokens")
-    edit_run(tmp_path / "bos", documents={"begin": ["<s>"], "end": []})
-    refused(generate.main, [tmp_path / "bos", "--prompt", "x"], "which is no token")
+    edit_run(tmp_path / "two", documents={"begin": ["<s>"], "end": []})
+    refused(generate.main, [tmp_path / "two", "--prompt", "x"], "which is no token")
 
 
 def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
@@ -93,7 +88,7 @@ def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
 
 def test_sampling_options_and_seed(source, capsys, tokenizer):
     options = ("--prompt", "x", "--max-tokens", 30, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--no-stop")
-    run(source, *options, "--seed", 3, "--prefill-chunk", 1)
+    run(source, *options, "--seed", 3)
     first = capsys.readouterr().out
     ids, new = continuation(source, "x", 30, Sampling(1.5, 50, 0.9), seed=3)
     assert first == tokenizer.decode(ids + new) + "\n"

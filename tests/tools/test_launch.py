@@ -33,7 +33,7 @@ def dry(capsys, *argv):
     return capsys.readouterr().out
 
 
-def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp_path, monkeypatch, nothing_starts):
+def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp_path, nothing_starts):
     """Counts of the paper's parameter table; its token budget and 375 M-token warmup in steps of 524,288 tokens."""
     folders = ["--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus")]
     out = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16", *folders)
@@ -43,13 +43,6 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp
     assert "NOT HERE: data.corpus = " in out
     assert list(tmp_path.iterdir()) == []
     assert "--max-restarts" not in dry(capsys, "--max-restarts", "0")
-    assert "  ignored  " not in out
-    monkeypatch.setenv("PET_NNODES", "2")
-    assert "  ignored  PET_NNODES=2: " in dry(capsys)
-
-
-def test_an_option_that_was_removed_says_what_to_do(refused):
-    refused(launch.main, ["train_configs/125M.toml", "--best", "8"], "--best was removed. Nothing takes its place")
 
 
 @pytest.mark.parametrize(

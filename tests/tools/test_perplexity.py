@@ -40,14 +40,13 @@ def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_th
     """Unknown characters and white space are text too."""
     reader = unigram(tmp_path / "unigram.model")
     documents = [reader.encode(text, add_eos=True) for text in TEXTS]
-    decoded = [len(reader.decode(ids).encode()) for ids in documents]
     written = [len(text.encode()) for text in TEXTS]
-    assert all(a != b for a, b in zip(decoded, written, strict=True))
     total = sum(len(ids) for ids in documents)
     joined = read_spans(str(corpus), reader, total, text_field="body", packed=True)
     assert joined[1].sum() == sum(written)
     assert (joined[1] >= 0).all()
     for ids, text in zip(documents, TEXTS, strict=True):
+        assert len(reader.decode(ids).encode()) != len(text.encode())
         assert perplexity.text_sizes(reader, text, ids).sum() == len(text.encode())
     # Nothing that it knows.
     (tmp_path / "unknown.txt").write_text("漢字🙂" * 9)
@@ -56,13 +55,7 @@ def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_th
 
 
 @pytest.mark.parametrize(
-    ("documents", "start"),
-    [
-        ({"begin": [1], "end": [2]}, [1]),
-        ({"begin": [2, 1], "end": []}, [2, 1]),
-        (None, [2]),
-    ],
-    ids=["bos", "two", "older"],
+    ("documents", "start"), [({"begin": [2, 1], "end": []}, [2, 1]), (None, [2])], ids=["two", "older"]
 )
 def test_windows_begin_as_documents_did_in_training(exported_model, corpus, tmp_path, capsys, documents, start):
     """As the folder's record says, which an older one does not."""

@@ -6,11 +6,9 @@ and of a large matrix product.
     python -m interdomain.tools._bench.machine --device cpu --output benchmarks/results/today
 """
 
-import hashlib
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -28,16 +26,6 @@ def describe_import(name: str) -> str:
     except Exception as e:
         return results.reason(e)
     return getattr(module, "__version__", "imported")
-
-
-def libtriton_digest() -> str:
-    """The beginning of the SHA-256 of Triton's compiled part: it differs between builds of the same version."""
-    try:
-        import triton
-    except ImportError:
-        return "Triton is not installed"
-    library = Path(triton.__file__).parent / "_C" / "libtriton.so"
-    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
 def copy_rate(device: torch.device, nbytes: int) -> float:
@@ -63,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     device = results.choose_device(args.device)
     report = results.Report(args.name, args.output, device, {})
     report.table("imports", ["package", "found"])
-    report.add("imports", {"package": "libtriton.so, SHA-256", "found": libtriton_digest()})
     for name in IMPORTED:
         report.add("imports", {"package": name, "found": describe_import(name)})
     on_cpu = device.type == "cpu"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from interdomain.markdown import markdown_rows
+from interdomain.markdown import cell_text, markdown_rows
 
 CHECK = "check.json"
 VERDICTS = "verdicts"  # the table in it
@@ -29,46 +29,23 @@ def read_verdicts(check: Path) -> dict[str, str]:
 def warnings(verdicts: dict[str, str]) -> list[str]:
     """What to know before figures of this machine are used."""
     sentences = []
-    failed = [sizes for sizes, verdict in verdicts.items() if verdict == FAIL]
-    unfinished = [sizes for sizes, verdict in verdicts.items() if verdict == UNFINISHED]
-    if failed:
-        sentences.append(f"{CHECK_FAILED}: {'; '.join(failed)}.")
-    if unfinished:
-        sentences.append(f"The correctness check was cut, and found no failure so far, at: {'; '.join(unfinished)}.")
+    cut = "The correctness check was cut, and found no failure so far, at"
+    for verdict, text in ((FAIL, CHECK_FAILED), (UNFINISHED, cut)):
+        sizes = [size for size in verdicts if verdicts[size] == verdict]
+        if sizes:
+            sentences.append(f"{text}: {'; '.join(sizes)}.")
     return sentences
-
-
-def show(value: Any) -> str:
-    """A figure in three or four digits; what does not exist is a dash."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list | tuple):
-        return " ".join(map(show, value))
-    if not isinstance(value, float):
-        return str(value)
-    size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 0.01 or value == 0:
-        return f"{value:.3f}"
-    return f"{value:.1e}"
 
 
 def page(contents: dict[str, Any]) -> list[str]:
     """Lines of one tool's results: label, machine, tables, notes."""
     lines = ["", f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
-    facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
+    facts = contents["environment"] | {f"--{name}": cell_text(value) for name, value in contents["options"].items()}
     lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
     for name, table in contents["tables"].items():
         cells = [table["columns"]]
         for row in table["rows"]:
-            cells.append([show(row.get(column)) for column in table["columns"]])
+            cells.append([cell_text(row.get(column)) for column in table["columns"]])
         lines += ["", f"## {name}", "", *markdown_rows(cells)]
     return [*lines, "", *(f"- {note}" for note in contents["notes"])]
 

@@ -23,10 +23,10 @@ import torch
 
 from interdomain.environment import environment
 from interdomain.folders import write_whole
-from interdomain.markdown import markdown_rows
+from interdomain.markdown import cell_text, markdown_rows
 from interdomain.scan.triton_support import cannot_launch
 from interdomain.tools import _cli
-from interdomain.tools._bench.pages import CHECK, read_verdicts, show, warnings
+from interdomain.tools._bench.pages import CHECK, read_verdicts, warnings
 from interdomain.tools._bench.timing import release
 from interdomain.tools.launch import refuse_idle_gpus
 
@@ -160,14 +160,14 @@ class Report:
         print(f"note: {text}", flush=True)
         self.write()
 
-    def table(self, name: str, columns: list[str]) -> None:
-        self.contents["tables"][name] = {"columns": columns, "rows": []}
+    def table(self, name: str, columns: list[str], rows: Iterable[dict] = ()) -> None:
+        self.contents["tables"][name] = {"columns": columns, "rows": list(rows)}
 
     def add(self, name: str, row: dict) -> None:
         """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is not printed."""
         table = self.contents["tables"][name]
         table["rows"].append(row)
-        head, _, line = markdown_rows([table["columns"], [show(row.get(column)) for column in table["columns"]]])
+        head, _, line = markdown_rows([table["columns"], [cell_text(row.get(column)) for column in table["columns"]]])
         if self.printed != name:
             print(f"\n{name}", head, sep="\n")
             self.printed = name

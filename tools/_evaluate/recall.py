@@ -20,7 +20,9 @@ import re
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
-SAMPLES, SEED, ANSWER = 200, 42, 128
+SAMPLES = 200
+SEED = 42
+ANSWER = 128
 NEEDLES = {f"niah_single_1_{length}": length for length in (1024, 2048, 4096, 8192)}
 BOOKS = {f"phonebook_{entries}": entries for entries in (16, 32, 64, 128)}
 BASED = {f"based_{name.partition('_')[0]}": f"hazyresearch/based_{name}" for name in ("nq_2048", "triviaqa", "drop")}
@@ -41,7 +43,8 @@ class Made(ConfigurableTask):
     """A task whose documents are made here. length: of its longest text with the answer, in tokens; 0 if that is not set."""
 
     def __init__(self, config: dict, documents: list[dict], length: int = 0) -> None:
-        self.documents, self.length = documents, length
+        self.documents = documents
+        self.length = length
         super().__init__(config={"test_split": "test", **config})
 
     def download(self, dataset_kwargs=None, **kwargs) -> None:
@@ -119,7 +122,9 @@ def books(entries: int) -> list[dict]:
     for _ in range(SAMPLES):
         numbers = []
         for _ in range(entries):
-            area, exchange, line = draw.randrange(1000), draw.randrange(1000), draw.randrange(10_000)
+            area = draw.randrange(1000)
+            exchange = draw.randrange(1000)
+            line = draw.randrange(10_000)
             numbers.append(f"{area:03}-{exchange:03}-{line:04}")
         names = draw.sample(people, entries)
         lines = [f"{name}: {number}" for name, number in zip(names, numbers, strict=True)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from interdomain.markdown import cell_text
 from interdomain.tools._paper import CONDITIONS, PAPER, SIZE
 
 TASKS: dict[str, dict[str, list[float]]] = PAPER["tasks"]  # {group: {"task metric": figures by condition}}
@@ -10,8 +11,13 @@ LENGTHS = (4096, 8192, 14_336)  # the paper's context lengths in tokens
 PERCENT = ("acc", "acc_norm", "exact_match", "contains")
 
 
+def _split(key: str) -> tuple[str, str]:
+    task, _, metric = key.partition(" ")
+    return task, metric
+
+
 def _tasks_of(*groups: str) -> list[str]:
-    return [key.partition(" ")[0] for group in groups for key in TASKS[group]]
+    return [_split(key)[0] for group in groups for key in TASKS[group]]
 
 
 SUITES = {
@@ -36,37 +42,47 @@ def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dic
         results: {model: {task: {metric: {"value", "stderr"}}}}.
         cells: (size, condition) of the models. The paper's figures of a condition have a column if a model is exactly it.
     """
-    measured: dict[str, None] = {}
+    measured: dict[tuple[str, str], None] = {}
     for by_task in results.values():
         for task, metrics in by_task.items():
-            for metric in metrics:
-                measured[f"{task} {metric}"] = None
-    paper = {key: figures for group in TASKS.values() for key, figures in group.items()}
-    in_paper = [key for key in paper if key in measured]
-    tasks_in_paper = {key.partition(" ")[0] for key in in_paper}
-    # Other metrics of the paper's tasks are left to the JSON file.
-    others = [key for key in measured if key.partition(" ")[0] not in tasks_in_paper]
-    conditions = conditions_in(cells) if in_paper else []
+            measured |= {(task, metric): None for metric in metrics}
 
-    def row(name: str, metric: str, values: list[dict | None], figures: Sequence[float]) -> dict[str, str]:
-        unit = f"{metric} %" if metric in PERCENT else metric
-        out = {"task": name, "metric": unit}
-        for model, value in zip(results, values, strict=True):
-            out[model] = _text(value, metric)
-        for condition in conditions:
-            out[f"paper's {SIZE} {condition}"] = f"{figures[CONDITIONS.index(condition)]:g}" if figures else "-"
-        return out
+    # The paper's rows with its figures, in its order, and averages of its groups; then other tasks. The JSON file also has
+    # other metrics of the paper's tasks.
+    wanted: dict[tuple[str, str], Sequence[float]] = {}
+    averages: dict[str, str] = {}  # name -> group
+    for group, tasks in TASKS.items():
+        keys = {_split(key): figures for key, figures in tasks.items()}
+        wanted |= {key: figures for key, figures in keys.items() if key in measured}
+        average = PAPER["averages"].get(group)
+        if average and keys.keys() <= measured.keys():
+            averages[average["name"]] = group
+            wanted[average["name"], [*keys][-1][1]] = average["values"]
+    in_paper = {task for task, _ in wanted}
+    wanted |= {key: () for key in measured if key[0] not in in_paper}
 
     rows = []
-    for key in [*in_paper, *others]:
-        task, _, metric = key.partition(" ")
-        values = [by_task.get(task, {}).get(metric) for by_task in results.values()]
-        rows.append(row(task, metric, values, paper.get(key, ())))
-        for group, average in PAPER["averages"].items():
-            if key == [*TASKS[group]][-1] and TASKS[group].keys() <= measured.keys():
-                means = [mean_of(by_task, group) for by_task in results.values()]
-                rows.append(row(average["name"], metric, means, average["values"]))
+    for (task, metric), figures in wanted.items():
+        percent = metric in PERCENT
+        row = {"task": task, "metric": f"{metric} %" if percent else metric}
+        for model, by_task in results.items():
+            value = by_task.get(task, {}).get(metric)
+            if task in averages:
+                value = mean_of(by_task, averages[task])
+            row[model] = _text(value, percent)
+        for condition in conditions_in(cells):
+            figure = figures[CONDITIONS.index(condition)] if figures else None
+            row[f"paper's {SIZE} {condition}"] = cell_text(figure, "g")
+        rows.append(row)
     return rows
+
+
+def _text(measured: dict | None, percent: bool) -> str:
+    if measured is None:
+        return "-"
+    scale = 100 if percent else 1
+    stderr = scale * measured["stderr"] if measured["stderr"] else None
+    return cell_text((scale * measured["value"], stderr), ".2f" if percent else ".4f")
 
 
 def conditions_in(cells: set[tuple[str, str]]) -> list[str]:
@@ -78,22 +94,12 @@ def mean_of(by_task: dict, group: str) -> dict | None:
     """Mean over a group of tasks; None unless all of them were measured."""
     values = []
     for key in TASKS[group]:
-        task, _, metric = key.partition(" ")
+        task, metric = _split(key)
         measured = by_task.get(task, {}).get(metric)
         if measured is None:
             return None
         values.append(measured["value"])
     return {"value": sum(values) / len(values), "stderr": None}
-
-
-def _text(measured: dict | None, metric: str) -> str:
-    if measured is None:
-        return "-"
-    scale, digits = (100, 2) if metric in PERCENT else (1, 4)
-    text = f"{scale * measured['value']:.{digits}f}"
-    if measured["stderr"]:
-        text += f" ± {scale * measured['stderr']:.{digits}f}"
-    return text
 
 
 def perplexity_rows(
@@ -112,9 +118,9 @@ def perplexity_rows(
     by_place = {(row["folder"], row["corpus"], row["length"]): row for row in measured}
     lengths = list(dict.fromkeys(row["length"] for row in measured))
 
-    def mean(model: str, corpora: list[str], length: int, kind: str, form: str) -> str:
-        values: list[Any] = [by_place.get((model, corpus, length), {}).get(kind) for corpus in corpora]
-        return "-" if None in values else format(sum(values) / len(values), form)
+    def mean(model: str, corpora: list[str], length: int, measure: str, form: str) -> str:
+        values: list[Any] = [by_place.get((model, corpus, length), {}).get(measure) for corpus in corpora]
+        return cell_text(None if None in values else sum(values) / len(values), form)
 
     rows = []
     for title, corpora in groups.items():
@@ -126,6 +132,6 @@ def perplexity_rows(
                 row[f"{model}, bits per byte"] = mean(model, corpora, length, "bits per byte", ".4f")
             for condition in conditions_in(cells):
                 figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))
-                row[f"paper's {SIZE} {condition}"] = f"{figures[length]:.2f}" if length in figures else "-"
+                row[f"paper's {SIZE} {condition}"] = cell_text(figures.get(length), ".2f")
             rows.append(row)
     return rows

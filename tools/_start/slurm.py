@@ -95,20 +95,21 @@ def _number(name: str, environment: dict[str, str]) -> int:
 
 def _hosts() -> list[str]:
     """The allocation's nodes. Raises: ValueError where SLURM's variables or its commands are not there, as in containers."""
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    why = "SLURM_JOB_NODELIST is not set"
-    if nodes:
-        try:
-            show = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
-            if show.stdout.split() and not show.returncode:
-                return show.stdout.split()
-            why = f"scontrol cannot read SLURM_JOB_NODELIST = {nodes!r}: {show.stderr.strip()}"
-        except OSError as e:
-            why = f"scontrol cannot be run ({e.strerror})"
-    raise ValueError(
-        f"SLURM_JOB_ID is set, but {why}, as in a container. To run on this machine alone, give --site {LOCAL} or set "
-        f"INTERDOMAIN_SITE={LOCAL}. To use the allocation, start this command where SLURM's commands and variables are."
-    )
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+    try:
+        show = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+        hosts = show.stdout.split()
+        why = show.stderr.strip()
+    except OSError as e:
+        hosts = []
+        why = f"scontrol cannot be run: {e.strerror}"
+    if not nodes or not hosts:
+        raise ValueError(
+            f"SLURM_JOB_ID is set, but no nodes are known from SLURM_JOB_NODELIST = {nodes!r} ({why}), as in a container. To "
+            f"run on this machine alone, give --site {LOCAL} or set INTERDOMAIN_SITE={LOCAL}. Use the allocation where "
+            "SLURM's commands and variables are."
+        )
+    return hosts
 
 
 def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocation | None:
@@ -117,7 +118,8 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     site, ranks: as the user gave them, or None. ranks_here: of this machine, where nobody else says.
     Raises: ValueError for an allocation that cannot be used as it stands.
     """
-    site, job = site or os.environ.get("INTERDOMAIN_SITE"), os.environ.get("SLURM_JOB_ID")
+    site = site or os.environ.get("INTERDOMAIN_SITE")
+    job = os.environ.get("SLURM_JOB_ID")
     step = os.environ.get("SLURM_STEP_ID", "")
     if site == LOCAL or (not job and not site):
         return None

@@ -7,7 +7,6 @@ srun runs it on every node of an allocation: python -m interdomain.tools._start.
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -61,11 +60,6 @@ def command_here(name: str) -> list[str]:
 def is_torchrun_option(name: str) -> bool:
     """True for a variable from which torchrun takes an option (PET_NNODES: --nnodes), or the Python that it starts."""
     return name.startswith("PET_") or name == "PYTHON_EXEC"
-
-
-def ignored_options() -> str:
-    """The variables of this environment that `environment` leaves out, as NAME=VALUE."""
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in os.environ.items() if is_torchrun_option(name))
 
 
 def environment(ranks: int) -> dict[str, str]:

@@ -32,6 +32,8 @@ KEPT = re.compile(r"validation_(metrics/(loss|accuracy)|position/.*)$|loss_metri
 IN_RUN = (CHECKPOINTS, EVENTS_FOLDER)  # settings that name folders within a run's
 CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
 
+Table = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class StudyRun:
@@ -45,7 +47,7 @@ class StudyRun:
     labels: dict[str, str]
     seed: int
     name: str
-    settings: dict[str, Any]
+    settings: Table
     record: Path
     ranks: int | None
 
@@ -92,7 +94,7 @@ class StudyRun:
             write_whole(self.record, dumped(record))
         return ended
 
-    def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
+    def _check_settings(self, path: Path, settings: Table) -> None:
         """Raises: ValueError if the settings in a file of this run are not those of the study."""
         there = dict(pairs(settings))
         here = dict(pairs(self.settings))
@@ -185,27 +187,28 @@ def read_study(path: Path) -> Study:
     return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora, waiting)
 
 
-def _check(path: Path, table: dict[str, Any], grids: Any) -> None:
+def _check(path: Path, table: Table, grids: Any) -> None:
     """Raises: ValueError for names that a study does not have, and for lists that name no run."""
-    if unknown := [key for key in table if key not in TOP]:
-        raise ValueError(f"{path}: there is no {', '.join(unknown)} in a study; allowed: {', '.join(TOP)}.")
+    problems = []
+    for key in table:
+        if key not in TOP:
+            problems.append(f"there is no {key} in a study; allowed: {', '.join(TOP)}")
     for axis in ("sizes", "conditions"):
         if not table.get(axis):
-            raise ValueError(f"{path} names no {axis}: add a table [{axis}.NAME] with that one's settings.")
+            problems.append(f"there are no {axis}: add a table [{axis}.NAME] with that one's settings")
     for grid in grids:
-        if unknown := [key for key in grid if key not in (*AXES, "seeds")]:
-            raise ValueError(f"{path}: [[runs]] has no {', '.join(unknown)}; allowed: {', '.join(AXES)}, seeds.")
         for key, names in grid.items():
-            if not isinstance(names, list) or not names:
-                raise ValueError(
-                    f"{path}: {key} = {names!r} names no run. Give a list with at least one entry, or leave {key} out."
-                )
-            known = table.get(key, {})
-            allowed = {*known, BEST} if key == "rates" else {*known}
-            unknown = set(names) - allowed
-            if key != "seeds" and unknown:
-                there = ", ".join(known)
-                raise ValueError(f"{path}: [[runs]] names {key} {', '.join(sorted(unknown))}; the file has {there}.")
+            if key not in (*AXES, "seeds"):
+                problems.append(f"[[runs]] has no {key}; allowed: {', '.join(AXES)}, seeds")
+            elif not isinstance(names, list) or not names:
+                problems.append(f"{key} = {names!r} names no run: give a list with at least one entry, or leave it out")
+            elif key != "seeds":
+                known = table.get(key, {})
+                unknown = [name for name in names if name not in known and (key, name) != ("rates", BEST)]
+                if unknown:
+                    problems.append(f"[[runs]] names {key} {', '.join(unknown)}; the file has {', '.join(known)}")
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}.")
 
 
 def _best_rate(runs: list[StudyRun], chosen: dict[str, str]) -> str | None:
@@ -221,9 +224,9 @@ def _best_rate(runs: list[StudyRun], chosen: dict[str, str]) -> str | None:
     return min(losses)[1] if losses else None
 
 
-def _settings(table: dict[str, Any], chosen: dict[str, str]) -> dict[str, Any]:
+def _settings(table: Table, chosen: dict[str, str]) -> Table:
     """The sections of a run's file: each table's over those before it."""
-    settings: dict[str, Any] = {}
+    settings: Table = {}
     layers = [{"config": table.get("config")}, table.get("all", {})]
     layers += [table[axis][name] for axis, name in chosen.items()]
     for layer in layers:
@@ -238,7 +241,7 @@ def _settings(table: dict[str, Any], chosen: dict[str, str]) -> dict[str, Any]:
     return settings
 
 
-def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
+def _put(settings: Table, layer: Table) -> None:
     """Puts a table's settings over others. Steps replace tokens that an earlier table gave, as on the command line."""
     layer_settings = dict(pairs(layer))
     for name, value in layer_settings.items():
@@ -255,7 +258,7 @@ def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
             settings[section].pop(key, None)
 
 
-def toml(settings: dict[str, Any]) -> str:
+def toml(settings: Table) -> str:
     """A TOML file of sections with strings, numbers, switches and lists, which TOML writes as JSON does."""
     lines = []
     for section, values in settings.items():
@@ -266,26 +269,24 @@ def toml(settings: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Table:
     """A study's record of a run. Raises: ValueError."""
     return read_json(path, "run", "settings", "facts", "configuration", "environment", "curves")
 
 
-def read_json(path: Path, *names: str) -> dict[str, Any]:
+def read_json(path: Path, *names: str) -> Table:
     """A file of a run with tables or lists of these names. Raises: ValueError."""
     try:
         record = json.loads(path.read_text())
-        missing = set(names) - record.keys()
+        missing = sorted(set(names) - record.keys())
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
     except (ValueError, AttributeError) as e:
         raise ValueError(f"{path} is damaged ({e}). Remove it, and run the study again.") from e
-    if missing:
-        raise ValueError(
-            f"{path} is damaged (it lacks {', '.join(sorted(missing))}). Remove it, and run the study again."
-        )
     return record
 
 
-def record_of(folder: Path) -> dict[str, Any]:
+def record_of(folder: Path) -> Table:
     """The record of a run from its TensorBoard events: facts, configuration, environment, and curves of `KEPT` by step.
 
     Raises:
@@ -309,7 +310,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def dumped(record: dict[str, Any]) -> bytes:
+def dumped(record: Table) -> bytes:
     """A record as JSON, a fact or curve to a line; figures in seven digits, as float32 has them."""
     facts = [f" {json.dumps(name)}: {json.dumps(fact)}" for name, fact in record.items() if name != "curves"]
     curves = []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -23,25 +24,29 @@ LOG = "log.txt"  # in a run's folder: what it printed
 SECONDS = 1.0  # between looks at the runs
 
 
-class Running:
-    """A run in a process of its own, on one of `jobs` equal shares of this machine."""
+class Running(NamedTuple):
+    """A run in a process of its own, on one of several equal shares of this machine."""
 
-    def __init__(self, run: StudyRun, share: int, jobs: int) -> None:
-        self.run = run
-        self.share = share
-        ranks = run.ranks or 1
-        command = [sys.executable, "-m", "interdomain.tools.launch", str(run.write_config()), "--site", "local"]
-        if run.ranks is not None:
-            command += ["--ranks", str(ranks)]
-        with open(run.folder / LOG, "ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=environment(share, jobs, ranks),
-                stdout=log,
-                stderr=log,
-                process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # saves and leaves
-            )
+    run: StudyRun
+    share: int
+    process: subprocess.Popen
+
+
+def start(run: StudyRun, share: int, jobs: int) -> Running:
+    ranks = run.ranks or 1
+    command = [sys.executable, "-m", "interdomain.tools.launch", str(run.write_config()), "--site", "local"]
+    if run.ranks is not None:
+        command += ["--ranks", str(ranks)]
+    with open(run.folder / LOG, "ab") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment(share, jobs, ranks),
+            stdout=log,
+            stderr=log,
+            process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # saves and leaves
+        )
+    return Running(run, share, process)
 
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
@@ -111,7 +116,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
             # Start runs on the free shares of the machine.
             free = set(range(jobs)) - {one.share for one in running}
             while waiting and free and not signals:
-                running.append(Running(waiting.pop(0), free.pop(), jobs))
+                running.append(start(waiting.pop(0), free.pop(), jobs))
                 bar.set_description(", ".join(one.run.name for one in running))
 
             # Report those that ended.

@@ -11,19 +11,18 @@ import statistics
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from interdomain.markdown import markdown_rows
+from interdomain.markdown import cell_text, markdown_rows
+from interdomain.titan.settings.job_config import pairs
 from interdomain.tools._paper import PAPER
 from interdomain.tools._plots import Curve, Dot, Dots, Panel
 from interdomain.tools._study.definition import VALIDATION
-from interdomain.tools._study.intervals import Documents, interval_of, perplexities
 
-TRAINING = "loss_metrics/global_avg_loss"
 ACCURACY = "validation_metrics/accuracy"
+PERPLEXITY = "validation perplexity"  # a curve made of the validation loss
 # Settings that two runs must share, in addition to the text and the tokens read, for their perplexities to be compared.
 SHARED = ("data.reset_state_at_documents", "validation.tokens", "validation.seq_len")
 # Settings that the runs of one cell must share, too.
@@ -37,14 +36,23 @@ OF_A_CELL = (
     "lr_scheduler.min_lr",
     "checkpoint.initial_load_path",
 )
+DRAWS = 2000  # of the bootstrap
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
-Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
-where both read as many tokens of the same text. Of several learning rates the best of each condition is shown.
-95 %: by bootstrap over the validation documents and, of several, over the seeds; of the last validation.
-Training loss: mean over the last quarter of the run; runs of one seed read the same text.
-6ND counts all parameters. State: numbers of all layers per sequence.
-The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
+loss: the best validation loss of each run, in nats per token; ± standard deviation over seeds. vs softmax: of the mean
+perplexities, at softmax's best rate, if both read as many tokens of the same text. interval: 95 %, by bootstrap over the
+validation documents and, of several, over the seeds; of the last validation. compute: 6ND of all parameters. state: numbers of
+all layers per sequence. paper: perplexity on FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
+
+
+Row = dict[str, Any]
+
+
+class Documents(NamedTuple):
+    """Sums over each validation document, of a run's last validation: losses in nats, and labels."""
+
+    nats: list[float]
+    labels: list[int]
 
 
 class Value(NamedTuple):
@@ -66,35 +74,29 @@ class Run:
 
     Attributes:
         labels: Its size, condition, setting and rate in a study, or what the run says of itself.
-        text: What it read and validated on, which a comparison needs to be the same.
         curves: {tag: {tokens: value}}.
-        best: (tokens, loss) of the lowest validation loss.
+        loss: The lowest validation loss.
+        trained: Tokens.
         documents: Losses by validation document, if the split has few.
-        source: The record's file, or the run's folder.
     """
 
-    name: str
-    labels: dict[str, Any]
-    seed: int
-    facts: dict[str, Any]
-    text: dict[str, Any]
+    labels: Row
+    facts: Row
     curves: dict[str, dict[int, float]]
-    best: tuple[int, float]
+    loss: float
     trained: int
     documents: Documents | None
-    configuration: dict[str, Any]
+    configuration: Row
     environment: dict[str, str]
-    source: str
 
     @classmethod
-    def of(cls, name: str, record: dict[str, Any], source: Path) -> "Run":
+    def of(cls, name: str, record: Row) -> "Run":
         """Reads a record: `definition.record_of`, and a study's own also has labels and documents.
 
         Raises:
             ValueError: The run was never validated.
         """
         facts = record["facts"]
-        configuration = record["configuration"]
 
         # The number of tokens is logged every few steps; other curves have points between these.
         logged = {0: 0}
@@ -106,64 +108,80 @@ class Run:
             before = logged_steps[bisect.bisect(logged_steps, step) - 1]
             return logged[before] + (step - before) * facts["tokens_per_step"]
 
-        trained = logged[logged_steps[-1]]
+        last_step = 0
         curves: dict[str, dict[int, float]] = {}
         for tag, curve in record["curves"].items():
-            trained = max(trained, *(tokens_at(int(step)) for step in curve))
-            if tag != "n_tokens_seen":
-                steps = sorted((int(step), value) for step, value in curve.items() if math.isfinite(value))
-                curves[tag] = {tokens_at(step): value for step, value in steps}
+            steps = sorted(map(int, curve))
+            last_step = max(last_step, steps[-1])
+            finite = [step for step in steps if math.isfinite(curve[str(step)])]
+            curves[tag] = {tokens_at(step): curve[str(step)] for step in finite}
         losses = curves.get(VALIDATION)
         if not losses:
             raise ValueError(f"{name} was never validated: train with validation.enable = true.")
-        best = min(losses, key=lambda tokens: losses[tokens])
 
-        text = {setting: _setting(configuration, setting) for setting in SHARED}
-        read = facts["fingerprints"]
-        text |= {"the training text": read.get("train"), "the validation text": read.get("validation")}
+        curves[PERPLEXITY] = {tokens: math.exp(loss) for tokens, loss in losses.items()}
 
-        labels = record.get("run", {"size": facts["model"], "condition": facts["condition"]})
-        documents = Documents(**record["documents"]) if "documents" in record else None
+        labels = dict(record.get("run", {"size": facts["model"], "condition": facts["condition"]}))
+        labels.pop("seed", None)
+        documents = None
+        if "documents" in record:
+            documents = Documents(**record["documents"])
         return cls(
-            name,
-            {axis: label for axis, label in labels.items() if axis != "seed"},
-            facts["seed"],
-            facts,
-            text,
-            curves,
-            (best, losses[best]),
-            trained,
-            documents,
-            configuration,
-            record["environment"],
-            str(source),
+            labels=labels,
+            facts=facts,
+            curves=curves,
+            loss=min(losses.values()),
+            trained=tokens_at(last_step),
+            documents=documents,
+            configuration=dict(pairs(record["configuration"])),
+            environment=record["environment"],
         )
 
     @property
+    def seed(self) -> int:
+        return self.facts["seed"]
+
+    @property
     def perplexity(self) -> float:
-        return math.exp(self.best[1])
+        return math.exp(self.loss)
 
     @property
-    def training_loss(self) -> float:
-        """Mean of the last quarter of what was logged. In the first epoch this is text that is new to the model."""
-        curve = self.curves[TRAINING]
-        return statistics.mean(loss for tokens, loss in curve.items() if tokens > 0.75 * max(curve))
-
-    @property
-    def shared(self) -> dict[str, str]:
-        """Facts that another run must share for the two perplexities to be compared."""
-        return {name: str(value) for name, value in self.text.items()} | {"tokens": f"{self.trained:,}"}
+    def text(self) -> dict[str, str]:
+        """What it read and validated on, which a comparison needs to be the same."""
+        text = {name: str(self.configuration.get(name)) for name in SHARED}
+        for split, name in (("train", "the training text"), ("validation", "the validation text")):
+            text[name] = str(self.facts["fingerprints"].get(split))
+        return text
 
     @property
     def settings(self) -> dict[str, str]:
         """Settings that tell a cell from others of the same condition."""
-        settings = {setting: str(_setting(self.configuration, setting)) for setting in OF_A_CELL}
+        settings = {name: str(self.configuration.get(name)) for name in OF_A_CELL}
         return {"lr": f"{self.facts['lr']:g}", **settings}
 
 
-def _setting(configuration: dict[str, Any], name: str) -> Any:
-    section, _, field = name.partition(".")
-    return configuration.get(section, {}).get(field)
+def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
+    """Perplexities [DRAWS] of runs that differ in the seed alone. Every draw takes as many documents as there are, and as many
+    runs, with replacement. The documents depend on their number alone, so draws of two cells can be compared one by one."""
+    labels = np.array(runs[0].labels, np.float64)
+    read = labels > 0  # of a long split not every document
+    labels, nats = labels[read], np.array([run.nats for run in runs]).T[read]
+    documents = _times_drawn(len(labels))
+    losses = documents @ nats / (documents @ labels)[:, None]  # [DRAWS, runs]
+    chosen = np.random.default_rng(seed).integers(len(runs), size=losses.shape)
+    return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
+
+
+@functools.cache
+def _times_drawn(documents: int) -> np.ndarray:
+    """[DRAWS, documents]: how many times each draw takes each document."""
+    return np.random.default_rng(0).multinomial(documents, np.full(documents, 1 / documents), DRAWS).astype(np.float64)
+
+
+def interval_of(draws: np.ndarray) -> list[float]:
+    """The middle 95 % of the draws."""
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return [float(low), float(high)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,34 +241,37 @@ class Cell:
         return ", ".join(words)
 
 
-def cells_of(runs: list[Run]) -> dict[str, list[Cell]]:
+Groups = dict[str, list[Cell]]
+
+
+def cells_of(runs: list[Run]) -> Groups:
     """Cells by group, the smallest size first; within a group the lowest perplexity first."""
     by_cell: dict[str, Cell] = {}
     for run in sorted(runs, key=lambda run: run.facts["parameters"]):
         same = {name: value for name, value in run.facts.items() if name not in REPEATED}
         key = repr([run.labels, same, run.text, run.settings])
         by_cell.setdefault(key, Cell([])).runs.append(run)
-    groups: dict[str, list[Cell]] = {}
+    groups: Groups = {}
     for cell in by_cell.values():
         cell.runs.sort(key=lambda run: run.seed)
         groups.setdefault(cell.group, []).append(cell)
     return {group: sorted(cells, key=lambda cell: cell.perplexity.mean) for group, cells in groups.items()}
 
 
-def at_best_rates(runs: list[Run]) -> dict[str, list[Cell]]:
-    """Cells by group, each condition at its best rate only: the one with the most seeds, then the lowest perplexity."""
-    groups = {}
-    for group, cells in cells_of(runs).items():
+def at_best_rates(groups: Groups) -> Groups:
+    """Each condition at its best rate only: the one with the most seeds, then the lowest perplexity."""
+    chosen = {}
+    for group, cells in groups.items():
         best: dict[str, Cell] = {}
         for cell in sorted(cells, key=lambda cell: -len(cell.runs)):
             best.setdefault(cell.label, cell)
-        groups[group] = [cell for cell in cells if cell.rate is None or cell is best[cell.label]]
-    return groups
+        chosen[group] = [cell for cell in cells if cell.rate is None or cell is best[cell.label]]
+    return chosen
 
 
 def differences(cells: Sequence[Cell]) -> dict[str, list[str]]:
     """Differences between runs that make their perplexities not comparable: {name: its values}."""
-    shared = [run.shared for cell in cells for run in cell.runs]
+    shared = [run.text | {"tokens": f"{run.trained:,}"} for cell in cells for run in cell.runs]
     values = {name: sorted({facts[name] for facts in shared}) for name in shared[0]}
     return {name: several for name, several in values.items() if len(several) > 1}
 
@@ -268,12 +289,13 @@ def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
     return [other for other in cells if other.label == "softmax" and not differences([cell, other])]
 
 
-def rows(runs: list[Run]) -> list[dict[str, Any]]:
-    """One row per cell, against softmax, and beside the paper's figures of the same cell."""
-    return [_row(cell, cells) for cells in at_best_rates(runs).values() for cell in cells]
+def rows(groups: Groups) -> list[Row]:
+    """One row per cell, against softmax at its best rate, and beside the paper's figures of the same cell."""
+    best = at_best_rates(groups)
+    return [_row(cell, best[group]) for group, cells in groups.items() for cell in cells]
 
 
-def _row(cell: Cell, cells: list[Cell]) -> dict[str, Any]:
+def _row(cell: Cell, best: list[Cell]) -> Row:
     first = cell.runs[0]
     interval = None
     if cell.draws is not None:
@@ -282,7 +304,7 @@ def _row(cell: Cell, cells: list[Cell]) -> dict[str, Any]:
     # The same documents are drawn for both cells, so their samples can be divided one by one.
     vs_softmax = None
     vs_softmax_interval = None
-    comparable = softmax_cells(cell, cells)
+    comparable = softmax_cells(cell, best)
     if len(comparable) == 1:
         softmax = comparable[0]
         vs_softmax = cell.perplexity.mean / softmax.perplexity.mean - 1
@@ -294,7 +316,7 @@ def _row(cell: Cell, cells: list[Cell]) -> dict[str, Any]:
     theirs = paper.get(first.facts["condition"])
     return {
         "group": cell.group,
-        "condition": cell.name_among(cells, without="lr"),
+        "condition": cell.name_among(best, without="lr"),
         "lr": first.facts["lr"],
         "seeds": [run.seed for run in cell.runs],
         "parameters": first.facts["parameters"],
@@ -302,12 +324,11 @@ def _row(cell: Cell, cells: list[Cell]) -> dict[str, Any]:
         "tokens": round(statistics.mean(run.trained for run in cell.runs)),
         "of_planned": statistics.mean(run.trained / run.facts["tokens"] for run in cell.runs),
         "compute": cell.compute,
-        "loss": mean_of(run.best[1] for run in cell.runs),
+        "loss": mean_of(run.loss for run in cell.runs),
         "perplexity": cell.perplexity,
         "interval": interval,
         "vs_softmax": vs_softmax,
         "vs_softmax_interval": vs_softmax_interval,
-        "training_loss": mean_of(run.training_loss for run in cell.runs),
         "accuracy": cell.last(ACCURACY),
         "paper": theirs,
         "paper_vs_softmax": theirs / paper["softmax"] - 1 if theirs else None,
@@ -324,116 +345,75 @@ def describe_state(fixed: int, growing: int) -> str:
     return " + ".join(words)
 
 
-COLUMNS = {  # of the table: head, and how a value is written
-    "group": ("", "{}"),
-    "condition": ("condition", "{}"),
-    "lr": ("lr", "{:g}"),
-    "seeds": ("seeds", "{}"),
-    "parameters": ("parameters", "{:,}"),
-    "state": ("state", "{}"),
-    "tokens": ("tokens", "{:,}"),
-    "of_planned": ("of planned", "{:.1%}"),
-    "compute": ("6ND", "{:.3e}"),
-    "loss": ("best loss", "{:.4f}"),
-    "perplexity": ("perplexity", "{:.2f}"),
-    "interval": ("95 %", "{:.2f}"),
-    "vs_softmax": ("vs softmax", "{:+.2%}"),
-    "vs_softmax_interval": ("95 %", "{:+.1%}"),
-    "training_loss": ("training loss", "{:.3f}"),
-    "accuracy": ("accuracy", "{:.1%}"),
-    "paper": ("paper: perplexity", "{:.2f}"),
-    "paper_vs_softmax": ("paper: vs softmax", "{:+.2%}"),
+FORMATS = {  # of numbers in the table, by column
+    "of_planned": ".1%",
+    "compute": ".3e",
+    "loss": ".4f",
+    "perplexity": ".2f",
+    "interval": ".2f",
+    "vs_softmax": "+.2%",
+    "vs_softmax_interval": "+.1%",
+    "accuracy": ".1%",
+    "paper": ".2f",
+    "paper_vs_softmax": "+.2%",
 }
 
 
-def text_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The table as text, its head first. A column that no row fills is left out."""
-    columns = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
-    table = [[COLUMNS[name][0] for name in columns]]
-    for row in rows:
-        table.append([_text(row[name], COLUMNS[name][1]) for name in columns])
-    return table
-
-
-def _text(value: Any, form: str) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, Value):
-        return " ± ".join(form.format(number) for number in value if number is not None)
-    if isinstance(value, list):
-        separator = ", " if form == "{}" else " to "  # seeds, or the ends of an interval
-        return separator.join(map(form.format, value))
-    return form.format(value)
-
-
-def rates(runs: list[Run]) -> dict[str, list[list[str]]]:
-    """Tables by group, if there are several rates: the perplexity of each seed at each rate. For a corpus with answers the
-    accuracy of the last validation instead."""
-    tables = {}
-    for group, cells in cells_of(runs).items():
-        names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
-        if len(names) < 2:
-            continue
-        accurate = any(cell.last(ACCURACY) for cell in cells)
-        table = {}
-        for cell in cells:
-            row = table.setdefault(cell.label, dict.fromkeys(names, "-"))
-            if accurate:
-                row[cell.rate] = _text(cell.last(ACCURACY), "{:.1%}")
-            else:
-                row[cell.rate] = ", ".join(f"{run.perplexity:.2f}" for run in cell.runs)
-        head = ["accuracy by rate" if accurate else "perplexity by rate", *names]
-        labels = [cell.label for cell in at_best_rates(runs)[group]]
-        tables[group] = [head, *([label, *table[label].values()] for label in labels)]
-    return tables
-
-
-def page(runs: list[Run]) -> str:
+def page(groups: Groups) -> str:
     """The table, what its columns mean, and why runs of one group are not compared."""
-    lines = markdown_rows(text_table(rows(runs)))
-    for group, table in rates(runs).items():
-        lines += ["", f"{group}:", "", *markdown_rows(table)]
-    lines += ["", NOTES]
-    for group, cells in at_best_rates(runs).items():
-        lines += [f"- {line}" for line in incomparable(group, cells)]
+    table = rows(groups)
+    # A column that no row fills is left out.
+    columns = [name for name in table[0] if any(row[name] is not None for row in table)]
+    cells = [[name.replace("_", " ") for name in columns]]
+    for row in table:
+        cells.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
+    lines = [*markdown_rows(cells), "", NOTES]
+    for group, best in at_best_rates(groups).items():
+        lines += [f"- {line}" for line in incomparable(group, best)]
     return "\n".join(lines) + "\n"
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels by group: what each condition reaches, and how it came there by tokens. Then a panel by compute for each setting
-    with several sizes. The measure is the accuracy if there is one, else the perplexity."""
+    """Panels by group: what each condition reaches at its best rate, and how it came there by tokens.
+
+    Then a panel by compute for each setting with several sizes. The measure is accuracy if there is one, else perplexity.
+    """
     drawn: dict[str, list[Panel | Dots]] = {}
-    by_setting: dict[str, list[Cell]] = {}
-    perplexity_label = "validation perplexity"
-    for group, cells in at_best_rates(runs).items():
+    by_setting: Groups = {}
+    for group, cells in at_best_rates(cells_of(runs)).items():
         labels = cells[0].runs[0].labels
         setting = " ".join(str(label) for axis, label in labels.items() if axis not in ("size", "condition", "rate"))
         by_setting.setdefault(setting, []).extend(cells)
-        drawn[group] = [_dots(group, cells)]
-        for tag, label, convert in ((ACCURACY, "accuracy", _same), (VALIDATION, perplexity_label, _perplexity)):
-            curves = []
-            for cell in cells:
-                points = [(tokens / 1e6, convert(value)) for tokens, value in cell.curve(tag).items()]
-                # The first validation is of the untrained model.
-                points = points[1:] or points
-                curves.append(_curve(cell.name_among(cells), points))
-            if max(len(curve.x) for curve in curves) > 1:
-                drawn[group].append(Panel(group, curves, "tokens (millions)", label, log_y=tag == VALIDATION))
+
+        accurate = any(cell.last(ACCURACY) for cell in cells)
+        measure = ACCURACY if accurate else PERPLEXITY
+        curves = []
+        for cell in cells:
+            # The first validation is of the untrained model.
+            points = list(cell.curve(measure).items())
+            points = points[1:] or points
+            millions = [tokens / 1e6 for tokens, _ in points]
+            curves.append(_curve(cell.name_among(cells), millions, [value for _, value in points]))
+        drawn[group] = [_dots(group, cells, accurate)]
+        if max(len(curve.x) for curve in curves) > 1:
+            y_label = measure.removeprefix("validation_metrics/")
+            drawn[group].append(Panel(group, curves, "tokens (millions)", y_label, log_y=not accurate))
+
     for setting, cells in by_setting.items():
-        if len({cell.runs[0].labels["size"] for cell in cells}) > 1:
-            curves = []
-            for label in dict.fromkeys(cell.label for cell in cells):
-                same = sorted((cell for cell in cells if cell.label == label), key=lambda cell: cell.compute)
-                points = [(float(f"{cell.compute / 1e18:.3g}"), cell.perplexity) for cell in same]
-                curves.append(_curve(label, points))
-            title = f"{setting}, all sizes".removeprefix(", ")
-            drawn[title] = [Panel(title, curves, "6ND ($10^{18}$ FLOPs)", perplexity_label, log_x=True, log_y=True)]
+        if len({cell.runs[0].labels["size"] for cell in cells}) == 1:
+            continue
+        curves = []
+        for label in dict.fromkeys(cell.label for cell in cells):
+            same = sorted((cell for cell in cells if cell.label == label), key=lambda cell: cell.compute)
+            compute = [float(f"{cell.compute / 1e18:.3g}") for cell in same]
+            curves.append(_curve(label, compute, [cell.perplexity for cell in same]))
+        title = f"{setting}, all sizes".removeprefix(", ")
+        drawn[title] = [Panel(title, curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", log_x=True, log_y=True)]
     return drawn
 
 
-def _dots(title: str, cells: list[Cell]) -> Dots:
+def _dots(title: str, cells: list[Cell], accurate: bool) -> Dots:
     """The value of each cell, with its 95 % interval if losses by document are known, else its deviation over seeds."""
-    accurate = any(cell.last(ACCURACY) for cell in cells)
     bars = ""
     dots = []
     for cell in cells:
@@ -442,11 +422,10 @@ def _dots(title: str, cells: list[Cell]) -> Dots:
             value = cell.last(ACCURACY) or value
         interval = None
         if not accurate and cell.draws is not None:
-            low, high = interval_of(cell.draws)
-            interval = (low, high)
+            interval = interval_of(cell.draws)
             bars = "; bars: 95 %"
         elif value.deviation is not None:
-            interval = (value.mean - value.deviation, value.mean + value.deviation)
+            interval = [value.mean - value.deviation, value.mean + value.deviation]
             bars = bars or "; bars: deviation"
         label = cell.name_among(cells)
         dots.append(Dot(label, value.mean, interval, f"{label} ({len(cell.runs)})"))
@@ -455,18 +434,6 @@ def _dots(title: str, cells: list[Cell]) -> Dots:
     return Dots(title, dots, x_label + bars)
 
 
-def _same(value: Value) -> Value:
-    return value
-
-
-def _perplexity(loss: Value) -> Value:
-    """Perplexity from mean and deviation of a loss; the deviation to first order."""
-    deviation = loss.deviation and math.exp(loss.mean) * loss.deviation
-    return Value(math.exp(loss.mean), deviation)
-
-
-def _curve(label: str, points: Sequence[tuple[float, Value]]) -> Curve:
-    x = [position for position, _ in points]
-    y = [value.mean for _, value in points]
-    errors = [value.deviation or math.nan for _, value in points]
-    return Curve(label, x, y, None if all(map(math.isnan, errors)) else errors)
+def _curve(label: str, x: list[float], values: list[Value]) -> Curve:
+    errors = [value.deviation or math.nan for value in values]
+    return Curve(label, x, [value.mean for value in values], errors)
