@@ -4,7 +4,7 @@ Convert a checkpoint into a standalone folder, or back.
 
 A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code that transformers
 runs. Checkpoints of this project and of Megatron-Core are read. You can convert while the run goes on. The result is
-read back and compared with the source, every value.
+read back and compared with the source: the model, and every value.
 
     interdomain convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
     interdomain convert exports/debug --to-checkpoint --output outputs/start
@@ -168,8 +168,14 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> Non
 
 
 def check_folder(folder: Path, checkpoint, dtype: torch.dtype) -> None:
-    """Reads the folder back as a user would, and compares every value with the checkpoint's. Raises: ValueError."""
+    """Reads the folder back as a user would, and compares the model and every value with the checkpoint's.
+
+    Raises:
+        ValueError: Something differs, or a value is not finite.
+    """
     model, _ = pretrained.load_pretrained(folder)
+    if model.config != checkpoint.config:
+        raise ValueError(f"the folder holds {model.config}, and the checkpoint {checkpoint.config}. Nothing was kept.")
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             beyond = f"{checkpoint.folder}: {name} holds values that are not finite, or too large for {tensor.dtype}"
