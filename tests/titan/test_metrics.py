@@ -74,8 +74,8 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     monkeypatch.setattr(metrics, "mixer_statistics", lambda *_: {"sign": 1.0})
     this = InterdomainMetrics.__new__(InterdomainMetrics)
     length = "--training.local_batch_size 4 --training.steps 50 --lr_scheduler.total_steps 50"
-    this.job_config = parse(f"{length} --metrics.log_freq {log_freq} --metrics.mixer_freq {mixer_freq}")
-    this.plan = make_plan(this.job_config, 1)
+    this.job = this.job_config = parse(f"{length} --metrics.log_freq {log_freq} --metrics.mixer_freq {mixer_freq}")
+    this.plan = make_plan(this.job, 1)
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
     this.model_parts = this.meshes = this.started = None
     this.log = lambda step, *given: seen.setdefault(step, given[-1])
@@ -83,10 +83,12 @@ def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, 
     this.time_last_log = clock.now
     for step in range(first, 51):
         clock.now += 2
-        this.data_loading_times.append(0.25)
+        this.data_loading_times += [0.25, 0.25]  # micro-batches
         if this.should_log(step):
             this.log_step(step, 1.0, 1.0, 1.0)
-            this.time_last_log = clock.now  # as TorchTitan's `log`
+            # as TorchTitan's `log`
+            this.data_loading_times = []
+            this.time_last_log = clock.now
         if step == 15:
             clock.now += 100
             this.log_validation(1.0, step)
