@@ -44,6 +44,11 @@ if __name__ == "__main__":
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
     if signal_of := plan["starts"][int(os.environ["TORCHELASTIC_RESTART_COUNT"])]:
         disturb(*signal_of)
-    spoil, train = {int(step): what for step, what in plan.get("spoil", {}).items()}, InterdomainTrainer.train
-    InterdomainTrainer.train = lambda trainer: (spoil_losses(trainer, spoil), train(trainer))[1]
+    train = InterdomainTrainer.train
+
+    def spoiled(trainer):
+        spoil_losses(trainer, plan.get("spoil"))
+        train(trainer)
+
+    InterdomainTrainer.train = spoiled
     entry.main()

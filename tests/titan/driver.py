@@ -120,10 +120,10 @@ def watch(trainer, probes, spoil, seen):
 
 
 def spoil_losses(trainer, spoil):
-    """Change losses of rank 1. spoil: {step: "loss" | "gradient" | "both"}."""
+    """Change losses of rank 1. spoil: {"step": "loss" | "gradient" | "both"}."""
 
     def spoiled(model, inputs, loss):
-        what = spoil.get(trainer.step)
+        what = spoil.get(str(trainer.step))
         if what is None or not model.training or torch.distributed.get_rank() != 1:
             return loss
         if what == "gradient":
@@ -167,7 +167,7 @@ def watch_scan(trainer, stack, seen):
 
 
 def build(job):
-    if job.get("stock"):
+    if job["stock"]:
         with mock.patch.object(sys, "argv", ["torchtitan.train", *job["args"]]):
             config = ConfigManager().parse_args(job["args"])
             return config.build() if NEW else torchtitan.train.Trainer(config)
@@ -181,15 +181,15 @@ def run(job):
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
         seen["drawn"] = [call.args[0] for call in draw.call_args_list]
-        watch(trainer, job.get("probes", ()), job.get("spoil") or {}, seen)
-        if "scan" in job.get("probes", ()):
+        watch(trainer, job["probes"], job["spoil"], seen)
+        if "scan" in job["probes"]:
             watch_scan(trainer, stack, seen)
-        with contextlib.suppress(SystemExit) if job.get("stops") else contextlib.nullcontext():
+        with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
             if "--checkpoint.create_seed_checkpoint" in job["args"]:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
             else:
                 trainer.train()
-            assert not job.get("stops")
+            assert not job["stops"]
     seen["timeouts"] = {
         (group.group_desc, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         for group in distributed_c10d._world.pg_map

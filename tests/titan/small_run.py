@@ -113,6 +113,13 @@ def record(folder, step):
     return json.loads((folder / f"step-{step}" / "interdomain.json").read_text())
 
 
+def write_record(step, **changes):
+    """Change a checkpoint's record. None leaves a value out."""
+    path = step / "interdomain.json"
+    changed = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
 def shorten(path, by=1):
     with open(path, "ab") as f:
         f.truncate(path.stat().st_size - by)
@@ -125,10 +132,15 @@ def alter(path, at):
     path.write_bytes(data)
 
 
+SHARD = "__0_0.distcp"
 DAMAGE = {
-    "index cut": (lambda f: shorten(f / ".metadata", 50), ".metadata is damaged"),
-    "shard gone": (lambda f: (f / "__0_0.distcp").unlink(), "its shard __0_0.distcp is missing"),
-    "shard short": (lambda f: shorten(f / "__0_0.distcp"), "its shard __0_0.distcp has"),
-    "shard altered": (lambda f: alter(f / "__0_0.distcp", 0.5), "do not match their checksum"),
-    "record cut": (lambda f: shorten(f / "interdomain.json", 10), "interdomain.json is damaged"),
+    "index cut": (lambda step: shorten(step / ".metadata", 50), ".metadata is damaged"),
+    "shard gone": (lambda step: (step / SHARD).unlink(), "its shard __0_0.distcp is missing"),
+    "shard short": (lambda step: shorten(step / SHARD), "its shard __0_0.distcp has"),
+    "shard altered": (lambda step: alter(step / SHARD, 0.5), "do not match their checksum"),
+    "record cut": (lambda step: shorten(step / "interdomain.json", 10), "interdomain.json is damaged"),
 }
+
+
+def damage(step, kind):
+    DAMAGE[kind][0](step)

@@ -27,22 +27,20 @@ from interdomain.titan.resume.resume_from import OTHER_STATE, ResumePoint, requi
 from ..common import REPOSITORY, TIMEOUT
 from ..docs.pages import blocks
 from .conftest import refusal
-from .small_run import DAMAGE, alter, folder, names, new, record, shorten  # noqa: F401
+from .small_run import DAMAGE, alter, damage, folder, names, new, record, write_record  # noqa: F401
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(new, folder, caplog, kind):
-    damage, said = DAMAGE[kind]
-    damage(folder / "step-3")
+    damage(folder / "step-3", kind)
     assert new().load() == 2
-    assert said in caplog.text
+    assert DAMAGE[kind][1] in caplog.text
     assert caplog.text.count("SKIPPED") == 1
     assert names(folder) == ["step-1", "step-2", "step-3.damaged"]
 
 
 def test_one_of_a_newer_pytorch_is_refused_and_stays(new, folder, capsys):
-    path = folder / "step-3" / "interdomain.json"
-    path.write_text(json.dumps(record(folder, 3) | {"versions": {"torch": "99.0.1+cu999"}}))
+    write_record(folder / "step-3", versions={"torch": "99.0.1+cu999"})
     (folder / "step-3" / ".metadata").write_bytes(b"of another kind")
     error = refusal(capsys, new().load)
     assert f"was written by PyTorch 99.0.1, and PyTorch {torch.__version__} cannot read it" in error
@@ -53,14 +51,14 @@ def test_several_in_a_row_until_none_is_left(new, folder, capsys):
     """Nothing that was set aside is overwritten, the remains of a save are passed over, and a run does not start over, but
     where nothing was lost: its first save of all was cut short."""
     (folder / "step-9").mkdir()
-    DAMAGE["shard short"][0](folder / "step-3")
-    DAMAGE["shard altered"][0](folder / "step-2")
+    damage(folder / "step-3", "shard short")
+    damage(folder / "step-2", "shard altered")
     assert new().load() == 1
     new().save(2)
-    DAMAGE["shard short"][0](folder / "step-2")
+    damage(folder / "step-2", "shard short")
     assert new().load() == 1
     assert names(folder) == ["step-1", "step-2.damaged", "step-2.damaged-2", "step-3.damaged", "step-9"]
-    DAMAGE["shard gone"][0](folder / "step-1")
+    damage(folder / "step-1", "shard gone")
     for _ in range(2):  # nor at the second try
         assert "no complete checkpoint is left" in refusal(capsys, new().load)
     for path in folder.glob("*.damaged*"):
@@ -69,27 +67,34 @@ def test_several_in_a_row_until_none_is_left(new, folder, capsys):
 
 
 def test_ranks_share_the_reading_and_miss_nothing(folder):
-    index = read_index(folder / "step-3")
-    for damage, found in ((lambda path, at: None, 0), (alter, 1)):
-        damage(folder / "step-3" / "__0_0.distcp", 0.5)
-        assert sum(altered_entry(folder / "step-3", index, rank, 5) is not None for rank in range(5)) == found
+    step = folder / "step-3"
+    index = read_index(step)
+    assert not any(altered_entry(step, index, rank, 5) for rank in range(5))
+    alter(step / "__0_0.distcp", 0.5)
+    assert len([rank for rank in range(5) if altered_entry(step, index, rank, 5)]) == 1
 
 
-def test_another_run_is_refused_before_its_tensors_are_read(new, folder, capsys):
-    norope = build_config("debug", "interdomain-norope")  # the very same tensors
-    for settings, said in (
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
         ({"model": build_config("debug", softmax_every=2)}, "interdomain there and interdomain, softmax_every 2 here"),
-        ({"model": norope}, "mixer.rope is True there and False here"),
+        # The very same tensors.
+        ({"model": build_config("debug", "interdomain-norope")}, "mixer.rope is True there and False here"),
         ({"width": 8}, "weight is [7, 300] there and [8, 300] here"),
         ({"tokens_per_step": 1024}, "tokens_per_step is 512 there and 1024 here"),
-    ):
-        error = refusal(capsys, new(**settings).load)
-        assert f"{folder / 'step-3'} is a checkpoint of another run (interdomain, debug)" in error
-        assert said in error
-    assert new(model=build_config("debug", max_seq_len=128)).load() == 3  # a longer context is the same model
+    ],
+)
+def test_another_run_is_refused_before_its_tensors_are_read(new, folder, capsys, settings, said):
+    error = refusal(capsys, new(**settings).load)
+    assert f"{folder / 'step-3'} is a checkpoint of another run (interdomain, debug)" in error
+    assert said in error
 
 
-def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, folder, tmp_path, capsys):
+def test_a_longer_context_is_the_same_model(new, folder):
+    assert new(model=build_config("debug", max_seq_len=128)).load() == 3
+
+
+def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, tmp_path, capsys):
     """Two runs of the same settings, whose checkpoint.folder is the same place: told apart by their folders in the record."""
 
     def start(name, checkpoints):
@@ -100,7 +105,7 @@ def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, folder, tm
 
     shared = tmp_path / "shared"
     start("first", shared).save(4, 5)
-    shorten(shared / "step-4" / "__0_0.distcp")
+    damage(shared / "step-4", "shard short")
     before = bytes_in(shared)
     error = refusal(capsys, start("second", shared).load)
     assert f"{shared / 'step-4'} is a checkpoint of another run, whose folder is {tmp_path / 'first'}" in error
@@ -111,13 +116,10 @@ def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, folder, tm
     assert start("second", shared).load() == 5
     own = shutil.copytree(shared, tmp_path / "third" / "checkpoint")  # put there for this run
     assert start("third", own).load() == 5
-    inner = tmp_path / "outer" / "inner" / "checkpoint"  # another run's folder within this run's
-    start("outer/inner", inner).save(6)
-    assert "whose folder is" in refusal(capsys, start("outer", inner).load)
 
 
-def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
-    """Once, without folders, logging, saving and what is the ranks' affair. What changes the function is refused."""
+def test_a_resume_lists_every_setting_that_changed(new, folder, caplog):
+    """Once, without folders, logging, saving and what is the ranks' affair."""
     assert new(interval=7).load() == 3
     assert "was saved with other settings" not in caplog.text
     free = "--job.dump_folder elsewhere --metrics.log_freq 7 --training.local_batch_size 4 "
@@ -132,55 +134,64 @@ def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
         "  validation.tokens: 1000 -> 2000",
         "  fingerprint of the validation text: old -> new",
     ]
-    reset = ["--data.reset_state_at_documents"]
-    error = refusal(capsys, new(flags=reset).load)
+
+
+RESET = ["--data.reset_state_at_documents"]
+
+
+def test_a_setting_that_changes_the_function_is_refused(new, folder, capsys):
+    error = refusal(capsys, new(flags=RESET).load)
     assert "was trained with data.reset_state_at_documents = False, and here it is True" in error
 
 
 def test_a_record_of_another_version(new, folder, caplog):
     """One that names settings which are gone loads in silence. One without settings, as older versions wrote it, says so."""
-    path = folder / "step-3" / "interdomain.json"
-    saved = record(folder, 3)
-    saved["configuration"]["training"] |= {"spike_deviations": 6.0, "max_spikes": 3}
-    saved["configuration"]["checkpoint"]["copy_to"] = ""
-    saved |= {"spikes": 1, "skipped_steps": 2, "skipped_in_a_row": 0, "spike_steps": [2], "recent_losses": [3.0]}
-    path.write_text(json.dumps(saved))
+    configuration = record(folder, 3)["configuration"]
+    configuration["training"] |= {"spike_deviations": 6.0, "max_spikes": 3}
+    configuration["checkpoint"]["copy_to"] = ""
+    counts = {"skipped_steps": 2, "skipped_in_a_row": 0}
+    gone = {"spikes": 1, "spike_steps": [2], "recent_losses": [3.0]}
+    write_record(folder / "step-3", configuration=configuration, **counts, **gone)
     run = new()
     assert run.load() == 3
-    assert run.others["optimizers"].step_guard.state_dict() == {"skipped_steps": 2, "skipped_in_a_row": 0}
+    assert run.others["optimizers"].step_guard.state_dict() == counts
     assert "settings" not in caplog.text
-    del saved["configuration"]
-    path.write_text(json.dumps(saved))
-    assert new(flags=["--data.reset_state_at_documents"]).load() == 3
+    write_record(folder / "step-3", configuration=None)
+    assert new(flags=RESET).load() == 3
     assert "does not record its settings" in caplog.text
 
 
-def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
-    """Loaded where the run's own folder holds only the remains of a save; weights only, or all but what is excluded."""
-    other = tmp_path / "other"
-    (other / "step-5").mkdir(parents=True)
-    weights = {"at": other, "initial_load_path": str(folder / "step-2"), "tokens_per_step": 1024}
-    run = new(**weights)
+@pytest.fixture
+def other(tmp_path):
+    """The folder of a run that starts from another's checkpoint: it holds only the remains of a save."""
+    (tmp_path / "other" / "step-5").mkdir(parents=True)
+    return tmp_path / "other"
+
+
+def test_weights_of_an_initial_checkpoint(new, folder, other):
+    given = {"at": other, "initial_load_path": str(folder / "step-2"), "tokens_per_step": 1024}
+    run = new(**given)
     assert run.manager.load()
     assert (run.model.weight.unique().item(), run.trainer.step) == (2, 0)
     run.save(1)
     assert record(other, 1)["run"]["started_from"]["step"] == 2
-    onward = new(**weights)
+    onward = new(**given)
     assert onward.load() == 1
     assert onward.manager.record["run"]["started_from"]["step"] == 2  # a resumed run knows, too
-    shutil.rmtree(other / "step-1")
 
-    most = {"at": other, "initial_load_path": str(folder / "step-2")}
-    most |= {"initial_load_model_only": False, "exclude_from_loading": ["dataloader"]}
-    run = new(**most)
+
+def test_all_of_an_initial_checkpoint_but_what_is_excluded(new, folder, other, capsys):
+    given = {"initial_load_model_only": False, "exclude_from_loading": ["dataloader"]}
+    given |= {"at": other, "initial_load_path": str(folder / "step-2")}
+    run = new(**given)
     assert run.manager.load()
     assert (run.trainer.step, run.others["optimizers"].step, run.others["dataloader"].step) == (2, 2, 0)
     assert "started_from" not in run.manager.record["run"]  # the same run goes on
     run.save(3)
-    assert new(**most).load() == 3  # its own, with all parts
+    assert new(**given).load() == 3  # its own, with all parts
     shutil.rmtree(other / "step-3")
-    shorten(folder / "step-2" / "__0_0.distcp")
-    assert "its shard" in refusal(capsys, new(**most).load)
+    damage(folder / "step-2", "shard short")
+    assert "its shard" in refusal(capsys, new(**given).load)
     assert "nowhere" in refusal(capsys, new(at=other, initial_load_path="nowhere").load)
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
@@ -210,24 +221,20 @@ def bytes_in(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kept", ["shards", "record"])
-def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys, kept):
+@pytest.mark.parametrize("lost", ["*.json", "*.distcp"])
+def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys, lost):
     """Also a start from an initial checkpoint. Beside a complete one it is passed over, and nothing of it is lost."""
     moved = tmp_path / "moved" / "checkpoint"
     for step in ("step-2", "step-3"):
         copy_visible(folder / step, moved / step)
         (moved / step / "KEEP").touch()
-        for path in (moved / step).glob("*.json" if kept == "shards" else "*.distcp"):
+        for path in (moved / step).glob(lost):
             path.unlink()
     before = bytes_in(moved)
-    for settings in ({}, {"initial_load_path": str(folder / "step-1")}):
-        error = refusal(capsys, new(at=moved, **settings).load)
+    for initial in ("", str(folder / "step-1")):
+        error = refusal(capsys, new(at=moved, initial_load_path=initial).load)
         assert f"{moved} holds step-2, step-3 without .metadata" in error
-        assert "move step-2, step-3 away" in error
     assert bytes_in(moved) == before
-    (moved / "step-4").symlink_to(tmp_path / "not mounted")
-    assert "step-2, step-3, step-4 without .metadata" in refusal(capsys, new(at=moved).load)
-
     shutil.copytree(folder / "step-1", moved / "step-1")
     run = new(at=moved, keep_latest_k=2)
     assert run.manager.load()
@@ -237,6 +244,13 @@ def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys, kept
     assert all(now[name.replace("/", ".superseded/", 1)] == data for name, data in before.items())
 
 
+def test_a_link_that_leads_nowhere_stops_a_start_from_zero(new, tmp_path, capsys):
+    """The disk that holds the checkpoint is away."""
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "step-4").symlink_to(tmp_path / "not mounted")
+    assert "step-4 without .metadata" in refusal(capsys, new(at=tmp_path / "checkpoint").load)
+
+
 def test_what_an_interrupted_save_left_stops_nothing(new, tmp_path, monkeypatch):
     """Not even of a run's first save; and its place is used again."""
     with monkeypatch.context() as patch:
@@ -244,7 +258,7 @@ def test_what_an_interrupted_save_left_stops_nothing(new, tmp_path, monkeypatch)
         with pytest.raises(CheckpointException):
             new().save(4)
     folder = tmp_path / "run" / "checkpoint"
-    assert [path.name for path in (folder / "step-4").glob("*.distcp")] == ["__0_0.distcp"]
+    assert [*(folder / "step-4").glob("*.distcp")]
     assert half_copies(folder) == []
     run = new()
     assert run.manager.load() is False
@@ -257,12 +271,13 @@ def test_what_an_interrupted_save_left_stops_nothing(new, tmp_path, monkeypatch)
 def test_what_a_kill_leaves_of_a_removal_is_known_as_the_run_s_own(new, folder, monkeypatch, removed):
     """A save that was interrupted is removed by the next save of its step, which is interrupted after each of its files."""
     (folder / "step-3" / ".metadata").rename(folder / "step-3" / ".incomplete")
-    files = iter(range(removed))
+    left = [None] * removed
     scandir, unlink = os.scandir, os.unlink
 
     def unlink_some(*args, **kwargs):
-        if next(files, None) is None:
+        if not left:
             raise KeyboardInterrupt
+        left.pop()
         unlink(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -281,11 +296,11 @@ def test_what_a_kill_leaves_of_a_removal_is_known_as_the_run_s_own(new, folder, 
 
 
 def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
-    shorten(folder / "step-3" / "__0_0.distcp")
-    alter(folder / "step-2" / "__0_0.distcp", 0.5)
+    damage(folder / "step-3", "shard short")
+    damage(folder / "step-2", "shard altered")
     (folder / "step-3").rename(folder / "step-4")
-    for step, said in ((2, "do not match their checksum"), (3, "There are: 1, 2")):
-        assert said in refusal(capsys, new().load, step)
+    assert "do not match their checksum" in refusal(capsys, new().load, 2)
+    assert "There are: 1, 2" in refusal(capsys, new().load, 3)
     assert names(folder) == ["step-1", "step-2", "step-4.damaged"]
 
 
@@ -310,7 +325,7 @@ def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, capl
     other_seed = {"flags": ["--debug.seed", "43"]}
     assert start(1, 2, **other_seed) == 1  # once more, with the data in another order
     assert start(1, **other_seed) == 2
-    DAMAGE["shard altered"][0](folder / "step-2")
+    damage(folder / "step-2", "shard altered")
     assert start(1, **other_seed) == 1  # all of that course is damaged: back to where it began
     assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2", "step-2.superseded-2"} <= {*names(folder)}
 
@@ -359,19 +374,9 @@ def test_the_lines_of_docs_that_copy_to_an_object_store(new, folder, tmp_path):
 # Saving
 
 
-def test_retention_counts_finished_checkpoints(new, folder, monkeypatch):
-    for name in ("step-0", "step-2.damaged", "step-9"):
-        (folder / name).mkdir()  # step-0: the remains of a save. step-9: later than what is saved
-    run, removed = new(keep_latest_k=2), []
-    monkeypatch.setattr(run.manager.purge_queue, "put", lambda path: removed.append(path))
-    run.manager.purge_thread = None
-    run.save(4)
-    assert sorted(map(os.path.basename, removed)) == ["step-0", "step-1", "step-2"]
-    assert set(finished_steps(folder)) == {3, 4}  # the index goes first
-
-
 def test_retention_removes_only_what_the_run_wrote(new, folder, tmp_path):
-    """No link, no folder that another run or a person put there. What interrupted saves and removals left goes."""
+    """No link, no folder that another run or a person put there, nothing later than what is saved. What interrupted saves and
+    removals left goes."""
     archive = shutil.copytree(folder / "step-2", tmp_path / "archive")
     (folder / "step-0").symlink_to(archive)
     copy_visible(folder / "step-2", folder / "step-4")
@@ -381,15 +386,26 @@ def test_retention_removes_only_what_the_run_wrote(new, folder, tmp_path):
     for name in ("step-7", "step-8"):
         copy_visible(folder / "step-2", folder / name)
         (folder / name / ".incomplete").touch()
-    of_another_run = json.dumps(record(folder, 2) | {"folder": "/another/run"})
     for name in ("step-5", "step-8"):
-        (folder / name / "interdomain.json").write_text(of_another_run)
-    others = ("step-0", "step-4", "step-5", "step-6", "step-8")
+        write_record(folder / name, folder="/another/run")
+    for name in ("step-2.damaged", "step-19"):
+        (folder / name).mkdir()
+    others = ("step-0", "step-4", "step-5", "step-6", "step-8", "step-2.damaged", "step-19")
     before = {name: bytes_in(folder / name) for name in others}
     new(keep_latest_k=2).save(9, 10, 11)
     assert names(folder) == sorted([*others, "step-10", "step-11"])
     assert {name: bytes_in(folder / name) for name in others} == before
     assert (folder / "step-0").is_symlink()
+
+
+def test_a_removal_begins_with_the_index(new, folder, monkeypatch):
+    """A checkpoint of which a part is gone does not look whole."""
+    run = new(keep_latest_k=2)
+    monkeypatch.setattr(run.manager.purge_queue, "put", lambda path: None)
+    run.manager.purge_thread = None
+    run.save(4)
+    assert {*finished_steps(folder)} == {3, 4}
+    assert names(folder) == ["step-1", "step-2", "step-3", "step-4"]
 
 
 def test_a_linked_checkpoint_is_read_and_never_written(new, folder, tmp_path):
@@ -419,15 +435,17 @@ def test_milestones_are_saved_and_stay(new, folder, mode):
         run.save(*steps)
         run.manager._async_wait()
 
-    (folder / "step-5").mkdir()
-    (folder / "step-5" / "KEEP").touch()
-    (folder / "step-1" / "KEEP").touch()
+    def name_a_milestone(step):
+        (folder / f"step-{step}").mkdir(exist_ok=True)
+        (folder / f"step-{step}" / "KEEP").touch()
+
+    name_a_milestone(5)
+    name_a_milestone(1)
     train(4, 5, 6, 7, interval=2, milestones={4, 7})
     assert {*finished_steps(folder)} == {1, 4, 6, 7}
     assert {*milestones(folder)} == {1, 4, 7}
     assert not (folder / "step-5").exists()  # remains are no checkpoint
-    (folder / "step-8").mkdir()  # a user may name the one that is being saved
-    (folder / "step-8" / "KEEP").touch()
+    name_a_milestone(8)  # the one that is being saved
     train(8, 9, 10, 11)
     assert {*finished_steps(folder)} == {1, 4, 7, 8, 10, 11}
     assert new().load(4) == 4
@@ -443,7 +461,7 @@ def test_a_step_is_saved_anew_from_nothing(new, folder):
     run.others["optimizers"].step_guard.load_state_dict(state)
     run.save(3)
     assert names(folder / "step-3") == [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
-    assert [record(folder, 3)[name] for name in ("step", "tokens", "skipped_steps")] == [3, 3 * 512, 4]
+    assert record(folder, 3).items() >= {"step": 3, "tokens": 3 * 512, "skipped_steps": 4}.items()
     again = new()
     again.load()
     assert again.others["optimizers"].step_guard.state_dict() == state
@@ -456,18 +474,18 @@ def test_now_means_on_the_disk(new, folder):
     assert run.manager.save_now(4)
     assert run.manager.save_future is None
     run.save(7)  # not due
-    assert set(finished_steps(folder)) == {1, 2, 3, 4}
+    assert {*finished_steps(folder)} == {1, 2, 3, 4}
     assert run.manager.save_now(7)
     assert new().load() == 7
     assert new(enable=False).manager.save_now(8) is False
 
 
 def test_a_run_whose_folder_was_taken_over_saves_nothing(new, folder, tmp_path, capsys):
-    run, lock = new(), FolderLock(tmp_path / "run")
-    run.manager.lock = lock
+    lock = FolderLock(tmp_path / "run")
     lock.path.write_text(json.dumps(lock.record | {"token": "another"}))
+    run = new()
+    run.manager.lock = lock
     assert "was taken over by another run" in refusal(capsys, run.save, 4)
-    assert "was taken over" in refusal(capsys, run.manager.require_folder)
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
@@ -489,10 +507,6 @@ def test_weights_alone_are_not_continued(new, folder, capsys):
     manager = new().manager
     entries = read_index(folder / "step-3").entries.items()
     weights = SimpleNamespace(entries={name: entry for name, entry in entries if not name.startswith(OTHER_STATE)})
-    point = ResumePoint(folder / "step-3", weights, record(folder, 3), "latest")
-    arguments = manager.record, manager.tensors
-    assert "holds the weights alone" in refusal(capsys, require_same_run, point, *arguments, batch=True)
-    converted = point._replace(record=point.record | {"run": {"started_from": {}}})
-    assert "tokens_per_step is 0 there and 512 here" in refusal(
-        capsys, require_same_run, converted, *arguments, batch=True
-    )
+    for trained, said in ({}, "holds the weights alone"), ({"run": {"started_from": {}}}, "tokens_per_step is 0 there"):
+        point = ResumePoint(folder / "step-3", weights, record(folder, 3) | trained, "latest")
+        assert said in refusal(capsys, require_same_run, point, manager.record, manager.tensors, batch=True)

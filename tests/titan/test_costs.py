@@ -12,7 +12,7 @@ from interdomain.titan.plan.dry_run import cost_model
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
 
-from .runs import AXES, flags
+from .runs import parse as parse_flags
 from .test_plan import CONFIGS, parse
 
 
@@ -38,54 +38,60 @@ def traced(job, plan):
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_memory_is_about_what_a_step_takes(mode):
     """Of a model whose layers are softmax: plain PyTorch keeps more of the scan than the kernels do."""
-    job = parse(mixer__condition="softmax", activation_checkpoint__mode=mode, training__seq_len=512, model__n_layers=2)
+    softmax = "--mixer.condition softmax --training.seq_len 512 --model.n_layers 2"
+    job = parse_flags(f"{softmax} --training.local_batch_size 4 --activation_checkpoint.mode {mode}")
     plan = make_plan(job, 1)
     assert sum(cost_model(plan, job).memory().values()) == pytest.approx(traced(job, plan), rel=0.3)
 
 
-def estimate(ranks=1, **settings):
+def estimate(given="", ranks=1):
     """Bytes by category of a run of 1.3B on so many ranks, with four micro-batches in a step."""
-    given = {"training__local_batch_size": 1, "training__seq_len": 4096, "training__precision": "bf16"} | settings
-    given["training__global_batch_size"] = 4 * ranks
-    job = read_job_config(flags("corpus", "folder", CONFIGS / "1.3B.toml", **given))
+    sizes = f"--training.local_batch_size 1 --training.seq_len 4096 --training.global_batch_size {4 * ranks} "
+    job = parse_flags(sizes + given, toml=CONFIGS / "1.3B.toml")
     return cost_model(make_plan(job, ranks, on_gpus=True), job).memory()
-
-
-def total(ranks=1, **settings):
-    return sum(estimate(ranks, **settings).values())
 
 
 def test_memory_by_category():
     """float32 parameters, gradients and two moments, sharded; gradients are whole until the last micro-batch."""
-    one, eight = estimate(), estimate(8)
+    one, eight = estimate(), estimate(ranks=8)
     n = count_parameters(meta_model(build_config("1.3B", "interdomain")))
     assert (one["parameters"], one["gradients"], one["optimizer"]) == (4 * n, 4 * n, 8 * n)
     assert 1 / 8 < eight["parameters"] / one["parameters"] < 1 / 7  # the dynamics are whole
     assert eight["gradients"] - eight["parameters"] == pytest.approx(4 * n, rel=0.02)
-    each = estimate(8, training__reduce_gradients="micro-batch")
+    each = estimate("--training.reduce_gradients micro-batch", ranks=8)
     assert each["gradients"] == each["parameters"]
 
 
 def test_muon_has_one_moment_of_matrices():
-    settings = {"training__local_batch_size": 4, "model__n_layers": 2}
-    adamw, muon = (parse(optimizer__name=name, **settings) for name in ("AdamW", "Muon"))
+    adamw, muon = (parse(f"--model.n_layers 2 --optimizer.name {name}") for name in ("AdamW", "Muon"))
     optimizer = [cost_model(make_plan(job, 2), job).memory()["optimizer"] for job in (adamw, muon)]
     assert optimizer[0] - optimizer[1] == 4 * 2 * (4 * 128 * 128 + 3 * 128 * 384) // 2
 
 
-def test_memory_falls_with_what_saves_it():
-    none, selective, full = (total(activation_checkpoint__mode=mode) for mode in ("none", "selective", "full"))
-    assert full < selective < none
-    every_block = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "1"}
-    assert total(**every_block) == full
-    assert total(**every_block | {"activation_checkpoint__selective_ac_option": "2"}) == none
-    assert total(mixer__recompute=True) < total(mixer__recompute=False)
-    assert total(training__precision="bf16") < total(training__precision="float32")
-    assert total(training__local_batch_size=1) < total(training__local_batch_size=2)
-    for axis in ("shards", "context", "tensor", "pipeline"):
-        settings = {} if axis == "shards" else {f"parallelism__{AXES[axis]}_degree": 2}
-        settings["validation__enable"] = False
-        assert total(2, **settings) < total(**settings | {f"parallelism__{AXES[axis]}_degree": 1}), axis
+LESS = [  # flags that need less memory than other flags
+    ("--activation_checkpoint.mode full", "--activation_checkpoint.mode selective"),
+    ("--activation_checkpoint.mode selective", "--activation_checkpoint.mode none"),
+    ("--mixer.recompute True", "--mixer.recompute False"),
+    ("--training.precision bf16", "--training.precision float32"),
+    ("--training.local_batch_size 1", "--training.local_batch_size 2"),
+]
+
+
+@pytest.mark.parametrize(("less", "more"), LESS)
+def test_memory_falls_with_what_saves_it(less, more):
+    assert sum(estimate(less).values()) < sum(estimate(more).values())
+
+
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"])
+def test_memory_falls_with_the_ranks_that_share_it(axis):
+    two = estimate(f"--parallelism.{axis}_degree 2 --validation.no-enable", ranks=2)
+    assert sum(two.values()) < sum(estimate("--validation.no-enable").values())
+
+
+def test_checkpointing_of_every_second_block():
+    every = "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option"
+    assert estimate(f"{every} 1") == estimate("--activation_checkpoint.mode full")
+    assert estimate(f"{every} 2") == estimate("--activation_checkpoint.mode none")
 
 
 @pytest.mark.parametrize(
@@ -94,26 +100,24 @@ def test_memory_falls_with_what_saves_it():
 )
 def test_a_pipeline_s_micro_batches_and_waiting(schedule, held):
     """Those that a rank holds at a time, by PyTorch's own order, and the textbook's idle share."""
-    settings = {"parallelism__pipeline_parallel_degree": 4, "parallelism__pipeline_parallel_schedule": schedule}
-    plan = make_plan(parse(training__local_batch_size=1, model__n_layers=6, **settings), 4)
+    pipeline = f"--parallelism.pipeline_parallel_degree 4 --parallelism.pipeline_parallel_schedule {schedule}"
+    plan = make_plan(parse(f"{pipeline} --training.local_batch_size 1 --model.n_layers 6"), 4)
     costs = CostModel(plan)
     stages = 2 if schedule == "Interleaved1F1B" else 1
     assert [costs._in_flight(rank) for rank in range(4)] == held
     assert costs.idle() == pytest.approx(3 / (8 * stages + 3))
 
 
-COUNTED = [
-    *("2 text", "2 replicas", "2 context full", "2 tensor layers", "2 pipeline layers", "2 context softmax"),
-    *("2 context fixed", "2 tensor fixed", "2 each bfloat16"),
-]
+COUNTED = ["text", "replicas", "context full", "tensor layers", "pipeline layers", "context softmax"]
+COUNTED += ["context fixed", "tensor fixed", "each bfloat16"]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_step_receives_about_what_the_dry_run_says(runs, name):
-    counted = max(seen["traffic"] for seen in runs.every(name))
-    job = read_job_config(runs.jobs[name]["args"])
-    plan = make_plan(job, int(name[0]))
+    counted = max(seen["traffic"] for seen in runs.every(f"2 {name}"))
+    job = read_job_config(runs.jobs[f"2 {name}"]["args"])
+    plan = make_plan(job, 2)
     assert sum(cost_model(plan, job).traffic().values()) == pytest.approx(counted, rel=0.08)
 
 

@@ -3,10 +3,9 @@
 import pytest
 
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.settings.schema import SETTINGS, Resume
 
-from .runs import SAVED, assert_same_tensors, flags
+from .runs import assert_same_tensors, parse
 
 FREE = [name for name, setting in SETTINGS.items() if setting.resume is Resume.FREE]
 # Another value than that of the tiny run.
@@ -39,15 +38,16 @@ OTHERS = {
 }
 # These choose the run's folder or where it starts, or need a GPU, a package or other processes.
 NOT_TRIED = {
-    *(
-        "job.config_file",
-        "job.dump_folder",
-        "checkpoint.enable",
-        "checkpoint.initial_load_path",
-        "checkpoint.load_step",
-    ),
-    *("checkpoint.initial_load_model_only", "checkpoint.exclude_from_loading"),
-    *("metrics.enable_wandb", "profiling.enable_profiling", "comm.mode"),
+    "job.config_file",
+    "job.dump_folder",
+    "checkpoint.enable",
+    "checkpoint.initial_load_path",
+    "checkpoint.load_step",
+    "checkpoint.initial_load_model_only",
+    "checkpoint.exclude_from_loading",
+    "metrics.enable_wandb",
+    "profiling.enable_profiling",
+    "comm.mode",
 }
 CHECKPOINTS = {"milestones"}  # what the plan says of the checkpoints that stay
 
@@ -58,7 +58,7 @@ def test_every_free_setting_is_tried():
 
 @pytest.mark.parametrize("setting", OTHERS)
 def test_a_free_setting_changes_no_plan(setting):
-    job = read_job_config(flags("corpus", "folder", **SAVED))
+    job = parse("--checkpoint.enable")
     assert job[setting] != OTHERS[setting]
     plans = [vars(make_plan(one, 1)) for one in (job, job.changed({setting: OTHERS[setting]}))]
     before, after = ({name: value for name, value in plan.items() if name not in CHECKPOINTS} for plan in plans)
@@ -71,5 +71,5 @@ def test_a_free_setting_changes_no_plan(setting):
 def test_free_settings_change_no_bit_of_the_weights(runs):
     """All of them at once."""
     others = {setting.replace(".", "__"): value for setting, value in OTHERS.items()}
-    runs.add("1 free", **SAVED | {"validation__enable": True} | others)
+    runs.add("1 free", checkpoint__enable=True, validation__enable=True, **others)
     assert_same_tensors(runs.at("1 free") / "elsewhere" / "step-6", runs.checkpoint("1 text", 6))

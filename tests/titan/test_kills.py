@@ -19,7 +19,7 @@ from interdomain.tools._start.torchrun import CONTINUE
 
 from ..common import REPOSITORY
 from ..ranks import forks
-from .runs import SAVED, assert_same_tensors, flags, run_disturbed, steps
+from .runs import assert_same_tensors, flags, run_disturbed
 
 pytestmark = pytest.mark.e2e
 
@@ -28,8 +28,6 @@ STARTS = [
     [["validate", 6, 0, "SIGKILL", "agent"]],  # after the save of the last step
     [None],
 ]
-MILESTONES = {"checkpoint__keep_steps": [2, 4]}
-SPOIL = {"spoil": {5: "gradient"}}
 
 
 def watching(run):
@@ -48,37 +46,31 @@ def story(tmp_path_factory, corpus):
     """Record of each start of torchrun: its exit status, its output, and the files in the checkpoint folder after it."""
     folder = tmp_path_factory.mktemp("kills")
     run, plan = folder / "run", folder / "plan.json"
-    settings = SAVED | MILESTONES | {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
-    settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
-    settings |= {"training__local_batch_size": 4, "metrics__enable_tensorboard": True}
-    given = flags(corpus, run, **settings)
+    given = "--checkpoint.enable --checkpoint.keep_steps 2 4 --checkpoint.interval 1 --checkpoint.keep_latest_k 2"
+    given += " --validation.enable --validation.freq 1 --validation.tokens 128"
+    given += " --training.local_batch_size 4 --metrics.enable_tensorboard"
     run.mkdir()
     watcher = forks().Process(target=watch_beside, args=(watching(run),))
     watcher.start()
     chapters = []
-    for i, starts in enumerate(STARTS):
-        if i == 1:  # the newest was complete when the run left
+    for starts in STARTS:
+        if len(chapters) == 1:  # the newest was complete when the run left
             shard = run / "checkpoint" / "step-5" / "__1_0.distcp"
             os.truncate(shard, shard.stat().st_size - 1)
-        plan.write_text(json.dumps({"starts": starts, **SPOIL}))
-        status, said = run_disturbed(plan, len(starts) - 1, *given)
-        seen = {"status": status, "said": said, "held": (run / NAME).exists()}
+        plan.write_text(json.dumps({"starts": starts, "spoil": {"5": "gradient"}}))
+        status, said = run_disturbed(plan, len(starts) - 1, *flags(corpus, run), *given.split())
         found = finished_steps(run / "checkpoint")
-        validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
-        chapters.append(SimpleNamespace(found=set(found), validated=validated, **seen))
+        chapter = SimpleNamespace(status=status, said=said, held=(run / NAME).exists(), found={*found})
+        chapter.validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
+        chapters.append(chapter)
     watcher.join()
     assert watcher.exitcode == 0
     return SimpleNamespace(chapters=chapters, folder=run)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(runs, corpus):
+def undisturbed(runs):
     """The folder of the run that nobody disturbed, and whose milestones are evaluated after its end."""
-    runs.add(
-        "2 story",
-        **SAVED | MILESTONES | SPOIL | steps(6),
-        metrics__enable_tensorboard=True,
-    )
     folder = runs.at("2 story")
     assert watch.main([*watching(folder), "--once"]) == 0
     return folder
@@ -128,8 +120,13 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     assert (record["tokens"], record["skipped_steps"]) == (3072, 1)
     assert {*milestones(ours.parent)} == {*milestones(theirs.parent)} == {2, 4, 6}
     assert_same_tensors(ours, theirs)
-    for tag, curves in (("loss_metrics/global_avg_loss", "tb"), ("perplexity/{}/64", "tb/evaluation")):
-        tag = tag.format(REPOSITORY / "README.md")
-        events = [read_events(folder / curves).Scalars(tag) for folder in (story.folder, undisturbed)]
-        ours, theirs = ([(event.step, event.value) for event in each] for each in events)
-        assert ours == theirs  # one curve, although steps ran again
+
+
+@pytest.mark.parametrize(
+    ("folder", "tag"),
+    [("tb", "loss_metrics/global_avg_loss"), ("tb/evaluation", f"perplexity/{REPOSITORY / 'README.md'}/64")],
+)
+def test_its_curves_are_those_of_the_undisturbed_run(story, undisturbed, folder, tag):
+    """One curve, although steps ran again."""
+    ours, theirs = (read_events(run / folder).Scalars(tag) for run in (story.folder, undisturbed))
+    assert [(event.step, event.value) for event in ours] == [(event.step, event.value) for event in theirs]

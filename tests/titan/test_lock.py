@@ -13,10 +13,10 @@ from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
-from interdomain.titan.settings.job_config import job_config_of
 
 from ..common import TIMEOUT
 from .conftest import refusal
+from .runs import parse
 
 ELSEWHERE = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid": 7, "slurm_job": "42"}
 
@@ -45,23 +45,15 @@ def acquire(folder):
 def between_looks(monkeypatch, act):
     """act() in place of the wait between two looks at another's lock."""
     sleep = time.sleep
-    replaced = SimpleNamespace(
-        sleep=lambda s: sleep(s) if s == lock.HEARTBEAT_SECONDS else act(), strftime=time.strftime
-    )
-    monkeypatch.setattr(lock, "time", replaced)
 
-
-def beating(monkeypatch, path, times):
-    """Another machine's run, seen from here: between our looks it touches the lock, so often, and then releases it."""
-    beats = iter(range(1, times + 1))
-
-    def beat():
-        if i := next(beats, None):
-            os.utime(path, ns=(i, i))
+    def wait(seconds):
+        if seconds == lock.HEARTBEAT_SECONDS:
+            sleep(seconds)
         else:
-            path.unlink(missing_ok=True)
+            act()
 
-    between_looks(monkeypatch, beat)
+    replaced = SimpleNamespace(sleep=wait, strftime=time.strftime)
+    monkeypatch.setattr(lock, "time", replaced)
 
 
 def until(condition):
@@ -74,8 +66,9 @@ def until(condition):
 def test_a_living_holder_on_this_machine(tmp_path, monkeypatch):
     """It touches its lock; test_kills.py has one that is killed, whose lock is taken over at once."""
     acquire(tmp_path)
-    seen = (tmp_path / NAME).stat().st_mtime_ns
-    between_looks(monkeypatch, lambda: until(lambda: (tmp_path / NAME).stat().st_mtime_ns > seen))
+    path = tmp_path / NAME
+    seen = path.stat().st_mtime_ns
+    between_looks(monkeypatch, lambda: until(lambda: path.stat().st_mtime_ns > seen))
     with pytest.raises(ValueError, match=f"in use by another run: process {os.getpid()} on {os.uname().nodename}"):
         FolderLock(tmp_path).acquire()
 
@@ -96,8 +89,7 @@ def test_a_file_that_is_no_lock(tmp_path, capsys, text):
     first.refresh()
     first.check_held()
     first.release()
-    error = refusal(capsys, hold_folder, config(tmp_path))
-    assert f"{path} is not a lock of this version" in error
+    assert f"{path} is not a lock of this version" in refusal(capsys, hold_folder, config(tmp_path))
     assert path.read_bytes() == text
 
 
@@ -111,12 +103,22 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, 
     that is about to end is waited for."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    beating(monkeypatch, held(tmp_path, slurm_job=job, slurm_restarts=restarts), beats)
+    path = held(tmp_path, slurm_job=job, slurm_restarts=restarts)
+    left = [*range(1, beats + 1)]
+
+    def beat():
+        """Between our looks it touches its lock, so often, and then releases it."""
+        if left:
+            os.utime(path, ns=(left[0], left.pop(0)))
+        else:
+            path.unlink(missing_ok=True)
+
+    between_looks(monkeypatch, beat)
     if taken:
         acquire(tmp_path)
-    else:
-        with pytest.raises(ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"):
-            FolderLock(tmp_path).acquire()
+        return
+    with pytest.raises(ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"):
+        FolderLock(tmp_path).acquire()
 
 
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
@@ -134,33 +136,34 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
         first.check_held()
 
 
-def config(folder, save=True, draw=False, checkpoints="checkpoint", curves="tb"):
-    return job_config_of(
-        {
-            "job": {"dump_folder": str(folder)},
-            "checkpoint": {"enable": save, "folder": str(checkpoints)},
-            "metrics": {"enable_tensorboard": draw, "save_tb_folder": str(curves)},
-        }
-    )
+def config(folder, given="--checkpoint.enable"):
+    return parse(f"--job.dump_folder {folder} {given}")
+
+
+DRAWN = "--metrics.enable_tensorboard"
 
 
 @pytest.mark.parametrize(
-    ("settings", "rank", "holds"),
-    [({}, 0, True), ({}, 1, False), ({"save": False}, 0, False), ({"save": False, "draw": True}, 0, True)],
+    ("given", "rank", "holds"),
+    [("--checkpoint.enable", 0, True), ("--checkpoint.enable", 1, False), ("", 0, False), (DRAWN, 0, True)],
 )
-def test_who_holds_a_lock(tmp_path, monkeypatch, settings, rank, holds):
+def test_who_holds_a_lock(tmp_path, monkeypatch, given, rank, holds):
     monkeypatch.setenv("RANK", str(rank))
-    assert bool(hold_folder(config(tmp_path / "run", **settings))) == (tmp_path / "run" / NAME).exists() == holds
+    assert bool(hold_folder(config(tmp_path / "run", given))) == (tmp_path / "run" / NAME).exists() == holds
+
+
+SAVED = "--checkpoint.enable --checkpoint.folder"
+CURVES = f"{DRAWN} --metrics.save_tb_folder"
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"checkpoints": "../shared/a"}, {"checkpoints": "../shared/a/"}),
-        ({"checkpoints": "../shared/a"}, {"checkpoints": "link"}),
-        ({"checkpoints": "own"}, {"checkpoints": "../first/own"}),
-        ({"curves": "../shared/a"}, {"curves": "../shared/a", "save": False}),
-        ({"curves": "own"}, {"checkpoints": "../first/own"}),
+        (f"{SAVED} ../shared/a", f"{SAVED} ../shared/a/"),
+        (f"{SAVED} ../shared/a", f"{SAVED} link"),
+        (f"{SAVED} own", f"{SAVED} ../first/own"),
+        (f"{CURVES} ../shared/a", f"{CURVES} ../shared/a"),
+        (f"{CURVES} own", f"{SAVED} ../first/own"),
     ],
     ids=["checkpoints", "through a link", "inside the first", "curves", "checkpoints into curves"],
 )
@@ -168,11 +171,9 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
     """Each has a folder of its own, but the second's checkpoints or curves would go where the first one's go."""
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
-    holder = hold_folder(config(tmp_path / "first", draw=True, **first))
+    holder = hold_folder(config(tmp_path / "first", first))
     between_looks(monkeypatch, holder.refresh)
-    assert "in use by another run" in refusal(
-        capsys, hold_folder, config(tmp_path / "second", draw="curves" in second, **second)
-    )
+    assert "in use by another run" in refusal(capsys, hold_folder, config(tmp_path / "second", second))
 
 
 def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
@@ -182,7 +183,7 @@ def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
         held(tmp_path / folder)
     looks = []
     between_looks(monkeypatch, lambda: looks.append(1))
-    assert hold_folder(config(tmp_path, draw=True))
+    assert hold_folder(config(tmp_path, f"--checkpoint.enable {DRAWN}"))
     assert len(looks) == lock.PATIENCE
 
 
@@ -191,7 +192,7 @@ def test_the_tools_find_what_a_run_wrote(tmp_path):
     run = tmp_path / "run"
     assert (checkpoints_of(run), events_of(run)) == (run / "checkpoint", run / "tb")
     for checkpoints, curves in (("ck", "curves"), (tmp_path / "elsewhere", "tb")):
-        hold_folder(config(run, draw=True, checkpoints=checkpoints, curves=curves)).release()
+        hold_folder(config(run, f"{SAVED} {checkpoints} {CURVES} {curves}")).release()
         assert (checkpoints_of(run), events_of(run)) == (run / checkpoints, run / curves)
 
 
@@ -204,7 +205,7 @@ def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, capsys
     record |= {name: {} for name in (*SIDECAR_FACTS, "tokenizer")}
     record |= {"step": 4, "tokens": 0, "size": "debug", "condition": "softmax"}
     (step / SIDECAR).write_text(json.dumps(record))
-    assert "of another run" in refusal(capsys, hold_folder, config(run, checkpoints=step.parent))
+    assert "of another run" in refusal(capsys, hold_folder, config(run, f"{SAVED} {step.parent}"))
     assert checkpoints_of(run) == run / "checkpoint"
 
 
@@ -218,10 +219,11 @@ def test_checkpoints_that_could_not_be_written(tmp_path, capsys):
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
     """This process as the second of two nodes, where the same path leads elsewhere."""
     token = hold_folder(config(tmp_path)).token
-    require_shared(config(tmp_path / "elsewhere"), None)  # nobody holds a lock
+    elsewhere = config(tmp_path / "elsewhere")
+    require_shared(elsewhere, None)  # nobody holds a lock
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))
     require_shared(config(tmp_path), None)
-    apart = config(tmp_path, checkpoints=tmp_path / "mine")
+    apart = config(tmp_path, f"{SAVED} {tmp_path / 'mine'}")
     assert f"{tmp_path / 'mine'} is not the same folder" in refusal(capsys, require_shared, apart, None)
-    error = refusal(capsys, require_shared, config(tmp_path / "elsewhere"), None)
+    error = refusal(capsys, require_shared, elsewhere, None)
     assert f"is not the same folder on all nodes: {os.uname().nodename} cannot see" in error

@@ -9,7 +9,6 @@ from interdomain.files.checkpoint_index import as_arrays
 from interdomain.model import build_config
 from interdomain.removed import REMOVED
 from interdomain.titan import entry, trainer
-from interdomain.titan.plan.dry_run import describe
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings import job_config, schema
@@ -17,8 +16,8 @@ from interdomain.titan.settings.job_config import read_job_config
 
 from ..common import REPOSITORY
 from .conftest import refusal
-from .runs import TINY
-from .test_plan import arguments
+from .runs import TINY, parse
+from .test_plan import FOUR_LAYERS
 
 # Defaults of ours that are not TorchTitan's.
 OURS = {
@@ -58,6 +57,8 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--lr_scheduler.total_steps=5 --lr_scheduler.min_lr=0": "total_steps = 5 ... last step 6",
         "--lr_scheduler.min_lr=0.002": "min_lr = 0.002 ... peak learning rate 0.001",
         "--optimizer.weight_decay=nan": "optimizer.weight_decay must be at least 0 ... got nan",
+        "--optimizer.momentum=0.9": "optimizer.momentum = 0.9 has no effect with AdamW",
+        "--optimizer.name=Muon --training.enable_cpu_offload": "would compute Newton-Schulz",
         "--optimizer.lr=inf": "optimizer.lr must be positive and finite: got inf",
         "--compile.enable --compile.backend=inductr": "compile.backend must be one that torch.compiler.list_backends(()) names",
         "--activation_checkpoint.selective_ac_option=abc": "selective_ac_option must be op, or a number",
@@ -102,9 +103,10 @@ def test_refused_in_one_paragraph(axis, given, monkeypatch, capsys):
     """The trainer's refusal before it touches a device: rank 0 prints one paragraph, and the process ends."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    flags = given.replace("--pipeline.", "--parallelism.pipeline_parallel_").split()
-    flags += [f"--parallelism.{axis}_parallel_degree=2"] if axis else []
-    error = refusal(capsys, lambda: trainer.check(entry.read([*arguments(), *flags])[1]))
+    flags = (FOUR_LAYERS + given.replace("--pipeline.", "--parallelism.pipeline_parallel_")).split()
+    if axis:
+        flags.append(f"--parallelism.{axis}_parallel_degree=2")
+    error = refusal(capsys, lambda: trainer.check(entry.read([str(TINY), "--data.corpus=corpus", *flags])[1]))
     assert error.startswith("\nerror: ")
     assert all(words in error for words in REFUSED[axis][given].split(" ... "))
 
@@ -173,41 +175,31 @@ def test_torchtitans_name_of_the_smallest_size(tmp_path):
         assert read_job_config([flag]).model.flavor == "debug"
 
 
-PATHS = {
-    "job": ["config_file", "dump_folder"],
-    "profiling": ["save_traces_folder"],
-    "metrics": ["save_tb_folder"],
-    "data": ["corpus", "validation_corpus", "tokenizer"],
-    "checkpoint": ["folder", "initial_load_path"],
-}
+PATHS = ("job.dump_folder", "profiling.save_traces_folder", "metrics.save_tb_folder", "data.corpus")
+PATHS += ("data.validation_corpus", "data.tokenizer", "checkpoint.folder", "checkpoint.initial_load_path")
 
 
 def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     """In a file and in a flag, as it comes from `--job.dump_folder=~/x`, where a shell leaves `~`. Not in other settings."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "/disk/me")
-    settings = [f"{section}.{name}" for section, names in PATHS.items() for name in names]
-    assert sorted(settings) == sorted(name for name, setting in schema.SETTINGS.items() if setting.is_path)
-    settings.remove("job.config_file")
-    named, lines, flags, expected = "$SCRATCH/${SCRATCH}x", [], [], {}
-    for setting in settings:
-        expected[setting] = "/disk/me//disk/mex"
-        section, name = setting.split(".")
-        lines.append(f'{section}.{name} = "{named}"')
-        flags += [f"--{setting}", named]
+    assert {name for name, setting in schema.SETTINGS.items() if setting.is_path} == {*PATHS, "job.config_file"}
     toml = tmp_path / "paths.toml"
+    lines = [f'{setting} = "$SCRATCH/${{SCRATCH}}x"' for setting in PATHS]
     toml.write_text("\n".join([*lines, 'job.description = "~ $SCRATCH $NONE"']))
     from_file = read_job_config(["--job.config_file", "~/paths.toml"])
-    from_flags = read_job_config(flags)
-    for setting, path in expected.items():
-        assert from_file[setting] == path
-        assert from_flags[setting] == path
+    from_flags = read_job_config([f"--{setting}=$SCRATCH/${{SCRATCH}}x" for setting in PATHS])
+    for setting in PATHS:
+        assert from_file[setting] == from_flags[setting] == "/disk/me//disk/mex"
     assert from_file.job.description == "~ $SCRATCH $NONE"
+
+
+def test_paths_of_several_corpora(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/me")
+    toml = tmp_path / "paths.toml"
     toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]')
-    job = read_job_config([f"--job.config_file={toml}", "--job.dump_folder=~"])
-    assert job.data.corpus == [f"{tmp_path}/a", "b", "shards/*[0-9]$"]
-    assert job.job.dump_folder == str(tmp_path)
-    assert read_job_config(["--data.corpus", "~/a,$SCRATCH/b"]).data.corpus == f"{tmp_path}/a,/disk/me/b"
+    assert read_job_config([f"--job.config_file={toml}"]).data.corpus == ["/me/a", "b", "shards/*[0-9]$"]
+    assert read_job_config(["--data.corpus", "~/a,$HOME/b"]).data.corpus == "/me/a,/me/b"
 
 
 @pytest.mark.parametrize(
@@ -218,12 +210,9 @@ def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
         ("~no-such-user/x", "there is no such user's home"),
     ],
 )
-def test_a_path_that_cannot_be_expanded(path, words, tmp_path, monkeypatch, capsys):
+def test_a_path_that_cannot_be_expanded(path, words, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("EMPTY", "")
-    toml = tmp_path / "paths.toml"
-    toml.write_text(f'job.dump_folder = "{path}"')
-    assert words in refusal(capsys, entry.read, [str(toml)])
     assert words in refusal(capsys, entry.read, [str(TINY), f"--job.dump_folder={path}"])
 
 
@@ -239,17 +228,19 @@ def test_toml_files_of_before_are_read(tmp_path):
     assert make_plan(job, 1) == make_plan(read_job_config(["--job.config_file", str(TINY)]), 1)
 
 
-def test_a_condition_from_the_command_line_need_not_read_the_n_basis_of_the_file(tmp_path):
-    file = ["--job.config_file", str(REPOSITORY / "train_configs/recall.toml")]
-    for flags, n_basis in (
-        ([], 16),
-        (["--mixer.condition", "mamba2", "--mixer.state_heads", "2"], 16),
-        (["--mixer.layers", "softmax", "softmax"], None),
-        (["--mixer.condition", "gla", "--mixer.state_heads", "2"], None),
-    ):
-        job = read_job_config([*file, *flags])
-        make_plan(job, 1)
-        assert job.mixer.n_basis == n_basis, flags
+@pytest.mark.parametrize(
+    ("flags", "n_basis"),
+    [
+        ("", 16),
+        ("--mixer.condition mamba2 --mixer.state_heads 2", 16),
+        ("--mixer.layers softmax softmax", None),
+        ("--mixer.condition gla --mixer.state_heads 2", None),
+    ],
+)
+def test_a_condition_from_the_command_line_need_not_read_the_n_basis_of_the_file(flags, n_basis):
+    job = parse(flags, toml=REPOSITORY / "train_configs/recall.toml")
+    make_plan(job, 1)
+    assert job.mixer.n_basis == n_basis
 
 
 def test_a_resume_compares_no_n_basis_that_is_not_read(tmp_path, capsys):
@@ -266,36 +257,43 @@ def test_a_resume_compares_no_n_basis_that_is_not_read(tmp_path, capsys):
     assert "mixer.n_basis is 16 there and 32 here" in refusal(capsys, resume, "gla")
 
 
-def test_the_command_line_wins_over_the_file(tmp_path, caplog):
-    """In whichever unit the file says it; and a warmup of the file's that is longer than the schedule is shortened."""
-    toml = tmp_path / "tokens.toml"
+@pytest.fixture
+def of_tokens(tmp_path):
+    """of_tokens(flags): the plan of a file that counts in tokens: 80 steps, 20 of which warm up. Every 25th is kept."""
     text = TINY.read_text().replace("warmup_steps = 2", "warmup_tokens = 10_240").replace("total_steps = 6", "")
     kept = "interval = 3\nenable = true\nkeep_every_tokens = 12_700\nkeep_steps = [64, 900]"
-    text = text.replace("interval = 3", kept)
-    toml.write_text(text.replace("\nsteps = 6", "\ntokens = 40_960"))  # 80 steps: 20 warm up, every 25th is kept
+    toml = tmp_path / "tokens.toml"
+    toml.write_text(text.replace("interval = 3", kept).replace("\nsteps = 6", "\ntokens = 40_960"))
+    return lambda given="": make_plan(parse(given, toml=toml), 1)
 
-    def length(*given):
-        made = make_plan(read_job_config([f"--job.config_file={toml}", *given]), 1)
-        return made.steps, made.warmup_steps
 
-    assert length() == (80, 20)
-    assert length("--training.steps", "30") == (30, 20)
-    assert length("--training.steps=30", "--lr-scheduler.warmup-steps", "5") == (30, 5)
-    assert length("--lr_scheduler.warmup_steps", "0") == (80, 0)
-    assert length("--training.tokens", "0") == (10_000, 20)
+@pytest.mark.parametrize(
+    ("given", "steps", "warmup"),
+    [
+        ("", 80, 20),
+        ("--training.steps 30", 30, 20),
+        ("--training.steps=30 --lr-scheduler.warmup-steps 5", 30, 5),
+        ("--lr_scheduler.warmup_steps 0", 80, 0),
+        ("--training.tokens 0", 10_000, 20),
+        ("--training.steps 10", 10, 1),  # a warmup of the file's that is longer than the schedule is shortened
+    ],
+)
+def test_the_command_line_wins_over_the_file(of_tokens, given, steps, warmup, caplog):
+    """In whichever unit the file says it."""
+    plan = of_tokens(given)
+    assert (plan.steps, plan.warmup_steps) == (steps, warmup)
+    shortened = "the warmup of 20 steps is longer than the schedule: shortened to 1 steps"
+    assert (shortened in caplog.text) == (warmup == 1)
 
-    def milestones(*given):
-        job = read_job_config([f"--job.config_file={toml}", *given])
-        plan = make_plan(job, 1)
-        return sorted(plan.milestones), describe(plan, job)
 
-    kept, said = milestones()
-    assert kept == [25, 50, 64, 75, 80]
-    assert "milestones  5 checkpoint(s) of 0.0" in said
-    assert "GB in all; the first after step 25" in said
-    assert milestones("--checkpoint.keep_every", "15", "--checkpoint.keep_steps", "7")[0] == [7, 15, 30, 45, 60, 75, 80]
-    assert milestones("--checkpoint.keep_every_tokens", "1", "--training.steps", "30")[0] == [*range(1, 31)]
-    assert milestones("--checkpoint.keep_every_tokens", "0")[0] == [64, 80]
-    assert "shortened" not in caplog.text
-    assert length("--training.steps", "10") == (10, 1)
-    assert "the warmup of 20 steps is longer than the schedule: shortened to 1 steps" in caplog.text
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("", [25, 50, 64, 75, 80]),
+        ("--checkpoint.keep_every 15 --checkpoint.keep_steps 7", [7, 15, 30, 45, 60, 75, 80]),
+        ("--checkpoint.keep_every_tokens 1 --training.steps 30", [*range(1, 31)]),
+        ("--checkpoint.keep_every_tokens 0", [64, 80]),
+    ],
+)
+def test_milestones(of_tokens, given, kept):
+    assert sorted(of_tokens(given).milestones) == kept

@@ -15,46 +15,13 @@ from interdomain.tools import convert
 
 from ..common import REPOSITORY
 from ..ranks import environment
-from .runs import (
-    ANSWERS,
-    COMPILED,
-    FULL,
-    GRADIENTS,
-    HYBRID,
-    INTERLEAVED,
-    SAVED,
-    SELECTIVE,
-    Runs,
-    assert_same_run,
-    continue_from,
-    parallel,
-    steps,
-)
-from .test_spec import MICRO, STEPS, TOKENS, TOLERANCE, WINDOWS, own_data, toml_of
+from .runs import Runs, assert_same_run, continue_from, read_runs
+from .test_spec import TOKENS, own_data, toml_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
-TITAN_03 = pytest.mark.slow
-OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
-WHOLE_WINDOWS = {"validation__local_batch_size": 8}
-TRACES = {"profiling__enable_profiling": True, "profiling__profile_freq": 3, "profiling__profiler_warmup": 1}
-PIPELINE_03 = parallel(pipeline=2) | MICRO
-REFERENCES_03 = {"1 answers again": ANSWERS | STEPS | GRADIENTS}
-STOCK_03 = {  # runs of TorchTitan 0.3.0's trainer: their settings, and ours that do the same
-    "2 stock shards": (WINDOWS | SAVED | TRACES, "2 text"),
-    "2 stock replicas": (parallel(replicas=2), "2 text"),
-    "2 stock compiled": (COMPILED, "2 text"),
-    "2 stock context": (parallel(context=2) | WINDOWS | SAVED, "2 text"),
-    "2 stock context documents": (parallel(context=2) | HYBRID, "1 layers"),
-    "2 stock tensor": (parallel(tensor=2) | HYBRID | SELECTIVE, "1 layers"),
-    "2 stock pipeline": (PIPELINE_03 | HYBRID | INTERLEAVED | FULL, "1 layers"),
-    "2 stock pipeline answers": (PIPELINE_03 | ANSWERS | WINDOWS | WHOLE_WINDOWS, "1 answers again"),
-}
-CONTINUED_03 = {  # of a run of another axis: it goes on from that run's third step
-    "2 stock tensor continued": (parallel(tensor=2) | SAVED, "2 stock context"),
-    "2 stock pipeline continued": (PIPELINE_03 | SAVED, "2 stock tensor continued"),
-}
+GIVEN = read_runs("titan_0_3")
 
 
 @pytest.fixture(scope="module")
@@ -67,31 +34,19 @@ def new(runs, tmp_path_factory):
     folder, context = tmp_path_factory.mktemp("titan03"), multiprocessing.get_context("spawn")
     os.environ["RUNS_OF_TITAN03"] = str(folder)  # a path of a flag may name a variable
     new = Runs(folder, runs.corpora, context, [os.environ[TITAN03]])
-    for axis in ("context", "tensor", "pipeline"):
-        new.add(f"2 {axis}", **parallel(**{axis: 2}) | HYBRID | GRADIENTS | steps(2))
-    new.add("2 continued", **SAVED, training__steps=5, checkpoint__keep_every=2)
-    for name, (settings, _) in STOCK_03.items():
-        add_stock_03(new, runs, name, settings, 3)
-    for length, (name, (settings, _)) in enumerate(CONTINUED_03.items(), 4):
-        add_stock_03(new, runs, name, settings, length)
-    add_stock_03(new, runs, "2 entered", parallel(tensor=2) | TRACES, 3, "interdomain.titan.trainer")
-    add_stock_03(new, runs, "1 seed", SAVED, 3)
+    for name, given in GIVEN.items():
+        new.add(name, **given)
+        if given.get("stock"):
+            new.jobs[name]["args"] = entry_arguments(new, name)
     new.jobs["1 seed"]["args"].append("--checkpoint.create_seed_checkpoint")
-    add_stock_03(new, runs, "2 stock seeded", parallel(tensor=2) | SAVED, 3)
     os.environ["OWN_DATA"] = str(folder)
     own_data(folder)
     for axis in ("context", "tensor", "pipeline"):
-        new.add(f"2 own {axis}", **steps(3), stock=True)
-        args = [
-            "--module",
-            "tests.titan.own_config",
-            "--config",
-            "tiny",
-            "--dump_folder",
-            str(folder / f"2 own {axis}"),
-        ]
-        args += [f"--parallelism.{axis}_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4"]
-        new.jobs[f"2 own {axis}"]["args"] = args
+        name = f"2 own {axis}"
+        new.add(name, training__steps=3, stock=True)
+        args = f"--module tests.titan.own_config --config tiny --parallelism.{axis}_parallel_degree 2"
+        args += " --parallelism.pipeline_parallel_microbatch_size 4 --dump_folder"
+        new.jobs[name]["args"] = [*args.split(), str(folder / name)]
     # Replaces a component that the model does not have: TorchTitan warns.
     new.jobs["2 own tensor"]["args"] += ["--override.imports", "torchtitan.overrides.fused_swiglu.fused_swiglu"]
     yield new
@@ -99,71 +54,48 @@ def new(runs, tmp_path_factory):
     del os.environ["RUNS_OF_TITAN03"], os.environ["OWN_DATA"]
 
 
-def add_stock_03(new, runs, name, settings, length, module="interdomain.titan"):
-    """Add a run of TorchTitan 0.3.0's entry on a TOML file with these settings. Flags set its length, data and layers."""
-    given = {"training__local_batch_size": 4} | settings
-    corpus, n_layers = runs.corpora[given.pop("data", "text")], given.pop("model__n_layers", 2)
-    given |= {"model__n_layers": 1}
-    file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
-    new.add(name, **STEPS | GRADIENTS | settings | steps(length), stock=True)
-    args = ["--module", module, "--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
-    args += ["--training.steps", str(length), "--lr_scheduler.warmup_steps", "2"]
-    new.jobs[name]["args"] = [*args, "--data.corpus", str(corpus), "--model.n_layers", str(n_layers)]
+def entry_arguments(new, name):
+    """TorchTitan 0.3.0's entry on a TOML file with a run's settings. Flags set its length, data and layers."""
+    settings = dict(new.settings[name])
+    n_layers = settings.pop("model__n_layers", 2)
+    steps = settings.pop("training__steps")
+    file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **settings, **TOKENS, model__n_layers=1)
+    module = "interdomain.titan.trainer" if name == "2 entered" else "interdomain.titan"
+    flags = f"--module {module} --training.steps {steps} --lr_scheduler.warmup_steps 2 --model.n_layers {n_layers}"
+    corpus = new.corpora[new.jobs[name]["corpus"]]
+    paths = ["--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}", "--data.corpus", str(corpus)]
+    return [*flags.split(), *paths]
 
 
-SAME_03 = OURS_03 | {"2 entered": "2 text"} | {name: reference for name, (_, reference) in STOCK_03.items()}
-
-
-@TITAN_03
-@pytest.mark.parametrize(("name", "reference"), SAME_03.items())
-def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
-    """Our trainer on every axis, and TorchTitan's own. One run goes on from a checkpoint of 0.2.2."""
-    if reference in REFERENCES_03 and reference not in runs.jobs:
-        runs.add(reference, **REFERENCES_03[reference])
+@pytest.mark.parametrize("name", [name for name in GIVEN if name != "1 seed"])
+def test_torchtitan_0_3_trains_the_same(runs, new, name):
+    """Our trainer on every axis, and TorchTitan's own. Runs go on from a checkpoint of 0.2.2, from one rank's initial values
+    and on another axis."""
     if name == "2 continued":
         continue_from(runs.checkpoint("2 text", 3), new.folder / name)
-    assert_same_run(new, name, reference, TOLERANCE, runs)
-    assert {seconds for _, seconds in new.seen(name)["timeouts"]} == {
-        100
-    }  # also in groups that TorchTitan did not make
+        assert [*new.seen(name)["log"]] == [4, 5]
+    assert_same_run(new, name, runs)
+    timeouts = new.seen(name)["timeouts"]
+    assert {seconds for _, seconds in timeouts} == {100}  # also in groups that TorchTitan did not make
     if name == "2 continued":
         assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
 
 
-@TITAN_03
-def test_torchtitan_0_3_goes_on_on_another_axis(runs, new):
-    """Each run saves one step more; the number of tokens seen is right, too."""
-    for step, (name, (_, source)) in enumerate(CONTINUED_03.items(), 3):
-        continue_from(new.checkpoint(source, step), new.folder / name)
-        assert list(new.seen(name)["log"]) == [step + 1]
-        assert_same_run(new, name, "2 text", TOLERANCE, runs)
-
-
-@TITAN_03
-def test_a_seed_checkpoint(runs, new):
-    """One rank writes the initial values, and another number of ranks begins with them."""
-    continue_from(new.checkpoint("1 seed", 0), new.folder / "2 stock seeded")
-    assert list(new.seen("2 stock seeded")["log"]) == [1, 2, 3]
-    assert_same_run(new, "2 stock seeded", "2 text", TOLERANCE, runs)
-
-
-@TITAN_03
 @pytest.mark.parametrize("name", ["2 stock shards", "2 entered"])
 def test_traces_of_a_cpu(new, name):
     traces = new.at(name) / "profile_traces"
     assert sorted(path.name for path in traces.rglob("*.gz")) == ["rank0_trace.json.gz", "rank1_trace.json.gz"]
 
 
-@TITAN_03
 def test_a_configuration_of_the_users_own(new, tmp_path):
     """TorchTitan's data, optimizer, metrics and validator; the data of all axes are the same."""
     expected = new.seen("2 own tensor")
     for axis in ("context", "pipeline"):
         seen = new.every(f"2 own {axis}")[-1]
-        for found, theirs in ((seen["log"], expected["log"]), (seen["validation"], expected["validation"])):
-            assert [*found] == [*theirs]
-            for step, scalars in theirs.items():
-                assert found[step]["loss"] == pytest.approx(scalars["loss"], rel=TOLERANCE)
+        for what in ("log", "validation"):
+            assert [*seen[what]] == [*expected[what]]
+            for step, scalars in expected[what].items():
+                assert seen[what][step]["loss"] == pytest.approx(scalars["loss"], rel=1e-6)
         assert seen["log"][3]["n_tokens_seen"] == 3 * 512
     assert convert.main([str(new.checkpoint("2 own context", 3)), "--output", str(tmp_path / "folder")]) == 0
     assert "| c4_test | 0 | 1 |" in (tmp_path / "folder" / "README.md").read_text()
@@ -198,7 +130,6 @@ REFUSED_OF_THE_USER_03 = [
 ]
 
 
-@TITAN_03
 def test_what_torchtitan_0_3_does_not_honour_is_refused(new, corpus, tmp_path):
     file = toml_of(tmp_path / "run.toml", data__corpus=str(corpus), job__dump_folder=str(tmp_path))
     entries = {
@@ -226,11 +157,10 @@ def test_what_torchtitan_0_3_does_not_honour_is_refused(new, corpus, tmp_path):
         assert said in " ".join(answer.split()), (given, answer)
 
 
-@TITAN_03
 def test_checkpoints_of_torchtitan_0_3_are_read(runs, new, tmp_path):
     """By `convert`, and by a run under 0.2.2."""
     saved = new.checkpoint("2 stock shards", 3)
     assert convert.main([str(saved), "--output", str(tmp_path / "folder")]) == 0
-    runs.add("1 back", **SAVED, training__steps=4)
+    runs.add("1 back", same_as="2 text", near=1e-6, checkpoint__enable=True, training__steps=4)
     continue_from(saved, runs.folder / "1 back")
-    assert_same_run(runs, "1 back", "2 text", TOLERANCE)
+    assert_same_run(runs, "1 back")

@@ -11,12 +11,11 @@ from torch.nn import functional as F
 from interdomain.model import Transformer, build_config, loss
 from interdomain.model.loss import Head
 from interdomain.titan.data.folders import open_dataset
-from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.passes import Passes
 from interdomain.titan.watch.validate import FixedValidator
 
 from .conftest import synthetic
-from .runs import flags
+from .runs import parse
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -42,26 +41,37 @@ class Recorder:
         self.scalars.append(scalars)
 
 
-def validator(corpus, model=None, rank=0, ranks=1, **settings):
-    job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
+class Noted:
+    """Checkpoints: what is noted of their validation."""
+
+    def __init__(self):
+        self.noted = []
+
+    def note_validation(self, *seen):
+        self.noted.append(seen)
+
+    def lacks_validation(self, step):
+        return self.missed
+
+
+def validator(corpus, model=None, given="", rank=0, ranks=1):
     meshes = SimpleNamespace(context=None, first_of_sequences=True, gather_sequences=lambda x: x)
     return FixedValidator(
-        job=job,
+        job=parse(f"--validation.enable {given}", corpus),
         rank=rank,
         ranks=ranks,
         passes=Passes([model], None, meshes, torch.device("cpu"), 1),
         metrics=Recorder(),
-        checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
+        checkpoints=Noted(),
     )
 
 
 def test_positions_reach_the_model_if_training_has_them(corpus, model):
-    every = {"validation__tokens": 0}
-    apart, through = (
-        validator(corpus, model, data__reset_state_at_documents=reset, **every) for reset in (True, False)
-    )
-    for validating in (apart, through):
-        validating.validate([model], 1)
+    every = "--validation.tokens 0"
+    apart = validator(corpus, model, f"{every} --data.reset_state_at_documents")
+    through = validator(corpus, model, every)
+    apart.validate([model], 1)
+    through.validate([model], 1)
     assert apart.metrics.losses != through.metrics.losses
     assert model.training
 
@@ -69,70 +79,68 @@ def test_positions_reach_the_model_if_training_has_them(corpus, model):
 @pytest.mark.parametrize(("ranks", "batch", "odd"), [(5, 3, 0), (2, 1, 1)])
 def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks, batch, odd):
     """Windows that fill up the last pass keep their inputs, for -100 is no token, and have no labels."""
-    settings = {"validation__local_batch_size": batch, "validation__tokens": 64 * (WINDOWS + odd)}
-    every = torch.cat([labels for (_, labels), _ in validator(corpus, **settings)._batches()])
-    shares = [list(validator(corpus, None, rank, ranks, **settings)._batches()) for rank in range(ranks)]
-    assert len({len(share) for share in shares}) == 1
-    assert all((inputs["input"] >= 0).all() for share in shares for (inputs, _), _ in share)
-    real = torch.cat([labels for share in shares for (_, labels), _ in share])
-    real = real[(real != -100).all(1)]
-    assert len(real) == WINDOWS + odd
-    assert {tuple(row.tolist()) for row in real} == {tuple(row.tolist()) for row in every[: WINDOWS + odd]}
+    windows = WINDOWS + odd
+    given = f"--validation.local_batch_size {batch} --validation.tokens {64 * windows}"
+    every = torch.cat([labels for (_, labels), _ in validator(corpus, None, given)._batches()])
+    shares = [[*validator(corpus, None, given, rank, ranks)._batches()] for rank in range(ranks)]
+    passes = [one for share in shares for (one, _) in share]
+    assert len(passes) == ranks * len(shares[0])
+    assert all((inputs["input"] >= 0).all() for inputs, _ in passes)
+    labels = torch.cat([labels for _, labels in passes])
+    real = labels[(labels != -100).all(1)]
+    assert sorted(real.tolist()) == sorted(every[:windows].tolist())
 
 
 def test_the_windows_lie_evenly_over_the_split(corpus):
     """The first tokens of mixed files would be one file's."""
-    dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
-    inputs = torch.cat([inputs["input"] for (inputs, _), _ in validator(corpus, validation__tokens=4 * 64)._batches()])
-    begins = [i * len(dataset) // 4 for i in range(4)]
-    assert begins[-1] >= len(dataset) // 2
-    assert inputs[:4].tolist() == dataset.read_batch(begins)[:, :-1].tolist()
+    dataset = open_dataset(parse(corpus=corpus), "validation")
+    (inputs, _), _ = next(iter(validator(corpus, None, "--validation.tokens 256")._batches()))
+    begins = [i * len(dataset) // 4 for i in range(3)]
+    assert inputs["input"].tolist() == dataset.read_batch(begins)[:, :-1].tolist()
 
 
-def test_no_more_windows_than_the_split_has(corpus):
-    windows = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation"))
-    for tokens in (0, 10**9):  # all of the split, also where it holds less than is asked
-        assert validator(corpus, validation__tokens=tokens).windows == windows
+@pytest.mark.parametrize("tokens", [0, 10**9])
+def test_all_windows_of_the_split(corpus, tokens):
+    """Also where it holds less than is asked."""
+    windows = len(open_dataset(parse(corpus=corpus), "validation"))
+    assert validator(corpus, None, f"--validation.tokens {tokens}").windows == windows
 
 
 @pytest.mark.parametrize(
-    ("step", "missed", "compiled", "validated"),
+    ("step", "missed", "flag", "validated"),
     [
-        (3, True, False, True),
-        (3, False, False, False),
-        (2, True, False, False),
+        (3, True, "--compile.no-enable", True),
+        (3, False, "--compile.no-enable", False),
+        (2, True, "--compile.no-enable", False),
         # Compiled for one shape first, and then for any: the steps that follow would not be those without the restart.
-        (3, True, True, False),
-        (6, True, True, True),
+        (3, True, "--compile.enable", False),
+        (6, True, "--compile.enable", True),
     ],
 )
-def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, compiled, validated, caplog):
-    settings = {"validation__tokens": 64, "validation__freq": 3, "compile__enable": compiled}
-    validating = validator(corpus, model, **settings)
-    noted = []
-    validating.checkpoints.lacks_validation = lambda at: missed
-    validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
+def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, flag, validated):
+    validating = validator(corpus, model, f"--validation.tokens 64 --validation.freq 3 {flag}")
+    validating.checkpoints.missed = missed
     validating.run_missed_validation([model], step)
-    expected = [(step, loss, pytest.approx(math.exp(loss)), None) for loss in validating.metrics.losses]
-    assert [seen[:4] for seen in noted] == expected
-    assert len(noted) == validated
+    assert len(validating.checkpoints.noted) == validated
+    for noted, mean in zip(validating.checkpoints.noted, validating.metrics.losses, strict=True):
+        assert noted[:4] == (step, mean, pytest.approx(math.exp(mean)), None)
 
 
 def test_losses_by_document(corpus, model):
     """Over the ranks they add up to the mean, and a document's labels are those that the windows have of it."""
-    noted = []
-    validating = validator(corpus, model, validation__tokens=0)
-    validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
+    validating = validator(corpus, model, "--validation.tokens 0")
     validating.validate([model], 1)
-    (_, mean, _, _, (nats, labels)) = noted[0]
-    dataset = validating.dataset
+    (_, mean, _, _, (nats, labels)) = validating.checkpoints.noted[0]
     assert sum(nats) / sum(labels) == pytest.approx(mean)
-    lengths = [
-        len(document) for shard in dataset.corpus.shards for document in map(shard.__getitem__, range(len(shard)))
-    ]
-    stream = [number for number, length in enumerate(lengths) for _ in range(length)][1 : len(dataset) * 64 + 1]
-    assert labels == [stream.count(number) for number in range(len(lengths))]
-    assert len(labels) > 1
+    stream = []
+    documents = 0
+    for shard in validating.dataset.corpus.shards:
+        for i in range(len(shard)):
+            stream += [documents] * len(shard[i])
+            documents += 1
+    read = stream[1 : len(validating.dataset) * 64 + 1]
+    assert labels == [read.count(document) for document in range(documents)]
+    assert documents > 1
 
 
 class Guessing(torch.nn.Module):
@@ -187,18 +195,15 @@ def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
     losses, right = by_hand(model.seen)
     (found,) = validating.metrics.scalars
     expected = {}
-    accuracy = found.pop("validation_metrics/accuracy", None)
     for first in (0, 1, 2, 4, 8, 16, 32):
         last = max(0, 2 * first - 1)
         if values := [value for t, value in losses if first <= t <= last]:
             expected[f"validation_position/{first:04d}-{last:04d}"] = pytest.approx(sum(values) / len(values), rel=1e-6)
+    if kind:
+        assert len(right) == WINDOWS * 2
+        expected["validation_metrics/accuracy"] = sum(right) / len(right)
+        assert 0.05 < sum(right) / len(right) < 0.5
     assert found == expected
     assert validating.metrics.losses == [pytest.approx(sum(value for _, value in losses) / len(losses), rel=1e-6)]
     assert len(losses) == WINDOWS * (8 if kind else 64)
     assert model.output.scores is None
-    if kind:
-        assert len(right) == WINDOWS * 2
-        assert accuracy == sum(right) / len(right)
-        assert 0.05 < accuracy < 0.5
-    else:
-        assert accuracy is None
