@@ -31,10 +31,12 @@ class Slots:
     """Keys and values of a softmax layer, [B, H, S, head_dim], to which its mixer adds those of a pass."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.made_in = backward_pass()
         self.k = k
         self.v = v
 
     def append(self, k: Tensor, v: Tensor, *place: Any) -> tuple[Tensor, Tensor]:
+        check_not_recomputed(self.made_in)
         self.k = torch.cat([self.k, k.to(self.k.dtype)], dim=2)
         self.v = torch.cat([self.v, v.to(self.v.dtype)], dim=2)
         return self.k, self.v
