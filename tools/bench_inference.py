@@ -96,9 +96,7 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Trans
 def put(state: ModelState, prefix: int) -> ModelState:
     """`state` as it stands after `prefix` tokens, but for what its tensors hold."""
     state.length = prefix
-    for x in (state.position, state.cursor):
-        if x is not None:
-            x.fill_(prefix)
+    state.position.fill_(prefix)
     return state
 
 

@@ -11,8 +11,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from ..model.common import random_tokens, variant
-from .common import code_of, each_case, each_kind, padded, random_texts
+from interdomain.files.pretrained import stored_name
+
+from ..model.common import assert_same_tensors, random_tokens, variant
+from .common import ON, code_of, each_case, each_kind, padded, random_texts
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -34,10 +36,9 @@ def test_loss_and_gradients_behind_padding(loaded, case, side):
     counted = there(tokens, attention_mask=mask, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum())
     torch.testing.assert_close(counted.loss, out.loss)
     out.loss.backward()
-    wanted = {name: p.grad for name, p in native.named_parameters()}
-    for name, p in there.named_parameters():
-        found = wanted[name.removeprefix("model.")]
-        torch.testing.assert_close(p.grad, found, rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+    wanted = {stored_name(name): p.grad for name, p in native.named_parameters()}
+    found = {name: p.grad for name, p in there.named_parameters()}
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def backward(model, forward, **inputs):
@@ -61,8 +62,7 @@ def test_torch_compile(loaded, monkeypatch):
     monkeypatch.setattr(code_of(there, "plain"), "HAS_PACKAGE", False)
     wanted = backward(there, there, **batch(70))
     found = backward(there, torch.compile(there, backend="aot_eager", fullgraph=True), **batch(70))
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-10, msg=name)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_(enable|disable). is deprecated")
@@ -80,8 +80,7 @@ def test_gradient_checkpointing(there, options):
     assert len(calls) == 1 + 2
     with pytest.raises(ValueError, match="gradient checkpointing reads"):
         there(random_texts(2, 9), past_key_values=copy.deepcopy(there).eval()(random_texts(2, 9)).past_key_values)
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+    torch.testing.assert_close(found, wanted)
     text = there.eval().generate(random_texts(2, 9), max_new_tokens=2, do_sample=False)  # as Trainer evaluates
     assert text.shape == (2, 11)
 
@@ -116,16 +115,16 @@ def shard(model, mesh, dtype=None, **policy):
 @pytest.mark.parametrize("case", ["interdomain", "all", "s4d", "softmax", "mamba2"])
 def test_a_cache_under_fsdp2_with_mixed_precision(there, mesh):
     """FSDP2 casts what it can take apart, and hands a layer the copy: the cache that a layer advances is still the caller's."""
-    wanted = there.generate(random_texts(2, 9), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    wanted = there.generate(random_texts(2, 9), max_new_tokens=8, **ON)
     sharded = shard(copy.deepcopy(there), mesh, torch.float32, output_dtype=torch.float32)
-    found = sharded.generate(random_texts(2, 9), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    found = sharded.generate(random_texts(2, 9), max_new_tokens=8, **ON)
     assert torch.equal(found, wanted)
     inputs = dict(input_ids=random_texts(2, 9), labels=random_texts(2, 9))
     cache_class = code_of(there).InterdomainCache
     expected = backward(there.train(), in_pieces(there, cache_class()), **inputs)
     there.eval()
-    for name, gradient in backward(sharded.train(), in_pieces(sharded, cache_class()), **inputs).items():
-        torch.testing.assert_close(gradient.full_tensor(), expected[name], msg=name)
+    found = backward(sharded.train(), in_pieces(sharded, cache_class()), **inputs)
+    torch.testing.assert_close({name: gradient.full_tensor() for name, gradient in found.items()}, expected)
 
 
 def in_pieces(model, cache):
@@ -220,8 +219,7 @@ def test_a_cache_that_would_be_read_again_is_refused(there, use_reentrant):
     there = copy.deepcopy(there)  # in evaluation, where each pass has a cache of its own
     wanted = backward(there, there, **batch())
     forward = functools.partial(checkpoint, there, use_reentrant=False)
-    for name, gradient in backward(there, forward, **batch()).items():
-        torch.testing.assert_close(gradient, wanted[name], msg=name)
+    torch.testing.assert_close(backward(there, forward, **batch()), wanted)
 
 
 def test_classification(exported):
@@ -275,4 +273,4 @@ def test_trainer(tmp_path, loaded):
     folder = tmp_path / "run" / "checkpoint-12"
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert not torch.equal(saved.output.weight, there.output.weight)
-    assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in tuned.state_dict().items())
+    assert_same_tensors(saved.state_dict(), tuned.state_dict())

@@ -94,6 +94,20 @@ def lively(config: ModelConfig, dtype=torch.float64) -> Transformer:
     return model.to(dtype)
 
 
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def assert_exact(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for the rounding of float64: the same numbers are summed in another order. Logits are O(1) to O(10)."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def assert_same_tensors(found, wanted) -> None:
+    """Bitwise equal, with the same names and dtypes."""
+    torch.testing.assert_close(dict(found), dict(wanted), rtol=0, atol=0)
+
+
 def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 

@@ -8,13 +8,9 @@ from interdomain.model.feature_maps import FEATURE_MAPS, MAX_GAIN, PositiveRando
 from interdomain.model.initialize import initial_value
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
-from .common import lively, random_tokens, small_config
+from .common import lively, normal, random_tokens, small_config
 
 R = 16
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def favor(heads: int, width: int = R) -> PositiveRandomFeatures:

@@ -14,7 +14,7 @@ from interdomain.model.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fla_kernels import recurrence
 
-from .common import EPS, small_config, variant
+from .common import EPS, assert_exact, normal, small_config, variant
 from .test_flops import counted
 from .test_mixer import short_conv
 
@@ -29,19 +29,21 @@ KINDS = {
 B, H, K, V = 2, 3, 8, 5
 
 
-def inputs(kind, T, dtype=torch.float64, strength=1.0, seed=0):
+def inputs(kind, T, dtype=torch.float64):
     decay, delta, shared = KINDS[kind]
-    generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
     G = 1 if shared else H
-    shape = {"channel": (B, T, H, K), "head": (B, T, H)}.get(decay)
+    log_decay = None
+    if decay == "channel":
+        log_decay = F.logsigmoid(normal(B, T, H, K, seed=3, dtype=dtype))
+    elif decay == "head":
+        log_decay = F.logsigmoid(normal(B, T, H, seed=3, dtype=dtype))
     return dict(
-        q=normal(B, T, G, K),
-        k=F.normalize(normal(B, T, G, K), dim=-1),
-        v=normal(B, T, H, V),
-        log_decay=None if shape is None else strength * F.logsigmoid(normal(*shape)),
-        beta=torch.sigmoid(normal(B, T, H)) if delta else None,
-        initial_state=normal(B, H, K, V),
+        q=normal(B, T, G, K, dtype=dtype),
+        k=F.normalize(normal(B, T, G, K, seed=1, dtype=dtype), dim=-1),
+        v=normal(B, T, H, V, seed=2, dtype=dtype),
+        log_decay=log_decay,
+        beta=torch.sigmoid(normal(B, T, H, seed=4, dtype=dtype)) if delta else None,
+        initial_state=normal(B, H, K, V, seed=5, dtype=dtype),
     )
 
 
@@ -71,15 +73,12 @@ def assert_same(run, given, documents=None, tolerance=1e-10):
     """Values, the last state and every gradient."""
     leaves = {name: None if x is None else x.requires_grad_() for name, x in given.items()}
     found, wanted = run(**leaves, documents=documents), per_token(**leaves, documents=documents)
-    generator = torch.Generator().manual_seed(9)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in wanted]
     tensors = [x for x in leaves.values() if x is not None]
-    gradients = (
-        torch.autograd.grad(sum((x * w).sum() for x, w in zip(out, weights, strict=True)), tensors, allow_unused=True)
-        for out in (found, wanted)
-    )
-    for a, b in zip((*found, *next(gradients)), (*wanted, *next(gradients)), strict=True):
-        a, b = (torch.zeros(()) if x is None else x for x in (a, b))
+    gradients = []
+    for out in (found, wanted):
+        weighted = [(x * normal(*x.shape, seed=9, dtype=x.dtype)).sum() for x in out]
+        gradients.append(torch.autograd.grad(sum(weighted), tensors, allow_unused=True, materialize_grads=True))
+    for a, b in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
         assert (a - b).abs().max() <= tolerance * max(1, b.abs().max())
 
 
@@ -145,12 +144,12 @@ def literal(mixer, condition, x):
 def test_layer_by_the_letter(condition, option):
     """The norm of queries and keys has its epsilon within the root, which counts for small ones."""
     model = variant(condition, option)
-    x = torch.randn(2, 70, model.config.dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = normal(2, 70, model.config.dim, seed=3)
     with torch.no_grad():
         for layer in model.layers.values():
             wanted = literal(layer.attention, condition, x)
             assert wanted.std() > 0.01
-            torch.testing.assert_close(layer.attention(x), wanted, rtol=0, atol=1e-10)
+            assert_exact(layer.attention(x), wanted)
 
 
 @pytest.mark.parametrize("condition", FIXED_STATE)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from interdomain.model import CONDITIONS
-from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, decode, generate, prefill, sample
+from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, generate, prefill, sample
 
-from .common import Largest, random_tokens, variant
+from .common import Largest, assert_exact, random_tokens, variant
 
 GREEDY = Sampling(temperature=0)
 
@@ -32,7 +32,7 @@ def test_greedy_is_the_argmax_of_the_whole_pass(condition, chunk):
     tokens = prompt(model, 70)
     logits, state = prefill(model, torch.tensor([tokens]), chunk=chunk)
     with torch.no_grad():
-        torch.testing.assert_close(logits, model(torch.tensor([tokens]))[:, -1], rtol=0, atol=1e-10)  # float64
+        assert_exact(logits, model(torch.tensor([tokens]))[:, -1])
     assert state.position.tolist() == [70]
     found = rows(model, [tokens], max_tokens=12, sampling=GREEDY, prefill_chunk=chunk)[0]
     assert len(found) == 12
@@ -58,14 +58,13 @@ def test_rows_are_taken_and_copied(condition):
     model = variant(condition)
     _, state = prefill(model, random_tokens(model.config, 3, 11))
     beams = state.select(torch.tensor([2, 0, 2, 2]))
-    copy = state.clone()
     next_tokens = torch.tensor([5, 6, 7, 8])
-    taken = decode(model, next_tokens, beams)
+    taken = Decoder(model, beams).step(next_tokens)
     assert beams.position.tolist() == [12] * 4
     assert state.position.tolist() == [11] * 3  # of its own
     for i, row in enumerate((2, 0, 2, 2)):
-        again = decode(model, next_tokens[i].expand(3), copy.clone())
-        torch.testing.assert_close(taken[i], again[row], rtol=0, atol=1e-10)
+        again = Decoder(model, state.clone()).step(next_tokens[i].expand(3))
+        assert_exact(taken[i], again[row])
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from interdomain import InterdomainAttention
 from interdomain.model import CONDITIONS, Transformer
 
-from .common import EPS, OPTIONS, THETA, positions_of, random_tokens, small_config, variant
+from .common import EPS, OPTIONS, THETA, assert_exact, positions_of, random_tokens, small_config, variant
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,11 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
         model(tokens)
         model(tokens, positions=positions)
         x, whole, _, packed = seen
-        close = dict(rtol=0, atol=1e-10)
-        torch.testing.assert_close(layer(x), whole, **close)
-        torch.testing.assert_close(layer(x, positions=positions), packed, **close)
+        assert_exact(layer(x), whole)
+        assert_exact(layer(x, positions=positions), packed)
         state = layer.init_state(2)
         pieces = [layer(part, state) for part in x.split([7, 1, 9, 1, 1, 1], dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, 1), whole, **close)
+        assert_exact(torch.cat(pieces, 1), whole)
 
 
 def test_what_no_layer_has_is_refused():
@@ -65,7 +64,7 @@ def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
-@pytest.mark.parametrize("condition", ["interdomain", "softmax", "mamba2"])
+@pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax", "mamba2", "gated-deltanet"])
 def test_copies_of_a_state_go_their_own_ways(duplicate, condition):
     """Gradients flow through a copy to what the original has read."""
     model = variant(condition)
@@ -74,7 +73,7 @@ def test_copies_of_a_state_go_their_own_ways(duplicate, condition):
     model(tokens[:, :5], state)
     model(tokens[:, 5:].flip(1), duplicate(state))
     found, wanted = model(tokens[:, 5:], duplicate(state)), model(tokens)[:, 5:]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    assert_exact(found, wanted)
     assert (state.position.tolist(), state.length) == ([5, 5], 5)
     weight = model.layers["0"].attention.wv.weight
     gradients = [torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, wanted)]

@@ -16,7 +16,7 @@ from interdomain.model.feature_maps import rope_tables
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 
-from .common import EPS, THETA, VARIANTS, random_tokens, small_config, variant
+from .common import EPS, THETA, VARIANTS, normal, random_tokens, small_config, variant
 
 T = 70
 
@@ -118,7 +118,7 @@ BY_THE_LETTER = [v for v in VARIANTS if v[0] not in ("softmax", *FIXED_STATE) an
 @pytest.mark.parametrize(("condition", "option"), BY_THE_LETTER)
 def test_by_the_letter(condition, option):
     model = variant(condition, option)
-    x = torch.randn(2, T, model.config.dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = normal(2, T, model.config.dim, seed=3)
     with torch.no_grad():
         for layer in model.layers.values():
             # The bound on the decay (interdomain.scan.MAX_DECAY_PER_TOKEN) bends a decay x by x^8 / 8 of itself: 5e-12 at the

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interdomain.model import Execution, Transformer
-from interdomain.model.generation import decode, prefill
+from interdomain.model.generation import Decoder, prefill
 
 from .common import small_config
 
@@ -49,7 +49,8 @@ def test_generation(condition):
     model = model_of(condition)
     whole = model(TOKENS).float()
     logits, state = prefill(model, TOKENS[:, :30], chunk=16)
-    found = [logits, *(decode(model, TOKENS[:, t], state) for t in range(30, 40))]
+    decoder = Decoder(model, state)
+    found = [logits, *(decoder.step(TOKENS[:, t]) for t in range(30, 40))]
     torch.testing.assert_close(
         torch.stack(found, 1).float(), whole[:, 29:], rtol=0, atol=0.02 * whole.abs().max().item()
     )

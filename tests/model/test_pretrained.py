@@ -18,7 +18,7 @@ from interdomain.files.pretrained import (
     write_weights,
 )
 
-from .common import OPTIONS, lively, small_config
+from .common import OPTIONS, assert_same_tensors, lively, small_config
 
 
 def write_folder(folder, model, tokenizer, max_shard_bytes=10**9):
@@ -58,9 +58,7 @@ def test_round_trip_in_shards(tmp_path, tokenizer):
     assert found.sha256 == tokenizer.sha256
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
-        assert loaded.state_dict()[name].dtype == torch.float32
+    assert_same_tensors(loaded.state_dict(), model.state_dict())
 
 
 def edit_json(path, **changes):

@@ -74,7 +74,8 @@ def test_a_piece_on_a_gpu_needs_no_mask(monkeypatch):
     wanted = model(piece, state.clone())
 
     def continuing(mixer, state, tokens, dtype):
-        return Attended(causal_lower_right(tokens, state.length + tokens), state.length)
+        token = state.position[:, None] + torch.arange(tokens)
+        return Attended(causal_lower_right(tokens, state.length + tokens), token, state.length)
 
     monkeypatch.setattr(SoftmaxMixer, "continuing", staticmethod(continuing))
     torch.testing.assert_close(model(piece, state), wanted)

@@ -5,10 +5,11 @@ import torch
 
 from interdomain.model import ModelState
 
-from .common import IN_TIME, VARIANTS, positions_of, random_tokens, variant
+from .common import IN_TIME, VARIANTS, assert_exact, normal, positions_of, random_tokens, variant
 
-# float64; the state and the piecewise pass sum the same numbers in another order. Logits are O(1) to O(10).
-TOLERANCE = dict(rtol=0, atol=1e-10)
+
+def tensors_of(state):
+    return [x for layer in state.layers for x in layer.tensors().values()]
 
 
 def read(model, tokens):
@@ -25,7 +26,7 @@ def test_every_parameter_learns(condition, option):
     logits = model(tokens)
     assert logits.shape == (2, 20, model.config.vocab_size)
     assert logits.dtype == torch.float64
-    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weights = normal(*logits.shape, seed=2)
     (logits * weights).sum().backward()
     for name, p in model.named_parameters():
         assert p.grad is not None, name
@@ -42,19 +43,18 @@ class TestTime:
         with torch.no_grad():
             whole = model(tokens)
             end, state = model.init_state(2, capacity=90), model.init_state(2, capacity=90)
-            addresses = [x.data_ptr() for layer in state.layers for x in layer.tensors().values()]
+            addresses = [x.data_ptr() for x in tensors_of(state)]
             at_once = model(tokens, end)
             pieces = [model(piece, state) for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1)]
-            assert [x.data_ptr() for layer in state.layers for x in layer.tensors().values()] == addresses  # in place
-            torch.testing.assert_close(model(tokens, model.init_state(2), last=3), at_once[:, -3:], **TOLERANCE)
-        torch.testing.assert_close(at_once, whole, **TOLERANCE)
-        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **TOLERANCE)
+            assert [x.data_ptr() for x in tensors_of(state)] == addresses  # in place
+            assert_exact(model(tokens, model.init_state(2), last=3), at_once[:, -3:])
+        assert_exact(at_once, whole)
+        assert_exact(torch.cat(pieces, dim=1), whole)
         assert state.position.tolist() == end.position.tolist() == [90, 90]
         assert state.nbytes() == end.nbytes()
-        for found, wanted in zip(state.layers, end.layers, strict=True):
-            for a, b in zip(found.tensors().values(), wanted.tensors().values(), strict=True):
-                assert a.dtype == torch.float64
-                torch.testing.assert_close(a, b, **TOLERANCE)
+        for found, wanted in zip(tensors_of(state), tensors_of(end), strict=True):
+            assert found.dtype == torch.float64
+            assert_exact(found, wanted)
 
     def test_stacked_states_are_each_alone(self, condition, option):
         model = variant(condition, option)
@@ -68,7 +68,7 @@ class TestTime:
             stacked = ModelState.stack([ModelState.stack(states[:2]), *states[2:]])
             together = [model(piece, stacked) for piece in pieces]
             alone = [model(torch.cat([p, more[i : i + 1]], dim=1))[:, -6:] for i, p in enumerate(prompts)]
-        torch.testing.assert_close(torch.cat(together, dim=1), torch.cat(alone), **TOLERANCE)
+        assert_exact(torch.cat(together, dim=1), torch.cat(alone))
         assert stacked.position.tolist() == [9, 76, 7, 18]
 
     def test_packed_documents_are_each_alone(self, condition, option):
@@ -79,9 +79,9 @@ class TestTime:
         alone = torch.stack(
             [torch.cat([model(x[None])[0] for x in row.split(n)]) for row, n in zip(tokens, lengths, strict=True)]
         )
-        torch.testing.assert_close(packed, alone, **TOLERANCE)
+        assert_exact(packed, alone)
         assert (packed - model(tokens)).abs().max() > 1e-3
-        weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        weights = normal(*packed.shape, seed=2)
         found, wanted = (torch.autograd.grad((x * weights).sum(), [*model.parameters()]) for x in (packed, alone))
         for a, b in zip(found, wanted, strict=True):
             # Relative to the largest: near a zero of the normalised form's denominator, gradients reach 1e5.
@@ -98,7 +98,7 @@ def test_documents_that_begin_in_their_middle(condition, kind):
     tokens = random_tokens(model.config, 2, 23)
     wanted = [model(x[None])[0] for x in tokens[0].split([10, 10, 1, 2])]
     wanted = torch.stack([torch.cat(wanted), model(tokens[1:])[0]])
-    torch.testing.assert_close(model(tokens, positions=positions.to(kind)), wanted, **TOLERANCE)
+    assert_exact(model(tokens, positions=positions.to(kind)), wanted)
 
 
 @pytest.mark.parametrize("positions", [torch.arange(4.0)[None], torch.arange(3)[None], [[0, 1, 2, 3]]])
@@ -106,19 +106,6 @@ def test_positions_of_another_type_or_shape_are_refused(positions):
     model = variant("interdomain")
     with pytest.raises(ValueError, match=r"positions are .*expected integers \[1, 4\]"):
         model(random_tokens(model.config, 1, 4), positions=positions)
-
-
-def test_state_is_differentiable():
-    """Truncated backpropagation carries on through a state: the first piece gets the gradient that the whole gives it."""
-    for condition in ("interdomain", "s4d", "softmax", "gated-deltanet"):
-        model = variant(condition)
-        tokens = random_tokens(model.config, 1, 12)
-        parameters = list(model.parameters())
-        whole = torch.autograd.grad(model(tokens)[:, 7:].sum(), parameters)
-        state = read(model, tokens[:, :7])
-        pieces = torch.autograd.grad(model(tokens[:, 7:], state).sum(), parameters)
-        for a, b in zip(pieces, whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)  # sums over tokens and vocabulary
 
 
 def test_a_state_of_packed_documents_is_refused():

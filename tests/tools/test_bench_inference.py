@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interdomain.model import SIZES, Transformer, build_config
-from interdomain.model.generation import decode
+from interdomain.model.generation import Decoder
 from interdomain.tools import bench_inference
 from interdomain.tools._bench import results
 from interdomain.tools.bench_inference import put, random_model
@@ -55,9 +55,9 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
 def test_a_state_is_put_at_its_prefix():
     model = random_model(build_config("debug", "softmax"), CPU, "float32")
     state = model.init_state(2, capacity=20)
-    state.cursor = torch.zeros(1, dtype=torch.int64)
+    state.captured = True
     for _ in range(2):
         put(state, 8)
-        decode(model, torch.zeros(2, dtype=torch.int64), state)
-        assert (state.cursor.tolist(), state.position.tolist()) == ([9], [9, 9])
+        Decoder(model, state).step(torch.zeros(2, dtype=torch.int64))
+        assert state.position.tolist() == [9, 9]
         assert (state.layers[0].k.abs().sum((0, 1, 3)) > 0).nonzero().flatten().tolist() == [8]

@@ -20,7 +20,6 @@ MODULES = (  # each needs only what stands before it
     "model/settings.py",
     "model/config.py",
     "files/config_json.py",
-    "model/recomputation.py",
     "model/state.py",
     "model/mixers/fixed_state_scan.py",
     "model/mixers/kernels.py",

@@ -9,7 +9,6 @@ from transformers.cache_utils import Cache
 
 from .plain_interdomain import (
     Attended,
-    KVCache,
     MixerState,
     Packing,
     SoftmaxMixer,
@@ -26,6 +25,21 @@ from .plain_interdomain import (
 def dynamics_of(mixer: Any, x: Tensor) -> Any:
     """What a mixer reads of its parameters (`Mixer.dynamics`) for hidden states x: float32, or float64."""
     return mixer.dynamics([mixer], torch.promote_types(x.dtype, torch.float32))[0]
+
+
+class Slots:
+    """Keys and values of a softmax layer, [B, H, S, head_dim], to which its mixer adds those of a pass."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.made_in = backward_pass()
+        self.k = k
+        self.v = v
+
+    def append(self, k: Tensor, v: Tensor, *place: Any) -> tuple[Tensor, Tensor]:
+        check_not_recomputed(self.made_in)
+        self.k = torch.cat([self.k, k.to(self.k.dtype)], dim=2)
+        self.v = torch.cat([self.v, v.to(self.v.dtype)], dim=2)
+        return self.k, self.v
 
 
 class InterdomainCache(Cache):
@@ -108,7 +122,7 @@ class InterdomainCache(Cache):
         if isinstance(mixer, SoftmaxMixer):
             empty = x.new_empty(x.shape[0], mixer.n_kv_heads, 0, mixer.head_dim)
             keys, values = kept or (empty, empty)
-            return KVCache(keys, values), ()
+            return Slots(keys, values), ()
         dynamics, prepared = self.tables.get(layer_idx) or (dynamics_of(mixer, x), None)
         if kept is None or layer_idx not in self.tables:
             state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, dynamics)
@@ -243,4 +257,4 @@ class Rows(NamedTuple):
             seen &= slots[:, None] > token[..., None] - window
         # Padding attends to itself: a query without any key would be NaN.
         itself = torch.arange(S, device=slots.device) == S - T + torch.arange(T, device=slots.device)[:, None]
-        return cls(Attended(additive_mask((seen | itself)[:, None], dtype), S - T), stay=stay)
+        return cls(Attended(additive_mask((seen | itself)[:, None], dtype)), stay=stay)

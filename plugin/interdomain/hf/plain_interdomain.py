@@ -9,7 +9,6 @@ from interdomain.model.layers import RMSNorm, rope_of
 from interdomain.model.mixers.base import Packing, take
 from interdomain.model.mixers.kernels import is_exporting
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer, additive_mask
-from interdomain.model.recomputation import backward_pass, check_not_recomputed
 from interdomain.model.settings import MixerConfig
-from interdomain.model.state import KVCache, MixerState
+from interdomain.model.state import MixerState, backward_pass, check_not_recomputed
 from interdomain.model.transformer import FeedForward, mixer_class

@@ -4,7 +4,6 @@ The two tables do not know each other; `build_config(size, condition)` is any ce
 every field by name. Configurations are frozen: change one with `dataclasses.replace`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -119,12 +118,10 @@ class ModelConfig:
     @cached_property
     def layers(self) -> "tuple[ModelConfig, ...]":
         """Configuration of each layer: that of a model whose layers are all like it."""
-        alike = [self] if len(self.mixers) == 1 else [replace(self, mixers=(mixer,)) for mixer in self.mixers]
-        return tuple(alike * (self.n_layers // len(alike)))
-
-    def count_kinds(self, layers: Iterable[int]) -> "list[tuple[ModelConfig, int]]":
-        """Configuration of each kind among some layers, and how often it is there."""
-        return [(self.layers[i], n) for i, n in Counter(i % len(self.mixers) for i in layers).items()]
+        if len(self.mixers) == 1:
+            return (self,) * self.n_layers
+        pattern = tuple(replace(self, mixers=(mixer,)) for mixer in self.mixers)
+        return pattern * (self.n_layers // len(pattern))
 
     @property
     def n_kv_heads(self) -> int:
@@ -149,13 +146,14 @@ class ModelConfig:
         Raises:
             ValueError: unknown keys, or another version: a silently dropped setting would be another model.
         """
-        settings, mixers = dict(data), data.get("mixer", {})
-        mixers = mixers if isinstance(mixers, list) else [mixers]
+        settings = dict(data)
         version = settings.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}.")
-        check_names("model", settings, (*MODEL_SETTINGS, "mixer"))
-        settings.pop("mixer", None)
+        mixers = settings.pop("mixer", {})
+        if not isinstance(mixers, list):
+            mixers = [mixers]
+        check_names("model", settings, MODEL_SETTINGS)
         for mixer in mixers:
             check_names("mixer", mixer, MIXER_SETTINGS)
         return cls(**settings, mixers=tuple(MixerConfig(**mixer) for mixer in mixers))
@@ -232,11 +230,14 @@ def build_config(
 
 def with_settings(mixers: Sequence[MixerConfig], settings: Mapping[str, Any]) -> tuple[MixerConfig, ...]:
     """The mixers of a model's layers, each with the settings that it has. Raises: ValueError for one that none of them has."""
-    nowhere = {name for name in settings if all(name in mixer.without_meaning() for mixer in mixers)}
-    return tuple(
-        replace(mixer, **{n: x for n, x in settings.items() if n in nowhere or n not in mixer.without_meaning()})
-        for mixer in mixers
-    )
+    unread = [mixer.without_meaning() for mixer in mixers]
+    # A setting that no mixer has goes to all, for their error.
+    nowhere = {name for name in settings if all(name in names for names in unread)}
+    changed = []
+    for mixer, names in zip(mixers, unread, strict=True):
+        own = {name: value for name, value in settings.items() if name in nowhere or name not in names}
+        changed.append(replace(mixer, **own))
+    return tuple(changed)
 
 
 def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]:
@@ -277,22 +278,31 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
         Such as ("125M", "interdomain") or ("125M with n_layers 6", "interdomain, n_basis 32"). Of a hybrid
             ("125M", "interdomain, softmax_every 3") or ("125M", "softmax + interdomain + s4d").
     """
-    row, n_basis = config, MixerConfig.n_basis
-    if (name := str(size).partition(" with ")[0]) in SIZES:
-        size, row, n_basis = name, build_config(name), SIZES[name]["n_basis"]
+    row = config
+    n_basis = MixerConfig.n_basis
+    name = str(size).partition(" with ")[0]
+    if name in SIZES:
+        size = name
+        row = build_config(name)
+        n_basis = SIZES[name]["n_basis"]
 
     def differences(got: Any, usual: Any, *without: str) -> list[str]:
-        values = {f.name: getattr(got, f.name) for f in fields(got) if f.name not in without}
-        changed = {name: value for name, value in values.items() if value != getattr(usual, name)}
-        return [f"{n} {value:g}" if isinstance(value, float) else f"{n} {value}" for n, value in changed.items()]
+        changed = []
+        for name, value in vars(got).items():
+            if name not in without and value != getattr(usual, name):
+                changed.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+        return changed
 
-    changed = ", ".join(differences(config, row, "mixers", "head_dim"))  # dim and n_heads say what head_dim is
+    changed = ", ".join(
+        differences(config, row, "mixers", "layers", "head_dim")
+    )  # dim and n_heads say what head_dim is
     conditions = [_condition_of(mixer) for mixer in config.mixers]
     settings: list[str] = []
     for mixer, condition in zip(config.mixers, conditions, strict=True):
         unread = ["n_basis"] if mixer.kind == "softmax" else []
         settings += differences(mixer, MixerConfig(n_basis=n_basis, **CONDITIONS[condition]), *unread)
-    first, every = conditions[0], 1 + [*conditions, "softmax"].index("softmax")
+    first = conditions[0]
+    every = 1 + [*conditions, "softmax"].index("softmax")
     if 1 < every <= len(conditions) and conditions == _with_softmax(first, every, len(conditions)):
         conditions = [f"{first}, softmax_every {every}"]
     words = ", ".join([" + ".join(conditions), *dict.fromkeys(settings)])
@@ -301,14 +311,18 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
 
 def _condition_of(mixer: MixerConfig) -> str:
     """The first condition whose row a mixer has."""
-    named = ({"kind": "interdomain", **row}.items() <= vars(mixer).items() for row in CONDITIONS.values())
-    return next(name for name, same in zip(CONDITIONS, named, strict=True) if same)
+    for name, row in CONDITIONS.items():
+        if {"kind": "interdomain", **row}.items() <= vars(mixer).items():
+            return name
+    raise AssertionError(f"no condition has the settings of {mixer}")
 
 
 def _shortest(pattern: tuple[MixerConfig, ...]) -> tuple[MixerConfig, ...]:
     """The part of a pattern that it repeats."""
-    parts = (pattern[:n] for n in range(1, len(pattern) + 1) if len(pattern) % n == 0)
-    return next(part for part in parts if part * (len(pattern) // len(part)) == pattern)
+    n = 1
+    while pattern[:n] * (len(pattern) // n) != pattern:
+        n += 1
+    return pattern[:n]
 
 
 def check_names(where: str, got: Iterable[str], allowed: Iterable[str]) -> None:

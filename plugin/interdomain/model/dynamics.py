@@ -1,6 +1,5 @@
 """The dynamics of a model's layers, computed once for the forward passes of several micro-batches."""
 
-import itertools
 from typing import Any
 
 import torch
@@ -28,11 +27,15 @@ class SharedDynamics:
 
     def backward(self) -> None:
         """Go backward from the dynamics to their parameters, once for all passes."""
-        gradients = [g for layer in self.gradients for g in layer]
-        pairs = [(x, g) for x, g in zip(itertools.chain(*self.layers), gradients, strict=True) if g is not None]
-        if pairs:
-            tensors, found = zip(*pairs, strict=True)
-            torch.autograd.backward(tensors, found)
+        tensors = []
+        gradients = []
+        for layer, of_layer in zip(self.layers, self.gradients, strict=True):
+            for tensor, gradient in zip(layer, of_layer, strict=True):
+                if gradient is not None:
+                    tensors.append(tensor)
+                    gradients.append(gradient)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
 
 
 class _Enter(torch.autograd.Function):

@@ -65,7 +65,9 @@ class FeatureMap(KeptInFloat32):
         vectors: random vectors of each head of keys, as a share of R.
     """
 
-    about, needs_ratio, vectors = "", False, 0.0
+    about = ""
+    needs_ratio = False
+    vectors = 0.0
 
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -128,7 +130,8 @@ class RandomFeatures(FeatureMap):
 class RandomFourierFeatures(RandomFeatures):
     """xi(x) = sqrt(2 / R) [cos(w.x), sin(w.x)] of R / 2 vectors (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel."""
 
-    about, vectors = "random Fourier features; paper eq. 5", 0.5
+    about = "random Fourier features; paper eq. 5"
+    vectors = 0.5
 
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
         angles = self.projected(x, heads)
@@ -143,7 +146,9 @@ class PositiveRandomFeatures(RandomFeatures):
     with the key: their exponent is at most sqrt(R) |w|^2 / 2, about 32 for R = 64. Near overflow it is cut off.
     """
 
-    about, needs_ratio, vectors = "softmax's kernel, positive", True, 1.0
+    about = "softmax's kernel, positive"
+    needs_ratio = True
+    vectors = 1.0
 
     @staticmethod
     def drawn(normal: Tensor) -> Tensor:
@@ -154,7 +159,8 @@ class PositiveRandomFeatures(RandomFeatures):
         return (q * columns.norm(dim=1, keepdim=True)).mT.float()
 
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
-        R, exponent = x.shape[-1], self.projected(x, heads)
+        R = x.shape[-1]
+        exponent = self.projected(x, heads)
         if query:
             exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
         else:
@@ -184,7 +190,8 @@ GATES = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 def normed(o: Tensor, weight: Tensor, eps: float, soft: bool) -> Tensor:
     """The output norm over D of o [B, T, H, D], with w [D]: w o / sqrt(eps + mean(o^2)); soft: w o / sqrt(w^2 + mean(o^2))."""
-    o32, w = widened(o), widened(weight)
+    o32 = widened(o)
+    w = widened(weight)
     floor = w.square() + 1e-12 if soft else eps  # a weight that is 0 gives 0
     return (o32 * w * torch.rsqrt(o32.square().mean(-1, keepdim=True) + floor)).to(o.dtype)
 
@@ -196,7 +203,8 @@ def divided(o: Tensor, v: Tensor) -> Tensor:
     would be larger than MAX_GAIN times the token's own value v [B, T, G, D + 1], both as means of |x| over D, the denominator
     is as large as makes it just that, with its sign. The scales of v, of the features and of C cancel; no state is needed.
     """
-    numerator, denominator = widened(o[..., :-1]), widened(o[..., -1:])
+    numerator = widened(o[..., :-1])
+    denominator = widened(o[..., -1:])
     allowed = MAX_GAIN * widened(v[..., :-1]).abs().mean(-1, keepdim=True)
     allowed = allowed.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
     sign = torch.where(denominator < 0, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Text from a model: `prefill` reads a prompt into a state, `decode` takes one token a step, `generate` does both.
+"""Text from a model: `prefill` reads a prompt into a state, a `Decoder` takes one token a step, `generate` does both.
 
 The state has a fixed size for every mixer but softmax without a window, so a step costs the same after ten tokens and after a
 million.
@@ -87,13 +87,6 @@ def prefill(
     return logits[:, -1], state
 
 
-@torch.no_grad()
-def decode(model: Transformer, tokens: Tensor, state: ModelState) -> Tensor:
-    """One step without a CUDA graph: tokens [B] -> logits [B, V]. The state is advanced in place."""
-    _one_token_each(tokens, state)
-    return model(tokens[:, None], state)[:, -1]
-
-
 class Decoder:
     """Steps from a state on, at its batch size. On CUDA they are one CUDA graph, captured here and replayed for every token.
 
@@ -113,7 +106,8 @@ class Decoder:
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
-        self.model, self.state = model, state
+        self.model = model
+        self.state = state
         self.graph: torch.cuda.CUDAGraph | None = None
         if captured:
             # Autocast frees its copies of weights when it ends, and the graph would go on reading them.
@@ -122,20 +116,22 @@ class Decoder:
             needed = state.length + max(1, room)
             if state.capacity is not None and state.capacity < needed:
                 state.reserve(needed)
-            # A captured step reads no number of the host's.
-            state.cursor = torch.full((1,), state.length, device=device)
+            state.captured = True
             self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
             with _restored(state), torch.cuda.device(device):
-                self._capture(state.cursor)
+                self._capture()
 
-    def _capture(self, cursor: Tensor) -> None:
-        current, aside = torch.cuda.current_stream(cursor.device), _stream(cursor.device)
+    def _capture(self) -> None:
+        position = self.state.position
+        begin = position.clone()
+        current = torch.cuda.current_stream(position.device)
+        aside = _stream(position.device)
         aside.wait_stream(current)
         # The first steps compile kernels and let libraries allocate.
         with torch.cuda.stream(aside):
             for _ in range(3):
                 self.model(self.tokens, self.state)
-                cursor.fill_(self.state.length)  # a cache may have room for one
+                position.copy_(begin)  # a cache may have room for one token
         current.wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may do as they like meanwhile, a server's or a process group's.
@@ -145,7 +141,9 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
-        _one_token_each(tokens, self.state)
+        rows = self.state.position.shape
+        if tokens.shape != rows:
+            raise ValueError(f"tokens are {list(tokens.shape)}; expected {list(rows)}, one of each row.")
         if self.graph is None:
             return self.model(tokens[:, None], self.state)[:, -1]
         if self.state.capacity is not None and self.state.length >= self.state.capacity:
@@ -165,8 +163,6 @@ def _restored(state: ModelState) -> Iterator[None]:
     yield
     for x, old in before:
         x.copy_(old)
-    if state.cursor is not None:
-        state.cursor.fill_(state.length)
 
 
 @functools.cache
@@ -212,7 +208,8 @@ def generate(
     if not prompts or not all(prompts):
         raise ValueError(f"give prompts of at least one token each: got {[len(p) for p in prompts]} tokens.")
     read = [prefill(model, torch.tensor([prompt]), chunk=prefill_chunk) for prompt in prompts]
-    logits, state = torch.cat([last for last, _ in read]), ModelState.stack([state for _, state in read])
+    logits = torch.cat([last for last, _ in read])
+    state = ModelState.stack([state for _, state in read])
     del read  # the states of single prompts
 
     sampling = sampling or Sampling()
@@ -227,8 +224,3 @@ def generate(
         if decoder is None or all(ended) or step == max_tokens:
             return
         logits = decoder.step(chosen)
-
-
-def _one_token_each(tokens: Tensor, state: ModelState) -> None:
-    if tokens.shape != state.position.shape:
-        raise ValueError(f"tokens are {list(tokens.shape)}; expected {list(state.position.shape)}, one of each row.")

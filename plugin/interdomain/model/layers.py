@@ -3,7 +3,7 @@
 `interdomain.features` and `feature_maps.py` compute the latter. The module that holds a layer draws its values.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,7 @@ from torch.nn import functional as F
 
 from .config import ModelConfig
 from .feature_maps import normed, rope_tables
-
-if TYPE_CHECKING:
-    from .shard import Part
+from .shard import Part
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
 
@@ -129,7 +127,8 @@ class OutputNorm(LocalParameters):
 
     def __init__(self, head_dim: int, eps: float, *, soft: bool) -> None:
         super().__init__()
-        self.eps, self.soft = eps, soft
+        self.eps = eps
+        self.soft = soft
         self.weight = nn.Parameter(torch.empty(head_dim))
 
     def forward(self, o: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
     for i in wanted:
         attention: Any = model.layers[str(i)].attention
         call = _core_call(attention, inputs[attention])
-        layer = layers[i] = Layer(type(attention).__name__, attention)
+        layer = Layer(type(attention).__name__, attention)
+        layers[i] = layer
         if wo := getattr(attention, "wo", None):
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
         if call is not None:
@@ -108,11 +109,15 @@ def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tens
     """([H, T, T], their error). inputs: of every module."""
     G, T, _ = call.v.shape
     weights = call(torch.eye(T, dtype=call.v.dtype, device=call.v.device).expand(G, T, T))
-    v, o = call.v.repeat_interleave(len(weights) // G, dim=0), call(call.v)
+    v = call.v.repeat_interleave(len(weights) // G, dim=0)
+    o = call(call.v)
     if call.core.kind == "interdomain" and attention.config.normalize:
-        (x,), (o,) = inputs[attention][0], inputs[attention.wo][0]
-        o = o if attention.wg is None else o / GATES[attention.config.gate_function](attention.wg(x))
-        v, o = v[..., :-1], o.unflatten(-1, (len(weights), -1)).movedim(1, 0)
+        (x,) = inputs[attention][0]
+        (o,) = inputs[attention.wo][0]
+        if attention.wg is not None:
+            o = o / GATES[attention.config.gate_function](attention.wg(x))
+        o = o.unflatten(-1, (len(weights), -1)).movedim(1, 0)
+        v = v[..., :-1]
         # The denominator is a number per token and head, so it is what makes o of the numerators.
         numerator = weights @ v
         weights = weights * (o * numerator).sum(-1, keepdim=True) / numerator.square().sum(-1, keepdim=True)

@@ -56,34 +56,52 @@ class Part(NamedTuple):
     def send_tail(self, x: Tensor | dict[str, Tensor], n: int) -> Tensor:
         """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result.
 
-        x: hidden states; or what was made of them, by the projection's name (Megatron), of which those of convolutions are
-            sent.
+        Args:
+            x: Hidden states; or projections of them by name (Megatron), of which those of convolutions are sent.
         """
-        tail = (
-            torch.cat([y[:, -n:] for y in _of_convolutions(x).values()], dim=-1) if isinstance(x, dict) else x[:, -n:]
-        )
-        return send(tail, _to_neighbour(self, 1, len(tail)), _to_neighbour(self, -1, len(tail)), self)
+        parts = _of_convolutions(x).values() if isinstance(x, dict) else [x]
+        tail = torch.cat([part[:, -n:] for part in parts], dim=-1)
+        return send(tail, *self._ring(len(tail)), self)
 
     def receive_tail(self, sent: Tensor, x: Tensor | dict[str, Tensor], back: Tensor | None) -> Any:
-        """The last n tokens of the shard before, as x; zeros but for the last `back` [B], where that is given: those are of the
-        first token's document. At the first rank zeros."""
-        past = receive(sent, _to_neighbour(self, 1, len(sent)), _to_neighbour(self, -1, len(sent)), self)
-        if self.rank == 0:  # the last one's, as those of a ring: all ranks have the same shapes
+        """The last n tokens of the shard before, as x.
+
+        Args:
+            back: How many of the last tokens are of the first token's document, [B]; the others are zeros. None: all. The first
+                rank gets zeros.
+        """
+        past = receive(sent, *self._ring(len(sent)), self)
+        if self.rank == 0:  # these are the last rank's, as those of a ring: all ranks have the same shapes
             back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
         if back is not None:
             distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
             past = past.masked_fill(distance > back[:, None, None], 0)
         if not isinstance(x, dict):
             return past
-        parts = _of_convolutions(x)
-        return dict(zip(parts, past.split([y.shape[-1] for y in parts.values()], dim=-1), strict=True))
+        projections = _of_convolutions(x)
+        widths = [y.shape[-1] for y in projections.values()]
+        return dict(zip(projections, past.split(widths, dim=-1), strict=True))
+
+    def _ring(self, rows: int) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank, and how many come from each: all to the next, all from the one before."""
+        to = [0] * self.size
+        of = [0] * self.size
+        to[(self.rank + 1) % self.size] = rows
+        of[self.rank - 1] = rows
+        return to, of
 
     def send_state(
         self, parts: Iterable[Tensor], log_decay: Tensor, documents: Tensor | None, backend: str
     ) -> SentState:
         """Start the exchange of a scan's states (`interdomain.scan.send_state`). parts: keys and values, or z."""
-        options: dict[str, Any] = dict(documents=documents, check_documents=False, backend=backend)
-        return send_state(*parts, log_decay=log_decay, group=self.group, **options)
+        return send_state(
+            *parts,
+            log_decay=log_decay,
+            group=self.group,
+            documents=documents,
+            check_documents=False,
+            backend=backend,
+        )
 
 
 def shard_of(x: Tensor, part: "Part | None", dim: int = 0) -> Tensor:
@@ -93,12 +111,6 @@ def shard_of(x: Tensor, part: "Part | None", dim: int = 0) -> Tensor:
 
 def _of_convolutions(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: y for name, y in x.items() if name in ("wq", "wk", "wv")}
-
-
-def _to_neighbour(part: Part, step: int, rows: int) -> list[int]:
-    """Rows for each rank, all of them for the one `step` after this one."""
-    there = (part.rank + step) % part.size
-    return [rows if i == there else 0 for i in range(part.size)]
 
 
 def send(x: Tensor, to: list[int], of: list[int], part: Part) -> Tensor:

@@ -11,9 +11,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .recomputation import backward_pass, check_not_recomputed
-
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
+
+
+def backward_pass() -> int | None:
+    """Number of the backward pass that this thread is in; -1 for none. None while torch.compile traces a function."""
+    return None if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+def check_not_recomputed(made_in: int | None) -> None:
+    """Raises ValueError for a state that was made before this backward pass, which computes a forward pass again: only
+    activation checkpointing does so, and the first pass has advanced the state already.
+
+    Args:
+        made_in: `backward_pass` when the state was made; None for a state that a compiled function makes for itself.
+    """
+    if made_in is None or torch.compiler.is_exporting():
+        return
+    # A compiled function may be checkpointed, too: with gradients its graph breaks here. A decode step has none.
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return
+    if torch._C._current_graph_task_id() not in (-1, made_in):
+        raise ValueError(
+            "Activation checkpointing computes this layer again in the backward pass, and the layer's state has moved on "
+            "since: the gradients would be wrong. Leave out the state (cache), give the layer a copy of it within the "
+            "checkpointed function (copy.copy), or do not checkpoint the pass that reads it."
+        )
 
 
 class State:
@@ -74,23 +97,19 @@ class MixerState(State):
         self.prepared = prepared
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
-        """Take over new contents (what is the tensor of the state itself was written in place)."""
+        """Replace the state. Tensors that were updated in place are kept."""
         check_not_recomputed(self.made_in)
-        self.conv, self.ssm = overwritten(self.conv, conv), overwritten(self.ssm, ssm)
-
-    def aligned(self, used: int, length: int) -> "MixerState":
-        return self
+        self.conv = overwritten(self.conv, conv)
+        self.ssm = overwritten(self.ssm, ssm)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"ssm": self.ssm, "conv": self.conv}
 
 
 class KVCache(State):
-    """The cache of a softmax layer: rotated keys and values. It grows where there are more tokens than slots.
+    """The cache of a softmax layer: rotated keys and values, each [B, H, S, head_dim]. Token i of a row is in slot i.
 
-    Attributes:
-        k: [B, H, S, head_dim]; S slots, of which the first are in use.
-        v: likewise.
+    It grows if there are more tokens than slots. Slots after a row's last token mean nothing.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -99,78 +118,79 @@ class KVCache(State):
         self.v = v
 
     @property
-    def capacity(self) -> int:
+    def capacity(self) -> int | None:
         return self.k.shape[2]
 
-    def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Put k, v [B, H, T, head_dim] at slots `begin` on; returns all keys and values so far.
-
-        With a tensor [1] for `begin` nothing depends on its value (T = 1, in a CUDA graph): there must be room, and all
-        slots are returned.
-        """
-        check_not_recomputed(self.made_in)
-        if isinstance(begin, Tensor):
-            return self.k.index_copy_(2, begin, k.to(self.k.dtype)), self.v.index_copy_(2, begin, v.to(self.v.dtype))
-        end = begin + k.shape[2]
-        if end > self.capacity or not writable(self.k, k):
-            self.k, self.v = (
-                torch.cat([old[:, :, :begin], new.to(old.dtype)], dim=2) for old, new in ((self.k, k), (self.v, v))
-            )
-        else:
-            self.k[:, :, begin:end] = k
-            self.v[:, :, begin:end] = v
-        return self.k[:, :, :end], self.v[:, :, :end]
-
-    def reserve(self, used: int, slots: int) -> None:
-        """Make room for `slots` in all, of which the first `used` are kept."""
-        self.k, self.v = (F.pad(x[:, :, :used], (0, 0, 0, slots - used)) for x in (self.k, self.v))
-
-    def aligned(self, used: int, length: int) -> "KVCache":
-        """The first `used` slots as the last of `length`."""
-        return KVCache(*(F.pad(x[:, :, :used], (0, 0, length - used, 0)) for x in (self.k, self.v)))
-
     def tensors(self) -> dict[str, Tensor]:
         return {"k": self.k, "v": self.v}
 
+    def append(self, k: Tensor, v: Tensor, token: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of a piece, [B, H, T, head_dim].
 
-class WindowCache(State):
-    """Rotated keys and values of the last S tokens, each [B, H, S, head_dim]: token i is in slot i mod S."""
-
-    capacity: int | None = None
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        super().__init__()
-        self.k = k
-        self.v = v
-
-    def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Put k, v [B, H, T, head_dim] of the tokens `begin` on in the place of the oldest.
-
-        Returns: keys and values, for T = 1 of all slots; else of the min(begin, S) tokens before, in their order, and of these.
-        A tensor [1] for `begin` as in KVCache.
+        Args:
+            token: The place of each new token in its row, [B, T].
+            before: Slots before the piece that are returned.
+        Returns:
+            The keys and values of the first `before` + T slots.
         """
         check_not_recomputed(self.made_in)
-        T, S, seen = k.shape[2], self.k.shape[2], None
-        if T > 1:
-            assert isinstance(begin, int)
-            before = torch.arange(begin - min(begin, S), begin, device=k.device) % S
-            pairs = (self.k, k), (self.v, v)
-            seen = [torch.cat([old.index_select(2, before).to(new.dtype), new], 2) for old, new in pairs]
-        slots = (begin + torch.arange(T, device=k.device)[-S:]) % S
-        k, v = k[:, :, -S:].to(self.k.dtype), v[:, :, -S:].to(self.v.dtype)
+        slots = before + k.shape[2]
+        if slots > self.k.shape[2]:
+            self.reserve(slots)
+        self._write(k, v, token)
+        return self.k[:, :, :slots], self.v[:, :, :slots]
+
+    def _write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        index = _by_slot(slots, k)
+        k = k.to(self.k.dtype)
+        v = v.to(self.v.dtype)
         if writable(self.k, k):
-            self.k.index_copy_(2, slots, k)
-            self.v.index_copy_(2, slots, v)
+            self.k.scatter_(2, index, k)
+            self.v.scatter_(2, index, v)
         else:
-            self.k, self.v = self.k.index_copy(2, slots, k), self.v.index_copy(2, slots, v)
-        return (self.k, self.v) if seen is None else (seen[0], seen[1])
+            self.k = self.k.scatter(2, index, k)
+            self.v = self.v.scatter(2, index, v)
 
-    def aligned(self, used: int, length: int) -> "WindowCache":
-        """The state with `length` tokens before the next, where `used` were: the new first tokens are padding."""
-        return WindowCache(*(x.roll(length - used, 2) for x in (self.k, self.v)))
+    def reserve(self, slots: int) -> None:
+        """Make this many slots in all."""
+        self.k = _with_slots(self.k, slots)
+        self.v = _with_slots(self.v, slots)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"k": self.k, "v": self.v}
+
+class WindowCache(KVCache):
+    """Rotated keys and values of the last S tokens, each [B, H, S, head_dim]: token i of a row is in slot i mod S."""
+
+    @property
+    def capacity(self) -> int | None:
+        return None
+
+    def append(self, k: Tensor, v: Tensor, token: Tensor, before: int) -> tuple[Tensor, Tensor]:
+        """Put the keys and values of a piece in the place of the oldest, as `KVCache.append`.
+
+        Returns:
+            Keys and values: of all slots for a piece of one token, else of the `before` tokens before it and its own.
+        """
+        check_not_recomputed(self.made_in)
+        T = k.shape[2]
+        S = self.k.shape[2]
+        keys, values = k, v
+        if T > 1:
+            order = torch.arange(before, device=k.device)
+            index = _by_slot((token[:, :1] - before + order) % S, k)
+            keys = torch.cat([self.k.gather(2, index).to(k.dtype), k], dim=2)
+            values = torch.cat([self.v.gather(2, index).to(v.dtype), v], dim=2)
+        self._write(k[:, :, -S:], v[:, :, -S:], token[:, -S:] % S)
+        return (keys, values) if T > 1 else (self.k, self.v)
+
+
+def _by_slot(slots: Tensor, like: Tensor) -> Tensor:
+    """Indices along the slots [B, T] for gather and scatter of tensors [B, H, T, head_dim]."""
+    return slots[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
+
+
+def _with_slots(x: Tensor, slots: int) -> Tensor:
+    """x [B, H, S, head_dim] with this many slots: zeros are added, or the last ones left out."""
+    return F.pad(x, (0, 0, 0, slots - x.shape[2]))
 
 
 class ModelState(State):
@@ -180,10 +200,10 @@ class ModelState(State):
         layers: per layer a MixerState, a KVCache or that of another mixer.
         position: tokens seen per row, [B] int64.
         dynamics: per layer what the scan reads of the parameters: computed once, for the weights that the state belongs to.
-        length: slots of a cache in use, the same in all rows: tokens, and padding on the left of them.
-        padded: whether some row has padding (see `stack`).
-        cursor: `length` as a tensor [1] on the device, where `generation.Decoder` captures steps in a CUDA graph. The model
-            then advances it in place of `length`.
+        length: tokens seen in the longest row.
+        ragged: whether some row has fewer (see `stack`).
+        captured: whether steps are captured in a CUDA graph (`generation.Decoder`): they read no number of the host's, and
+            leave `length` as it is.
     """
 
     def __init__(self, layers: list[Any], position: Tensor, dynamics: list[tuple[Tensor, ...]]) -> None:
@@ -192,8 +212,8 @@ class ModelState(State):
         self.position = position
         self.dynamics = dynamics
         self.length: int = 0
-        self.padded: bool = False
-        self.cursor: Tensor | None = None
+        self.ragged: bool = False
+        self.captured: bool = False
 
     @property
     def capacity(self) -> int | None:
@@ -204,17 +224,15 @@ class ModelState(State):
         """Make room in caches for so many tokens, those seen included."""
         for layer in self.layers:
             if layer.capacity is not None:
-                layer.reserve(self.length, tokens)
+                layer.reserve(tokens)
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` of each row."""
         position = self.position + tokens
         # With gradients a new tensor: a compiled backward pass may compute the rotary angles again, from the old position.
         self.position = position if torch.is_grad_enabled() else overwritten(self.position, position)
-        if self.cursor is None:
+        if not self.captured:
             self.length += tokens
-        else:
-            self.cursor.add_(tokens)
 
     def nbytes(self) -> int:
         """Bytes of all layers' states."""
@@ -226,23 +244,24 @@ class ModelState(State):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "ModelState":
         layers = [layer._map(function) for layer in self.layers]
-        return self.replaced(layers=layers, position=function(self.position), cursor=None)
+        return self.replaced(layers=layers, position=function(self.position), captured=False)
 
     @classmethod
     def stack(cls, states: list["ModelState"]) -> "ModelState":
-        """Rows of several states as one batch; each row continues where it was.
-
-        Caches of unequal length are filled up on the left, so that all grow at the same end.
-        """
+        """Rows of several states as one batch; each row continues where it was. Caches get the slots of the longest row."""
         length = max(s.length for s in states)
         layers = []
         for rows in zip(*(s.layers for s in states), strict=True):
-            rows = [layer.aligned(s.length, length) for layer, s in zip(rows, states, strict=True)]
-            joined = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()}
+            joined = {}
+            for name in rows[0].tensors():
+                tensors = [row.tensors()[name] for row in rows]
+                if rows[0].capacity is not None:
+                    tensors = [_with_slots(x, length) for x in tensors]
+                joined[name] = torch.cat(tensors)
             layers.append(rows[0].replaced(**joined))
-        padded = any(s.padded or s.length < length for s in states)
+        ragged = any(s.ragged or s.length < length for s in states)
         position = torch.cat([s.position for s in states])
-        return states[0].replaced(layers=layers, position=position, length=length, padded=padded, cursor=None)
+        return states[0].replaced(layers=layers, position=position, length=length, ragged=ragged, captured=False)
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:

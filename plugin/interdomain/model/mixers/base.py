@@ -5,7 +5,7 @@ A `config` is that of a model all of whose layers are alike, so `config.mixer` i
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from torch.nn import functional as F
 
 from ..config import ModelConfig
 from ..settings import MixerConfig
-
-if TYPE_CHECKING:
-    from ..shard import Part
+from ..shard import Part
 
 # Shapes: B batch, T time.
 
@@ -64,9 +62,11 @@ class Mixer(nn.Module):
     def packing(
         mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
     ) -> Any:
-        """Facts about packed documents and the shard that `forward` needs: the same in all layers with this mixer.
+        """What `forward` needs to know of packed documents and the shard: the same in all layers with this mixer.
 
-        order: where the tokens stand in the sequence, [T]; positions: in their documents, [B, T], where several are packed.
+        Args:
+            order: Where the tokens stand in the sequence, [T].
+            positions: Where they stand in their documents, [B, T]. None: each sequence is one document.
         """
         raise NotImplementedError("this mixer cannot keep packed documents apart")
 
@@ -112,6 +112,19 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
 
 
+class Recurrence(Mixer):
+    """Base of the mixers with a state of fixed size: they take a `Packing`."""
+
+    @staticmethod
+    def packing(
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
+    ) -> Packing | None:
+        if positions is None:
+            return None
+        documents = (positions == 0).cumsum(1, dtype=torch.int32)
+        return Packing(documents, None if shard is None else positions[:, 0])
+
+
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
     return x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:]))
@@ -134,14 +147,11 @@ def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: "Part
 
     Raises: ValueError for positions of another type or shape.
     """
-    kinds = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
-    is_tensor = isinstance(positions, Tensor)
-    if not is_tensor or positions.dtype not in kinds or positions.shape != (batch, tokens):
-        given = f"{positions.dtype} {list(positions.shape)}" if is_tensor else f"a {type(positions).__name__}"
-        raise ValueError(
-            f"positions are {given}; expected integers {[batch, tokens]}, a tensor: how many tokens of its document come "
-            "before each token."
-        )
+    expected = f"expected integers {[batch, tokens]}, a tensor: how many tokens of its document come before each token."
+    if not isinstance(positions, Tensor):
+        raise ValueError(f"positions are a {type(positions).__name__}; {expected}")
+    if positions.is_floating_point() or positions.shape != (batch, tokens):
+        raise ValueError(f"positions are {positions.dtype} {list(positions.shape)}; {expected}")
     positions = positions.long()
     begins = (positions[:, 1:] == 0) | (positions[:, 1:] != positions[:, :-1] + 1)
     begins = F.pad(begins, (1, 0), value=True)
@@ -151,11 +161,3 @@ def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: "Part
     if shard is None or shard.rank == 0:
         return counted
     return torch.where(start == 0, counted + positions[:, :1], counted)
-
-
-def numbered(positions: Tensor | None, shard: "Part | None") -> Packing | None:
-    """`Mixer.packing` of a recurrence; None without documents."""
-    if positions is None:
-        return None
-    documents = (positions == 0).cumsum(1, dtype=torch.int32)
-    return Packing(documents, None if shard is None else positions[:, 0])

@@ -5,7 +5,7 @@ default heads all have as many numbers of state as interdomain attention (`confi
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +13,16 @@ from torch.nn import functional as F
 
 from interdomain.scan.tables import CHUNK
 
-from ..config import ModelConfig
+from ..config import Execution, ModelConfig
 from ..feature_maps import KeptInFloat32, widened
 from ..layers import Linear, LocalParameters, RMSNorm, ShortConv
-from ..settings import MixerConfig, state_shape
+from ..settings import state_shape
 from ..shard import shard_of
 from ..state import MixerState
-from .base import Mixer, Packing, last_inputs, numbered
+from .base import Packing, Recurrence, last_inputs
 from .fixed_state_scan import l2_normed
 from .kernels import input_features, recurrence
 from .ssm import copied
-
-if TYPE_CHECKING:
-    from ..config import Execution
-    from ..shard import Part
 
 # Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
 #         E channels of the convolution.
@@ -40,32 +36,43 @@ class StepSize(KeptInFloat32):
 
     def __init__(self, n_heads: int, *, skip: bool) -> None:
         super().__init__()
-        self.names = ("A_log", "dt_bias", "D") if skip else ("A_log", "dt_bias")
-        for name in self.names:
-            setattr(self, name, nn.Parameter(torch.empty(n_heads, dtype=torch.float32)))
+        self.A_log = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
+        if skip:
+            self.D = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
 
     def forward(self) -> tuple[Tensor, ...]:
         self.check_float32()
-        return tuple(copied(getattr(self, name)) for name in self.names)
+        return tuple(copied(parameter) for parameter in self.parameters())
 
 
-class FixedStateMixer(Mixer):
+class FixedStateMixer(Recurrence):
     """Queries, keys and values, a causal convolution with SiLU over all of them, the recurrence, a norm and an output gate.
 
     Attributes: what a kind has: conv_bias; always_silu, without a convolution, too; gated, the output; delta, beta;
         shared_keys, one head of them for all.
     """
 
-    conv_bias, always_silu, gated, delta, shared_keys = False, True, True, False, False
+    conv_bias = False
+    always_silu = True
+    gated = True
+    delta = False
+    shared_keys = False
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
         super().__init__()
-        self.config, self.layer, self.execution = config.mixer, config, execution
-        self.shape, dim = state_shape(config.mixer, config.dim), config.dim
+        self.config = config.mixer
+        self.layer = config
+        self.execution = execution
+        self.shape = state_shape(config.mixer, config.dim)
+        dim = config.dim
         keys, values = self._widths(config)
         self.widths = keys, keys, values
-        self.wq, self.wk, self.wv = (Linear(dim, width) for width in self.widths)
-        self.wq.whole = self.wk.whole = self.shared_keys
+        self.wq = Linear(dim, keys)
+        self.wk = Linear(dim, keys)
+        self.wv = Linear(dim, values)
+        self.wq.whole = self.shared_keys
+        self.wk.whole = self.shared_keys
         taps = config.mixer.conv_width
         self.conv = ShortConv(sum(self.widths), taps, self.conv_bias) if taps else None
         self.ssm: StepSize | None = None
@@ -102,23 +109,33 @@ class FixedStateMixer(Mixer):
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token."""
         documents, back, lengths = packing or Packing()
-        sent = None
+        conv_past = self.config.conv_past
+        tail = None
         if self.shard is not None and self.conv is not None:
-            sent = self.shard.send_tail(x, self.config.conv_past)
-        y, widths = self._projected(x)
-        last = None
+            tail = self.shard.send_tail(x, conv_past)
+
+        # Queries, keys and values side by side through the convolution and SiLU.
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        widths = [q.shape[-1], k.shape[-1], v.shape[-1]]
+        y = torch.cat([q, k, v], dim=-1)
+        conv_inputs = None
         if self.conv is not None:
-            past = None if state is None else state.conv.to(y.dtype)
+            past = None
             if state is not None:
-                last = last_inputs(state.conv, y, self.config.conv_past, lengths)
-            if sent is not None:
-                assert self.shard is not None
-                past, _ = self._projected(self.shard.receive_tail(sent, x, back))
+                past = state.conv.to(y.dtype)
+                conv_inputs = last_inputs(state.conv, y, conv_past, lengths)
+            if self.shard is not None and tail is not None:
+                hidden = self.shard.receive_tail(tail, x, back)
+                past = torch.cat([self.wq(hidden), self.wk(hidden), self.wv(hidden)], dim=-1)
             y = self._convolved(y, past, documents)
-        y = F.silu(y) if self.always_silu or self.conv is not None else y
-        parts = zip(y.split(widths, dim=-1), self.shape[1:2] + self.shape[1:], strict=True)
-        q, k, v = (part.unflatten(-1, (-1, n)) for part, n in parts)
-        dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
+        if self.always_silu or self.conv is not None:
+            y = F.silu(y)
+        q, k, v = y.split(widths, dim=-1)
+        q = q.unflatten(-1, (-1, self.shape.key_width))
+        k = k.unflatten(-1, (-1, self.shape.key_width))
+        v = v.unflatten(-1, (-1, self.shape.value_width))
+
+        # Ranks with shards of the sequences compute the gate while they exchange their states.
         gate = None
 
         def make_gate() -> None:
@@ -126,17 +143,13 @@ class FixedStateMixer(Mixer):
             gate = None if self.wg is None else self.wg(x)
 
         options = dict(documents=documents, lengths=lengths, shard=self.shard, beside=make_gate)
+        dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
         o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
         if self.shard is None:
             make_gate()
         if state is not None:
-            state.advance(state.conv if last is None else last, S)
+            state.advance(state.conv if conv_inputs is None else conv_inputs, S)
         return self.wo(self._gate(o, gate))
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, list[int]]:
-        """Queries, keys and values side by side, [B, T, E], and their widths."""
-        parts = [w(x) for w in (self.wq, self.wk, self.wv)]
-        return torch.cat(parts, dim=-1), [part.shape[-1] for part in parts]
 
     def _convolved(self, y: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
         """The convolution of y [B, T, E] after `past` [B, W - 1, E]."""
@@ -159,33 +172,30 @@ class FixedStateMixer(Mixer):
         if self.heads is None:
             return x
         q, k, v = x.split(self.widths)
-        qk = (q, k) if self.shared_keys else (shard_of(q, self.heads), shard_of(k, self.heads))
-        return torch.cat([*qk, shard_of(v, self.heads)])
+        if not self.shared_keys:
+            q = shard_of(q, self.heads)
+            k = shard_of(k, self.heads)
+        return torch.cat([q, k, shard_of(v, self.heads)])
 
     @staticmethod
     def dynamics(mixers: "list[FixedStateMixer]", dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
         """The result of `StepSize` for each mixer, of its heads."""
-        parts = []
+        by_layer = []
         for mixer in mixers:
-            parameters = () if mixer.ssm is None else mixer.ssm()
-            exact = (p.to(torch.promote_types(p.dtype, dtype)) for p in parameters)
-            parts.append(tuple(shard_of(p, mixer.heads) for p in exact))
-        return parts
-
-    @staticmethod
-    def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
-    ) -> Packing | None:
-        return numbered(positions, shard)
+            local = []
+            for parameter in () if mixer.ssm is None else mixer.ssm():
+                exact = parameter.to(torch.promote_types(parameter.dtype, dtype))
+                local.append(shard_of(exact, mixer.heads))
+            by_layer.append(tuple(local))
+        return by_layer
 
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
     ) -> MixerState:
-        exact, shapes = torch.promote_types(dtype, torch.float32), self.state_shapes(self.layer)
-        return MixerState(
-            conv=torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device),
-            ssm=torch.zeros(batch, *shapes["ssm"], dtype=exact, device=device),
-        )
+        shapes = self.state_shapes(self.layer)
+        conv = torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device)
+        exact = torch.promote_types(dtype, torch.float32)
+        return MixerState(conv, torch.zeros(batch, *shapes["ssm"], dtype=exact, device=device))
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
@@ -225,7 +235,7 @@ class FixedStateMixer(Mixer):
 
     @classmethod
     def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
-        """Two all-to-alls: of A and B, and of the states, of the N-th part of the rows (`fixed_state_shards`)."""
+        """Two all-to-alls: of A and B, and of the states, of the N-th part of the rows (`fla_kernels`)."""
         H, K, V = state_shape(config.mixer, config.dim)
         rows, width, D = (H // tensor, K, K) if cls.delta else (H // tensor * K, 1, 1)
         return (context - 1) * -(-rows // context) * width * (2 * V + D), 0
@@ -238,7 +248,8 @@ class GLAMixer(LocalParameters, FixedStateMixer):
     always_silu = False
 
     def _make_gates(self, dim: int) -> None:
-        self.gate_down, self.gate_up = Linear(dim, LOW_RANK), Linear(LOW_RANK, self.widths[0])
+        self.gate_down = Linear(dim, LOW_RANK)
+        self.gate_up = Linear(LOW_RANK, self.widths[0])
         self.gate_bias = nn.Parameter(torch.empty(self.widths[0]))
 
     def _core(self, x, q, k, v, dynamics, **options):
@@ -253,11 +264,13 @@ class DeltaNetMixer(FixedStateMixer):
     """The delta rule: l2-normalised queries and keys, beta = sigmoid(Wb x) (Yang et al., 2024, eq. 5 and section 3.4:
     https://arxiv.org/abs/2406.06484); no decay, no output gate."""
 
-    gated, delta = False, True
+    gated = False
+    delta = True
 
     def _core(self, x, q, k, v, dynamics, **options):
         assert self.wb is not None
-        q, k = (l2_normed(widened(y)).to(v.dtype) for y in (q, k))
+        q = l2_normed(widened(q)).to(v.dtype)
+        k = l2_normed(widened(k)).to(v.dtype)
         beta = torch.sigmoid(widened(shard_of(self.wb(x), self.heads, -1)))
         return self.call_core(recurrence, q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
 
@@ -272,7 +285,8 @@ class GatedDeltaNetMixer(DeltaNetMixer):
     gated = True
 
     def _make_gates(self, dim: int) -> None:
-        self.wa, self.ssm = Linear(dim, self.shape.heads), StepSize(self.shape.heads, skip=False)
+        self.wa = Linear(dim, self.shape.heads)
+        self.ssm = StepSize(self.shape.heads, skip=False)
 
     def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor:
         A_log, dt_bias = dynamics
@@ -284,14 +298,16 @@ class Mamba2Mixer(FixedStateMixer):
     dt = softplus(Wa x + dt_bias), and D x is added (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060). The gate
     comes before the norm, which is over all heads."""
 
-    conv_bias, shared_keys = True, True
+    conv_bias = True
+    shared_keys = True
 
     @property
     def norm_width(self) -> int:
         return self.shape.heads * self.shape.value_width
 
     def _make_gates(self, dim: int) -> None:
-        self.wa, self.ssm = Linear(dim, self.shape.heads), StepSize(self.shape.heads, skip=True)
+        self.wa = Linear(dim, self.shape.heads)
+        self.ssm = StepSize(self.shape.heads, skip=True)
 
     def _core(self, x, q, k, v, dynamics, **options):
         A_log, dt_bias, D = dynamics

@@ -48,9 +48,9 @@ def plain_recurrence(
         decay = decay[..., None] if decay.ndim == 3 else decay
         if documents is not None:
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
-        q, k, u = (x.to(dtype) for x in (q, k, v))
         beta = None if beta is None else beta.to(dtype)[..., None]
-        o, state = (_one_token if T == 1 else _by_chunks)(q, k, u, decay, beta, initial_state)
+        run = _one_token if T == 1 else _by_chunks
+        o, state = run(q.to(dtype), k.to(dtype), v.to(dtype), decay, beta, initial_state)
         return o.to(v.dtype), state
 
 
@@ -68,7 +68,8 @@ def first_tokens(documents: Tensor) -> Tensor:
 def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: as the recurrence is written."""
     S = decay[:, 0, :, :, None].exp() * S
-    u, k = v[:, 0], k[:, 0, :, :, None]
+    k = k[:, 0, :, :, None]
+    u = v[:, 0]
     if beta is not None:
         u = beta[:, 0] * (u - (k * S).sum(-2))
     S = S + k * u[:, :, None]
@@ -87,11 +88,17 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
         return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()
 
-    q, k, v, decay = (chunked(x) for x in (q, k, v, decay))
+    q = chunked(q)
+    k = chunked(k)
+    v = chunked(v)
+    decay = chunked(decay)
     from_start = decay.cumsum(-2)  # of the chunk to each token, which is included
     to_end = F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)  # from each token, which is not
     kept = from_start[..., -1, :, None].exp()
-    seen, written, scores, erased = q * from_start.exp(), (k * to_end.exp()).mT, _decayed_scores(q, k, decay), []
+    seen = q * from_start.exp()
+    written = (k * to_end.exp()).mT
+    scores = _decayed_scores(q, k, decay)
+    erased = []  # of the delta rule: what a chunk reads of its first state
     if beta is not None:
         # u_i + beta_i sum_{j<i} (k_i . k_j decayed) u_j = beta_i (v_i - what k_i reads of the chunk's first state)
         beta = chunked(beta)
@@ -120,15 +127,20 @@ def _decayed_scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     if decay.shape[-1] == 1:
         between = decay.expand(*decay.shape[:-1], decay.shape[-2]).tril(-1).cumsum(-2)
         return (q @ k.mT) * between.exp().tril()
-    scores, before, after = (q * k).sum(-1)[..., None, None], decay, torch.zeros_like(decay)
-    for h in (1 << i for i in range((q.shape[-2] - 1).bit_length())):  # tokens of a block
-        (_, later), (earlier, _), (b1, b2), (a1, a2) = (
-            x.unflatten(-2, (-1, 2, h)).unbind(-3) for x in (q, k, before, after)
-        )
+    scores = (q * k).sum(-1)[..., None, None]
+    before = decay
+    after = torch.zeros_like(decay)
+    h = 1  # tokens of a block
+    while h < q.shape[-2]:
+        later = q.unflatten(-2, (-1, 2, h))[..., 1, :, :]
+        earlier = k.unflatten(-2, (-1, 2, h))[..., 0, :, :]
+        b1, b2 = before.unflatten(-2, (-1, 2, h)).unbind(-3)
+        a1, a2 = after.unflatten(-2, (-1, 2, h)).unbind(-3)
         first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
         across = (later * b2.exp()) @ (earlier * a1.exp()).mT
         above = torch.cat([first, torch.zeros_like(first)], dim=-1)
         scores = torch.cat([above, torch.cat([across, second], dim=-1)], dim=-2)
         before = torch.cat([b1, b2 + b1[..., -1:, :]], dim=-2).flatten(-3, -2)
         after = torch.cat([a1 + b2[..., -1:, :], a2], dim=-2).flatten(-3, -2)
+        h *= 2
     return scores.squeeze(-3)

@@ -9,7 +9,6 @@ inputs are saved: the backward pass computes the forward once more. None of this
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from torch.nn import functional as F
 
 from interdomain.scan.library import log_once, tag_caches
 
-from ..shard import Part
+from ..shard import Part, receive, send
 from .fixed_state_scan import first_tokens, plain_recurrence
-from .fixed_state_shards import sharded_recurrence
 
-# Shapes: B batch, T time, H heads, K key width, V value width.
+# Shapes: B batch, T time (of a shard), H heads, G heads of queries and keys, K key width, V value width, D 1 or K, N ranks.
 
 INSTALLED = importlib.util.find_spec("fla") is not None  # here: torch.compile traces `chosen`
 PLAIN = ("chunkwise-torch", "reference")  # settings of the scan's backend that ask for plain PyTorch
@@ -68,8 +66,7 @@ def recurrence(
     """
     if shard is not None:
         assert beside is not None
-        run = partial(recurrence, backend=backend)
-        return sharded_recurrence(run, q, k, v, log_decay, beta, documents, shard, beside)
+        return _sharded_recurrence(backend, q, k, v, log_decay, beta, documents, shard, beside)
     B, T, H, V = v.shape
     if T == 1 or not chosen(v.device, v.dtype, backend)[0]:
         return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
@@ -77,6 +74,83 @@ def recurrence(
         initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32))
     with torch.autocast(v.device.type, enabled=False):
         return fla_recurrence(q, k, v, log_decay, beta, initial_state, documents)
+
+
+def _sharded_recurrence(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    documents: Tensor | None,
+    shard: Part,
+    beside: Callable[[], None],
+) -> tuple[Tensor, Tensor]:
+    """`recurrence` over a shard's tokens under context parallelism; document 0 continues from the shard before. Collective.
+
+    A shard's recurrence is affine in the state S before it. The state after it is A S + B, and S^T c_t is added to the output
+    that a zero state gives. A is a decay per channel, or a K x K matrix for the delta rules; A and B have one size for every T.
+
+    Each rank computes the states before all shards for its part of the rows: (h, k) of a decay, heads of the delta rules. One
+    all-to-all brings it these rows of every A and B, another takes the states to their shards.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    K = k.shape[-1]
+    V = v.shape[-1]
+    if beta is not None:
+        # Columns of a state do not meet. Those of the identity, to which nothing is added, become A, and their outputs c.
+        identity = torch.eye(K, dtype=dtype, device=v.device).expand(v.shape[0], v.shape[2], -1, -1)
+        start = F.pad(identity, (V, 0))
+        o, S = recurrence(
+            q, k, F.pad(v, (0, K)), log_decay, beta, initial_state=start, documents=documents, backend=backend
+        )
+        o, c = o.split([V, K], dim=-1)
+        added, passed = S.split([V, K], dim=-1)
+    else:
+        assert log_decay is not None
+        o, added = recurrence(q, k, v, log_decay, documents=documents, backend=backend)
+        decay = log_decay.to(dtype).view(*v.shape[:3], -1)  # [B, T, H, D]
+        if documents is not None:
+            decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
+        from_start = decay.cumsum(1).exp()
+        c = q * from_start
+        passed = from_start[:, -1, :, :, None].expand(-1, -1, K, -1)
+
+    # Send A and B by rows whose states do not meet, [H, B, K, V + D] or [H * K, B, 1, V + 1].
+    B, H = added.shape[:2]
+    D = passed.shape[-1]
+    both = torch.cat([added, passed], dim=-1).transpose(0, 1)
+    if D == 1:
+        both = both.transpose(1, 2).reshape(H * K, B, 1, V + 1)
+    n = len(both)
+    width = both.shape[2]
+    each = [-(-n // shard.size)] * shard.size
+    sent = send(F.pad(both.flatten(1), (0, 0, 0, sum(each) - n)), each, each, shard)
+    beside()
+    with torch.autocast(v.device.type, enabled=False):
+        before = _states_before(receive(sent, each, each, shard).view(shard.size, -1, B, width, V + D), V)
+        before = send(before.flatten(0, 1).flatten(1), each, each, shard)
+        S = receive(before, each, each, shard)[:n].view(n, B, width, V)
+        S = S.view(H, K, B, V).permute(2, 0, 1, 3) if D == 1 else S.transpose(0, 1)
+        o = o + (c.to(dtype).transpose(1, 2) @ S).transpose(1, 2)
+        return o.to(v.dtype), added + _passed_on(passed, S)
+
+
+def _states_before(both: Tensor, V: int) -> Tensor:
+    """The states before all shards from their B and A, [N, rows, B, K, V + D] -> [N, rows, B, K, V]."""
+    x, A = both.split([V, both.shape[-1] - V], dim=-1)
+    step = 1
+    while step < len(x):  # the shards up to each: a prefix sum by doubling
+        x = torch.cat([x[:step], x[step:] + _passed_on(A[step:], x[:-step])])
+        A = torch.cat([A[:step], _passed_on(A[step:], A[:-step])])
+        step *= 2
+    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
+def _passed_on(A: Tensor, x: Tensor) -> Tensor:
+    """A of the state x, or of another A: [..., K, D] and [..., K, n] -> [..., K, n]."""
+    return A * x if A.shape[-1] == 1 else A @ x
 
 
 @torch.library.custom_op("interdomain::fla_recurrence", mutates_args=())
@@ -95,21 +169,29 @@ def _(q, k, v, log_decay, beta, state, documents):
 
 def _run(q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, documents) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = dict(scale=1.0, initial_state=state, output_final_state=True)
-    B, tensors = len(v), [*(x.to(v.dtype).expand(-1, -1, v.shape[2], -1) for x in (q, k)), v]
-    tensors += [] if log_decay is None else [log_decay.float()]
-    tensors += [] if beta is None else [beta.to(v.dtype)]
+    q = q.to(v.dtype).expand(-1, -1, v.shape[2], -1)
+    k = k.to(v.dtype).expand(-1, -1, v.shape[2], -1)
+    tensors = [q, k, v]
+    if log_decay is not None:
+        tensors.append(log_decay.float())
+    if beta is not None:
+        tensors.append(beta.to(v.dtype))
     last = slice(None)
     if documents is not None:  # documents one after the other as one row, by where each begins
-        first, goes_on = first_tokens(documents), (documents[:, 0] == 0)[:, None, None, None]
+        goes_on = (documents[:, 0] == 0)[:, None, None, None]
+        first = first_tokens(documents)
         first[:, 0] = True
-        starts, last = first.flatten().nonzero()[:, 0], first.sum(1).cumsum(0) - 1
+        starts = first.flatten().nonzero()[:, 0]
+        last = first.sum(1).cumsum(0) - 1
         before = state.new_zeros(len(starts), *state.shape[1:])
         before = before.index_put((last - first.sum(1) + 1,), state.where(goes_on, 0))
         options |= dict(initial_state=before, cu_seqlens=F.pad(starts, (0, 1), value=first.numel()))
         tensors = [x.flatten(0, 1)[None] for x in tensors]
     function = _function(None if log_decay is None else log_decay.ndim == 4, beta is not None)
     o, final = function(*tensors, **options)
-    return o.unflatten(1, (B, -1))[0] if documents is not None else o, final[last]
+    if documents is not None:
+        o = o.unflatten(1, (len(v), -1))[0]
+    return o, final[last]
 
 
 def _function(per_channel: bool | None, delta: bool) -> Any:

@@ -1,6 +1,6 @@
 """The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,25 +8,20 @@ from torch import Tensor
 from interdomain.scan.step import decay_factor
 from interdomain.scan.tables import CHUNK, multiply, powers
 
-from ..config import ModelConfig
+from ..config import Execution, ModelConfig
 from ..feature_maps import FEATURE_MAPS, GATES, divided, feature_map, widened
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
-from ..settings import MixerConfig
 from ..shard import shard_of
 from ..state import MixerState
-from .base import Mixer, Packing, last_inputs, numbered, take
+from .base import Packing, Recurrence, last_inputs, take
 from .kernels import input_features, input_features_step, interdomain_scan, interdomain_step, linear_scan, linear_step
 from .ssm import Dynamics, SSMDynamics, fold
-
-if TYPE_CHECKING:
-    from ..config import Execution
-    from ..shard import Part
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
 
 
-class InterdomainMixer(Mixer):
+class InterdomainMixer(Recurrence):
     """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. 13), or the linear readout of s4d.
 
     With a single input, the projections a and b of the paper take the places (and names) of k and v.
@@ -44,17 +39,15 @@ class InterdomainMixer(Mixer):
         kv_dim = config.n_kv_heads * config.head_dim
         out_dim = config.dim if mixer.query_readout else 2 * config.dim
 
-        def short_conv(channels: int) -> ShortConv | None:
-            return ShortConv(channels, mixer.conv_width) if mixer.conv_width else None
+        def short_conv(channels: int, wanted: bool) -> ShortConv | None:
+            return ShortConv(channels, mixer.conv_width) if wanted and mixer.conv_width else None
 
-        if mixer.query_readout:
-            self.wq = Linear(config.dim, config.dim)
-            self.q_conv = short_conv(config.dim)
+        self.wq = Linear(config.dim, config.dim) if mixer.query_readout else None
+        self.q_conv = short_conv(config.dim, mixer.query_readout)
         self.wk = Linear(config.dim, kv_dim)
-        self.k_conv = short_conv(kv_dim)
+        self.k_conv = short_conv(kv_dim, True)
         self.wv = Linear(config.dim, kv_dim)
-        if not mixer.dual_input:
-            self.v_conv = short_conv(kv_dim)
+        self.v_conv = short_conv(kv_dim, not mixer.dual_input)
 
         self.feature_map = feature_map(mixer.feature_map, self.n_kv_heads, self.head_dim)
         # These features keep scale and sign, for they estimate a kernel: no input norm (paper, recurrent projection).
@@ -80,111 +73,156 @@ class InterdomainMixer(Mixer):
 
         rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2].
         """
-        names = "kvq" if self.config.query_readout else "kv"
-        project = {name: getattr(self, f"w{name}") for name in names}  # [B, T, dim] -> [B, T, heads * R]
         if state is not None and x.shape[1] == 1 and state.prepared is not None and not torch.is_grad_enabled():
-            o = self._step({name: w(x) for name, w in project.items()}, rope, state, state.prepared)
+            o = self._step(x, rope, state, *state.prepared)
             gate = self._gate(x)
         else:
-            documents, back, lengths = packing or Packing()
-            dynamics, convs, n = dynamics or self.dynamics([self])[0], self._convolutions(), self.config.conv_past
-            past, inputs, features, group = self._past(state), {}, {}, ""
-            sent = None if self.shard is None or not convs else self.shard.send_tail(x, n)
-            for name in names:  # no projection lives longer than it is needed
-                y = project[name](x)
-                if state is not None:
-                    inputs[name] = y if lengths is not None else y[:, -n:]
-                if sent is not None and not past:  # beside the first projection
-                    assert self.shard is not None
-                    hidden = self.shard.receive_tail(sent, x, back)
-                    past = {name: project[name](hidden) for name in convs}
-                features[name] = self._features(name, y, rope, past.get(name), documents)
-                if name == "v" and not self.config.query_readout:
-                    features = {"z": torch.cat([features["k"], features["v"]], dim=-1)}
-                if name == "v" and self.shard is not None:  # on its way beside the queries and the gate
-                    backend = "auto" if self.execution is None else self.execution.backend
-                    group = self.shard.send_state(features.values(), dynamics[0], documents, backend)
-            gate = self._gate(x)
-            o, final = self._scan(features, dynamics, state, documents, group)
-            if state is not None:
-                if lengths is not None:
-                    parts = [features[name] for name in ("k", "v", "z") if name in features]
-                    final = _state_after(torch.cat(parts, dim=-1), dynamics[0], state.ssm, lengths)
-                conv = state.conv
-                if convs:
-                    conv = last_inputs(conv, torch.cat([inputs[name] for name in convs], dim=2), n, lengths)
-                state.advance(conv, final)
+            dynamics = dynamics or self.dynamics([self])[0]
+            o, gate = self._sequence(x, rope, dynamics, state, packing or Packing())
         if self.o_norm is not None:
             o = self.o_norm(o)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         return self.wo(o if gate is None else gate * o)
 
-    def _gate(self, x: Tensor) -> Tensor | None:
-        return None if self.wg is None else GATES[self.config.gate_function](self.wg(x))
-
-    def _features(
-        self, name: str, x: Tensor, rope: tuple[Tensor, Tensor], past: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
-        """Projection x [B, T, E] -> convolution, RoPE, feature map and norm, as far as q, k or v has them: [B, T, H, R]."""
-        conv, norm = getattr(self, f"{name}_conv", None), getattr(self, f"{name}_norm", None)
-        mapped = name == "q" or (name == "k" and self.config.dual_input)
-        options: dict[str, Any] = {}
-        if conv is not None:
-            weight, bias = conv()
-            weight, bias = shard_of(weight, self.heads), shard_of(bias, self.heads)
-            options |= dict(conv=(weight, bias), past=past, documents=documents)
-        if norm is not None:
-            scale, shift = norm()
-            options |= dict(norm=(scale, shard_of(shift, self.heads)), eps=norm.eps)
-        y = input_features(
-            x,
-            self.head_dim,
-            rope=rope if self.config.rope and name != "v" else None,
-            silu=mapped and self.feature_map is None,
-            execution=self.execution,
-            **options,
-        )
-        if mapped and self.feature_map is not None:
-            y = self.feature_map(y, self.heads, query=name == "q")
-        return _with_ones(y) if name == "v" and self.config.normalize else y
-
-    def _scan(
+    def _sequence(
         self,
-        features: dict[str, Tensor],
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
         dynamics: tuple[Tensor, Tensor],
         state: MixerState | None,
-        documents: Tensor | None,
-        group: Any,
-    ) -> tuple[Tensor, Any]:
-        """(o [B, T, H, D], the state after it where there was one before)."""
+        packing: Packing,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Any number of tokens: the output of the core, [B, T, H, D], and the gate.
+
+        Projections are computed one after the other, so that none lives longer than it is needed.
+        """
+        documents, back, lengths = packing
+        log_decay, table = dynamics
+        backend = "auto" if self.execution is None else self.execution.backend
+
+        # The convolutions' inputs before x: those that a state holds, or projections of the hidden states before this shard.
+        q_past = k_past = v_past = None
+        tail = None
+        if state is not None and self.k_conv is not None:
+            ranks = 1 if self.heads is None else self.heads.size
+            convs = self.q_conv, self.k_conv, self.v_conv
+            widths = [0 if conv is None else len(conv.weight) // ranks for conv in convs]
+            q_past, k_past, v_past = state.conv.split(widths, dim=2)
+        elif self.shard is not None and self.k_conv is not None:
+            tail = self.shard.send_tail(x, self.config.conv_past)
+        inputs = []  # for the convolutions after x
+        last = slice(-self.config.conv_past if lengths is None else None, None)
+
+        k = self.wk(x)
+        if self.shard is not None and tail is not None:  # it has arrived beside the first projection
+            hidden = self.shard.receive_tail(tail, x, back)
+            q_past = None if self.wq is None else self.wq(hidden)
+            k_past = self.wk(hidden)
+            v_past = None if self.v_conv is None else self.wv(hidden)
+        if state is not None:
+            inputs.append(k[:, last])
+        k = self._key(k, rope, k_past, documents)
+
+        v = self.wv(x)
+        if state is not None and self.v_conv is not None:
+            inputs.append(v[:, last])
+        v = self._value(v, v_past, documents)
+
+        # A shard's state is on its way beside the queries and the gate.
+        written = [k, v] if self.wq is not None else [torch.cat([k, v], dim=-1)]
+        group: Any = ""
+        if self.shard is not None:
+            group = self.shard.send_state(written, log_decay, documents, backend)
+
+        q = None
+        if self.wq is not None:
+            q = self.wq(x)
+            if state is not None:
+                inputs.insert(0, q[:, last])
+            q = self._query(q, rope, q_past, documents)
+        gate = self._gate(x)
+
         options: dict[str, Any] = dict(
             initial_state=None if state is None else state.ssm,
-            final_state=state is not None,  # in training no state goes on
+            final_state=state is not None,  # training needs no final state
             documents=documents,
             check_documents=False,
             group=group,
             execution=self.execution,
         )
-        if not self.config.query_readout:
-            return self.call_core(linear_scan, features["z"], *dynamics, **options)
-        q, k, v = (features[name] for name in "qkv")
-        o, final = self.call_core(interdomain_scan, q, k, v, *dynamics, **options)
-        return divided(o, v) if self.config.normalize else o, final
+        if q is None:
+            o, final = self.call_core(linear_scan, *written, log_decay, table, **options)
+        else:
+            o, final = self.call_core(interdomain_scan, q, k, v, log_decay, table, **options)
+            if self.config.normalize:
+                o = divided(o, v)
+
+        if state is not None:
+            if lengths is not None:
+                final = _state_after(torch.cat(written, dim=-1), log_decay, state.ssm, lengths)
+            conv = state.conv
+            if self.k_conv is not None:
+                conv = last_inputs(conv, torch.cat(inputs, dim=2), self.config.conv_past, lengths)
+            state.advance(conv, final)
+        return o, gate
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        return None if self.wg is None else GATES[self.config.gate_function](self.wg(x))
+
+    def _query(self, x: Tensor, rope: Any, past: Tensor | None, documents: Tensor | None) -> Tensor:
+        q = self._features(x, rope, self.q_conv, past, documents, silu=True)
+        return q if self.feature_map is None else self.feature_map(q, self.heads, query=True)
+
+    def _key(self, x: Tensor, rope: Any, past: Tensor | None, documents: Tensor | None) -> Tensor:
+        mapped = self.config.dual_input
+        k = self._features(x, rope, self.k_conv, past, documents, silu=mapped, norm=self.k_norm)
+        return self.feature_map(k, self.heads) if mapped and self.feature_map is not None else k
+
+    def _value(self, x: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
+        v = self._features(x, None, self.v_conv, past, documents, silu=False, norm=self.v_norm)
+        return _with_ones(v) if self.config.normalize else v
+
+    def _features(
+        self,
+        x: Tensor,
+        rope: Any,
+        conv: ShortConv | None,
+        past: Tensor | None,
+        documents: Tensor | None,
+        *,
+        silu: bool,
+        norm: InputNorm | None = None,
+    ) -> Tensor:
+        """Convolution, RoPE, SiLU with the l2 norm, and input norm of a projection x [B, T, E]: [B, T, H, R]."""
+        options: dict[str, Any] = {}
+        if conv is not None:
+            weight, bias = conv()
+            parameters = shard_of(weight, self.heads), shard_of(bias, self.heads)
+            options |= dict(conv=parameters, past=past, documents=documents)
+        if norm is not None:
+            scale, shift = norm()
+            options |= dict(norm=(scale, shard_of(shift, self.heads)), eps=norm.eps)
+        return input_features(
+            x,
+            self.head_dim,
+            rope=rope if self.config.rope else None,
+            silu=silu and self.feature_map is None,
+            execution=self.execution,
+            **options,
+        )
 
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
         """(log_decay, mixing or readout) of each mixer, of `dtype` where the parameters have less."""
         parts = []
         for mixer in mixers:
-            exact = [p if p is None else p.to(torch.promote_types(p.dtype, dtype)) for p in mixer.ssm()]
-            parts.append(Dynamics(*(p if p is None else shard_of(p, mixer.heads) for p in exact)))
+            local = []  # this tensor-parallel rank's heads
+            for parameter in mixer.ssm():
+                if parameter is not None:
+                    parameter = shard_of(parameter.to(torch.promote_types(parameter.dtype, dtype)), mixer.heads)
+                local.append(parameter)
+            parts.append(Dynamics(*local))
         return fold(parts, mixers[0].config.readout)
-
-    @staticmethod
-    def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
-    ) -> Packing | None:
-        return numbered(positions, shard)
 
     # Decoding
 
@@ -208,7 +246,8 @@ class InterdomainMixer(Mixer):
     def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """Parameters in the forms that the two step functions want: made once for all steps."""
         mixer = self.config
-        convs = [conv() for conv in self._convolutions().values()]
+        modules = self.q_conv, self.k_conv, self.v_conv
+        convs = [conv() for conv in modules if conv is not None]
         features: dict[str, Any] = dict(
             rotated=(self.n_heads + self.n_kv_heads) * mixer.rope,
             silu=(self.n_heads + self.n_kv_heads * mixer.dual_input) * (self.feature_map is None),
@@ -227,13 +266,17 @@ class InterdomainMixer(Mixer):
         return features, dict(log_decay=log_decay, decay=decay_factor(log_decay), **table)
 
     def _step(
-        self, projected: dict[str, Tensor], rope: tuple[Tensor, Tensor], state: MixerState, prepared: tuple[Any, Any]
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        state: MixerState,
+        features: dict[str, Any],
+        tables: dict[str, Any],
     ) -> Tensor:
-        """One token, each projection [B, 1, heads * R] -> [B, 1, H, D], by the kernels' two step functions."""
-        features, tables = prepared
-        together = torch.cat([projected[name] for name in "qkv" if name in projected], dim=2)[:, 0]
+        """One token, x [B, 1, dim] -> [B, 1, H, D], by the kernels' two step functions (`_prepare_step`)."""
+        projections = [self.wk(x), self.wv(x)] if self.wq is None else [self.wq(x), self.wk(x), self.wv(x)]
         y = input_features_step(
-            together,
+            torch.cat(projections, dim=2)[:, 0],
             self.head_dim,
             past=state.conv if "conv" in features else None,
             rope=rope if self.config.rope else None,
@@ -241,30 +284,16 @@ class InterdomainMixer(Mixer):
             **features,
         )
         q, k, v = y[:, None].split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
-        if self.feature_map is not None:
-            q = self.feature_map(q, query=True) if self.config.query_readout else q
-            k = self.feature_map(k) if self.config.dual_input else k
+        if self.feature_map is not None and self.config.dual_input:
+            k = self.feature_map(k)
         if self.config.normalize:
             v = _with_ones(v)
-        if self.config.query_readout:
-            o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, **tables)[:, None]
-            return divided(o, v) if self.config.normalize else o
-        return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, **tables)[:, None]
-
-    def _convolutions(self) -> dict[str, ShortConv]:
-        """The convolutions, in the order of their channels in a state."""
-        convs = {name: getattr(self, f"{name}_conv", None) for name in "qkv"}
-        return {name: conv for name, conv in convs.items() if conv is not None}
-
-    def _past(self, state: MixerState | None) -> dict[str, Tensor]:
-        """The last W - 1 inputs of the convolutions that a state holds, [B, W - 1, E], by projection."""
-        convs = self._convolutions()
-        if state is None or not convs:
-            return {}
-        heads = {"q": self.n_heads, "k": self.n_kv_heads, "v": self.n_kv_heads}
-        parts = 1 if self.heads is None else self.heads.size
-        widths = [heads[name] * self.head_dim // parts for name in convs]
-        return dict(zip(convs, state.conv.split(widths, dim=2), strict=True))
+        if self.wq is None:
+            return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, **tables)[:, None]
+        if self.feature_map is not None:
+            q = self.feature_map(q, query=True)
+        o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, **tables)[:, None]
+        return divided(o, v) if self.config.normalize else o
 
     # Costs
 

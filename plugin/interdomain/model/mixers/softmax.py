@@ -2,63 +2,74 @@
 before, or a sliding window."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..config import ModelConfig
+from ..config import Execution, ModelConfig
 from ..layers import Linear
 from ..settings import MixerConfig
-from ..state import KVCache, WindowCache
+from ..shard import Part
+from ..state import KVCache, ModelState, WindowCache
 from .base import Mixer
 from .kernels import input_features
-
-if TYPE_CHECKING:
-    from ..config import Execution
-    from ..shard import Part
-    from ..state import ModelState
 
 # Shapes: B batch, T time, S slots of the cache, H query heads, G heads of keys and values, W tokens of a sliding window,
 #         N blocks of so many tokens after the first.
 
 
 class Attended(NamedTuple):
-    """The keys that the queries of a piece attend to, and the places of its own keys in the cache: the same in all layers.
+    """What the queries of a piece attend to: the same in all layers.
 
-    mask: added to the scores, [B, 1, T, S] or [T, S]: 0, and -inf where a query does not attend; or a causal bias of PyTorch's;
-    None for all keys before the query's. begin: the first slot (see KVCache.append).
-    blocks: of a sliding window, where T > W: the mask is that of the first W queries, and this one, [B * N, 1, W, 2W] or
-    [W, 2W], of those after them, W at a time, over the keys of their block and of the block before.
+    Attributes:
+        mask: Added to the scores, [B, 1, T, S] or [T, S]: 0, and -inf where a query does not attend; or a causal bias of
+            PyTorch's. None: all keys up to the query's own.
+        token: Where the tokens are in their rows, [B, T], for a cache.
+        before: Slots or tokens of the cache before the piece (see `KVCache.append`).
+        blocks: For a sliding window and T > W. The mask is then that of the first W queries, and this one, [B * N, 1, W, 2W] or
+            [W, 2W], that of the others, W at a time, over the keys of their block and of the block before.
     """
 
     mask: Any = None
-    begin: int | Tensor = 0
+    token: Any = None
+    before: int = 0
     blocks: Tensor | None = None
 
     @classmethod
-    def after(cls, begin: int, tokens: int, device: torch.device, dtype: torch.dtype) -> "Attended":
+    def after(
+        cls, begin: int, tokens: int, device: torch.device, dtype: torch.dtype, token: Tensor | None = None
+    ) -> "Attended":
         """Attention of queries after `begin` keys: to those keys, and to the queries' own keys up to each query."""
         if not begin or tokens == 1:
-            return cls(None, begin)
+            return cls(None, token, begin)
         if device.type == "cuda":  # whose kernels know this one without a mask
             from torch.nn.attention.bias import causal_lower_right  # takes as long to import as torch
 
-            return cls(causal_lower_right(tokens, begin + tokens), begin)
+            return cls(causal_lower_right(tokens, begin + tokens), token, begin)
         keys = torch.arange(begin + tokens, device=device)
-        return cls(_mask(keys[begin:], keys, dtype), begin)
+        return cls(_mask(keys[begin:], keys, dtype), token, begin)
 
     @classmethod
     def within(
-        cls, window: int, before: int, first: Tensor | None, order: Tensor, dtype: torch.dtype, begin: int = 0
+        cls,
+        window: int,
+        before: int,
+        first: Tensor | None,
+        order: Tensor,
+        dtype: torch.dtype,
+        token: Tensor | None = None,
     ) -> "Attended":
         """Attention of queries to `window` tokens, the query's own the last.
 
         before: how many keys come before the queries' own, at most W; order: of the queries, 0 to T - 1; first: [B, T], the key
         with which each query's document begins, None for the first of all.
         """
-        T, W, mask, blocks = len(order), window, None, None
+        T = len(order)
+        W = window
+        mask = None
+        blocks = None
         if before or first is not None:
             key = torch.arange(before + min(T, W), device=order.device)
             mask = _mask(before + order[:W], key, dtype, None if first is None else first[:, :W], W)
@@ -68,7 +79,7 @@ class Attended(NamedTuple):
                 first = F.pad(first[:, W:] - before, (0, (n + 1) * W - T)).unflatten(1, (n, W))
                 first = first - W * (1 + order[:n, None])
             blocks = _mask(order[:W], torch.arange(2 * W, device=order.device) - W, dtype, first, W)
-        return cls(mask, begin, blocks)
+        return cls(mask, token, before, blocks)
 
 
 class SoftmaxMixer(Mixer):
@@ -89,21 +100,20 @@ class SoftmaxMixer(Mixer):
         x: Tensor,
         rope: tuple[Tensor, Tensor],
         dynamics: tuple[()] = (),
-        state: KVCache | WindowCache | None = None,
+        state: KVCache | None = None,
         packing: Attended | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and adds its own."""
-        q, k = (
-            input_features(proj(x), self.head_dim, rope=rope, execution=self.execution).transpose(1, 2)
-            for proj in (self.wq, self.wk)
-        )
+        q = input_features(self.wq(x), self.head_dim, rope=rope, execution=self.execution).transpose(1, 2)
+        k = input_features(self.wk(x), self.head_dim, rope=rope, execution=self.execution).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        mask, begin, blocks = packing or Attended()
+        mask, token, before, blocks = packing or Attended()
         if state is not None:
-            k, v = state.append(k, v, begin)
+            k, v = state.append(k, v, token, before)
         elif self.shard is not None:
             k, v = self._up_to_here(k, v)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         if blocks is None or self.window is None:
             o = self.call_core(_attention, q, k, v, mask)
         else:
@@ -114,22 +124,25 @@ class SoftmaxMixer(Mixer):
         """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]; with a window of those
         before this one the last W."""
         assert self.shard is not None
-        everyone, T = self.shard.gather(torch.cat([k, v], dim=-1)), k.shape[2]
+        everyone = self.shard.gather(torch.cat([k, v], dim=-1))
         here = torch.cat(everyone.unbind()[: self.shard.rank + 1], dim=2)
-        return (here if self.window is None else here[:, :, -(self.window + T) :]).chunk(2, dim=-1)
+        if self.window is not None:
+            here = here[:, :, -(self.window + k.shape[2]) :]
+        return here.chunk(2, dim=-1)
 
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[()] = ()
-    ) -> KVCache | WindowCache:
-        cache, slots = (KVCache, capacity) if self.window is None else (WindowCache, self.window)
-        shape = batch, self.n_kv_heads, slots, self.head_dim
-        return cache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
+    ) -> KVCache:
+        slots = capacity if self.window is None else self.window
+        k = torch.zeros(batch, self.n_kv_heads, slots, self.head_dim, dtype=dtype, device=device)
+        v = torch.zeros_like(k)
+        return KVCache(k, v) if self.window is None else WindowCache(k, v)
 
     @staticmethod
     def packing(
         mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
     ) -> Attended | None:
-        T, device = order.shape[0], order.device
+        T = len(order)
         before = 0 if shard is None else shard.rank * T
         first = None if positions is None else order - positions  # of each token's document
         if mixer.window is not None:
@@ -137,21 +150,31 @@ class SoftmaxMixer(Mixer):
             first = None if first is None else first - (before - near)
             return Attended.within(mixer.window, near, first, order - before, dtype)
         if first is None:
-            return Attended.after(before, T, device, dtype) if before else None
-        return Attended(_mask(order, torch.arange(before + T, device=device), dtype, first))
+            return Attended.after(before, T, order.device, dtype) if before else None
+        return Attended(_mask(order, torch.arange(before + T, device=order.device), dtype, first))
 
     @staticmethod
     def continuing(mixer: MixerConfig, state: "ModelState", tokens: int, dtype: torch.dtype) -> Attended:
-        """All keys so far but those of left padding, and those before the window."""
-        begin = state.length if state.cursor is None else state.cursor
-        device = state.position.device
-        if mixer.window is not None:
-            return _continuing_within(mixer.window, begin, state, tokens, dtype)
-        if isinstance(begin, int) and not state.padded:
-            return Attended.after(begin, tokens, device, dtype)
-        slots = torch.arange(begin + tokens if isinstance(begin, int) else state.capacity or 0, device=device)
-        start = (begin - state.position)[:, None] if state.padded else None  # a row's tokens end where all rows end
-        return Attended(_mask(begin + torch.arange(tokens, device=device), slots, dtype, start), begin)
+        """All keys so far, or those of the window."""
+        order = torch.arange(tokens, device=state.position.device)
+        token = state.position[:, None] + order
+        known = not (state.ragged or state.captured)  # by the host: how long each row is
+        window = mixer.window
+        if window is None:
+            if known:
+                return Attended.after(state.length, tokens, order.device, dtype, token)
+            before = (state.capacity or 0) - tokens if state.captured else state.length
+            slots = torch.arange(before + tokens, device=order.device)
+            return Attended(additive_mask((slots <= token[..., None])[:, None], dtype), token, before)
+        if tokens > 1:
+            before = min(state.length, window)
+            first = None if known else (before - state.position)[:, None].expand(-1, tokens)
+            return Attended.within(window, before, first, order, dtype, token)
+        if known and state.length + 1 >= window:
+            return Attended(None, token)
+        slots = torch.arange(window, device=order.device)
+        in_slot = token - (token - slots) % window  # negative: none yet
+        return Attended(additive_mask((in_slot >= 0)[:, None, None], dtype), token)
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
@@ -202,42 +225,30 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """q [B, H, T, R]; k, v [B, G, S, R] -> [B, H, T, R]."""
     if isinstance(mask, Tensor) and not hasattr(mask, "variant"):  # a causal bias has one, and no numbers
         mask = mask.to(q.dtype)
-    grouped, T = q.shape[1] != k.shape[1], q.shape[2]
-    causal = mask is None and bool(T > 1)  # torch.export's T is no number
+    causal = mask is None and bool(q.shape[2] > 1)  # torch.export's T is no number
+    grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, blocks: Tensor, window: int) -> Tensor:
     """The same for T > W and S <= T + W, by masks as in `Attended`: scores are T x 2W numbers and not T x S."""
-    W, T, before = window, q.shape[2], k.shape[2] - q.shape[2]
+    W = window
+    T = q.shape[2]
+    before = k.shape[2] - T
     # Kernels that take a mask want as many heads of keys as of queries.
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    sharing = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(sharing, dim=1)
+    v = v.repeat_interleave(sharing, dim=1)
     first = _attention(q[:, :, :W], k[:, :, : before + W], v[:, :, : before + W], mask)
 
     def in_blocks(x: Tensor) -> Tensor:  # [B, H, T, R] -> [B, ceil(T / W), H, W, R]
         return F.pad(x, (0, 0, 0, -x.shape[2] % W)).unflatten(2, (-1, W)).transpose(1, 2)
 
+    def with_the_block_before(x: Tensor) -> Tensor:  # [B, G, S, R] -> [B * N, G, 2W, R]
+        x = in_blocks(x[:, :, before:])
+        return torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1)
+
     queries = in_blocks(q[:, :, W:])
-    keys, values = (in_blocks(x[:, :, before:]) for x in (k, v))
-    keys, values = (torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1) for x in (keys, values))
-    o = _attention(queries.flatten(0, 1), keys, values, blocks)
+    o = _attention(queries.flatten(0, 1), with_the_block_before(k), with_the_block_before(v), blocks)
     o = o.unflatten(0, queries.shape[:2]).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, o[:, :, : T - W]], dim=2)
-
-
-def _continuing_within(
-    window: int, begin: int | Tensor, state: "ModelState", tokens: int, dtype: torch.dtype
-) -> Attended:
-    """`SoftmaxMixer.continuing` over a WindowCache of W slots."""
-    start = begin - state.position if state.padded else None  # where each row begins
-    if tokens > 1:
-        assert isinstance(begin, int)
-        before, order = min(begin, window), torch.arange(tokens, device=state.position.device)
-        first = None if start is None else (start - (begin - before))[:, None].expand(-1, tokens)
-        return Attended.within(window, before, first, order, dtype, begin)
-    if isinstance(begin, int) and begin + 1 >= window and start is None:
-        return Attended(None, begin)
-    slots = torch.arange(window, device=state.position.device)
-    token = begin - (begin - slots) % window  # in each slot, this one's among them; negative: none yet
-    attended = (token >= 0)[None] if start is None else (token >= start[:, None])[:, None, None]
-    return Attended(additive_mask(attended, dtype), begin)

@@ -55,15 +55,27 @@ class Dynamics(NamedTuple):
     def life_signs(self) -> Tensor:
         """LIFE_SIGNS of a layer, float32."""
         log_abs, bound = self.decay()
-        timescale, dt = -1 / log_abs, self.log_dt.exp()
-        values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(log_abs.max()), dt.quantile(0.5)
-        return torch.stack([*values, bound.float().mean(), self.c_rms()])
+        timescale = -1 / log_abs
+        return torch.stack(
+            [
+                timescale.min(),
+                timescale.median(),
+                timescale.max(),
+                -torch.expm1(log_abs.max()),
+                self.log_dt.exp().quantile(0.5),
+                bound.float().mean(),
+                self.c_rms(),
+            ]
+        )
 
 
 def scalars(signs: Tensor) -> dict[str, float]:
     """LIFE_SIGNS of all layers, [L, 7], by name; those of a layer without any are zeros. One read of the device."""
-    rows = [(i, row) for i, row in enumerate(signs.tolist()) if any(row)]
-    return {f"mixer/layer_{i:02d}/{name}": x for i, row in rows for name, x in zip(LIFE_SIGNS, row, strict=True)}
+    named = {}
+    for i, row in enumerate(signs.tolist()):
+        if any(row):
+            named |= {f"mixer/layer_{i:02d}/{name}": x for name, x in zip(LIFE_SIGNS, row, strict=True)}
+    return named
 
 
 def copied(parameter: Tensor) -> Tensor:
@@ -98,7 +110,9 @@ class SSMDynamics(KeptInFloat32):
 
     def forward(self) -> Dynamics:
         self.check_float32()
-        return Dynamics(*(None if (p := getattr(self, name)) is None else copied(p) for name in Dynamics._fields))
+        C = None if self.C is None else copied(self.C)
+        c = None if self.c is None else copied(self.c)
+        return Dynamics(copied(self.log_dt), copied(self.log_A_real), copied(self.A_imag), C, c)
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
@@ -112,7 +126,6 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
     Returns: per layer (log_decay [H, M, 2], mixing [H, 2M, 2M]) for the query readout, or (log_decay, readout [H, 2M]) for the
         linear one; float32.
     """
-    heads = [len(layer.log_dt) for layer in layers]
     joined = Dynamics(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*layers, strict=True)))
     with torch.autocast(joined.log_dt.device.type, enabled=False):
         dt = joined.log_dt.exp()
@@ -121,5 +134,7 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
         c = joined.c
         table = mixing_matrix(gain, joined.C, readout) if c is None else readout_vector(gain, joined.C, c)
     # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
-    by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
-    return list(zip(*by_layer, strict=True))
+    heads = [len(layer.log_dt) for layer in layers]
+    decays: Any = torch.split_with_sizes_copy(log_decay, heads)
+    tables: Any = torch.split_with_sizes_copy(table, heads)
+    return list(zip(decays, tables, strict=True))
