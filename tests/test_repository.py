@@ -312,7 +312,7 @@ def test_commands_find_the_wheel_s_train_configs(wheel, tmp_path):
 
 LACKING = {
     "main launch": ("tyro", "train"),
-    "main study plan train_configs/studies/small.toml": ("torchtitan", "train"),
+    "main study plan train_configs/studies/small.toml": ("tyro", "train"),
     "study show one": ("torchtitan", "train"),
     "compare_runs one two": ("tensorboard", "train"),
     "evaluate folder --tasks mmlu": ("lm_eval", "eval"),

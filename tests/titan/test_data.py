@@ -24,7 +24,7 @@ from interdomain.titan.watch.validate import FixedValidator
 
 from ..common import TIMEOUT
 from .conftest import refusal
-from .runs import SAVED, flags
+from .runs import flags
 
 VALIDATOR = {"rank": 0, "ranks": 1, "passes": SimpleNamespace(together=1), "metrics": None, "checkpoints": None}
 
@@ -128,7 +128,7 @@ def test_another_length_or_seed_is_no_continuation(corpus, tmp_path, alone, caps
 def test_a_run_that_continues_with_another_mixture(runs, corpus):
     """It says so, and records the old data."""
     others = {"data__corpus": f"{corpus},{corpus}/validation-00000", "data__weights": [3, 1]}
-    runs.add("1 other mixture", **SAVED, **others, training__steps=4, of=("2 text", 3))
+    runs.add("1 other mixture", checkpoint__enable=True, **others, training__steps=4, of=("2 text", 3))
     said = runs.said("1 other mixture")
     assert "THE DATA CHANGES after 24 samples" in said
     assert "fingerprint of the train text: " in said

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from interdomain.files.pretrained import load_model
 from interdomain.model import maps as _maps
-from interdomain.model.layers import rope_of
 from interdomain.model.pairing import LAGS, by_head
 from interdomain.tools import convert
 from interdomain.tools import inspect_model as inspect
@@ -51,8 +50,7 @@ def test_the_map_times_the_values_is_what_the_mixer_computes():
     attention.wo.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     layer = read(model, [0])[0]
     x, o = seen[:2]
-    rope = rope_of(model.config, torch.arange(T), x.dtype)
-    values = layer.mixer._features("v", layer.mixer.wv(x), rope, None, None)[0]
+    values = layer.mixer._value(layer.mixer.wv(x), None, None)[0]
     made = (layer.weights @ values.movedim(1, 0)).movedim(0, 1).flatten(1)
     torch.testing.assert_close(made, o[0], rtol=1e-9, atol=1e-11 * o.abs().max().item())
     assert layer.output_rms == pytest.approx(o.square().mean().sqrt().item())
