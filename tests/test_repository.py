@@ -312,8 +312,8 @@ def test_commands_find_the_wheel_s_train_configs(wheel, tmp_path):
 
 LACKING = {
     "main launch": ("tyro", "train"),
-    "main study plan train_configs/studies/small.toml": ("tyro", "train"),
-    "study show one": ("torchtitan", "train"),
+    "main study plan train_configs/studies/small.toml": ("torchtitan", "train"),
+    "study show one": ("tyro", "train"),
     "compare_runs one two": ("tensorboard", "train"),
     "evaluate folder --tasks mmlu": ("lm_eval", "eval"),
     "prepare_data --input x.parquet --output out --tokenizer tokenizer.json": ("tokenizers", "data"),
