@@ -284,7 +284,7 @@ def _spans(file: SourceFile, text_field: str) -> list[Span]:
 
 
 def read_span(span: Span, text_field: str, convert: Callable[[str], Any] = str) -> Iterator[Any]:
-    """What `convert` makes of each document of a span, without those that are empty; a BadDocument in place of a bad one.
+    """Yields the result of `convert` for each document of a span that is not empty, and a BadDocument for a bad one.
 
     Raises ValueError naming a damaged file, and what is wrong; also for a file that was written to since `find_inputs`: parts
     of two versions must not be joined.

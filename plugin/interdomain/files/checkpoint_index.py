@@ -277,7 +277,7 @@ def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
     Each rank plans its own load. PyTorch collects the plans of all ranks on rank 0 instead, and the ranks must agree.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads
         load(states, storage_reader=_Reader(checkpoint), planner=_PartialPlanner(index), no_dist=True)
 
 
@@ -340,7 +340,7 @@ def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 def _system_errors() -> Iterator[None]:
     """Raise the system's error (OSError) in place of the CheckpointException of PyTorch that hides it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads
         try:
             yield
         except CheckpointException as e:  # a BaseException: it would pass every handler of errors

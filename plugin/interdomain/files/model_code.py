@@ -59,7 +59,7 @@ def write_code(folder: Path) -> None:
 
 
 def plain() -> str:
-    """What the other files need of MODULES, as one text."""
+    """The source of the definitions in MODULES that the other files need, as one text."""
     texts = {name: (PACKAGE / name).read_text() for name in MODULES}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     used = set()
@@ -96,7 +96,7 @@ def _is_called(method: str, used: set[str]) -> bool:
 
 
 def _is_needed(statement: ast.AST, used: set[str]) -> bool:
-    """Whether a statement at the top of a file defines a name that is used."""
+    """True if a statement at the top level of a file defines a name in use."""
     match statement:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
             return name in used

@@ -1,4 +1,4 @@
-"""What is carried from one pass to the next, and rows of unequal length."""
+"""The cache that transformers carries from one forward pass to the next, and batches whose rows differ in length."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from .plain_interdomain import (
 
 
 def dynamics_of(mixer: Any, x: Tensor) -> Any:
-    """What a mixer reads of its parameters (`Mixer.dynamics`) for hidden states x: float32, or float64."""
+    """The tables of a mixer's SSM parameters (`Mixer.dynamics`): float64 if the hidden states x are, else float32."""
     return mixer.dynamics([mixer], torch.promote_types(x.dtype, torch.float32))[0]
 
 
@@ -102,7 +102,7 @@ class InterdomainCache(Cache):
         yield self.states
 
     def mask(self) -> Tensor:
-        """What was read, [B, length], False for padding."""
+        """The mask of all tokens that were read, [B, length]; False for padding."""
         assert self.position is not None
         read = torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.position.device)
         for begin, mask in self.masks:
@@ -213,15 +213,16 @@ def token_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Rows(NamedTuple):
-    """What a layer is told of the rows of a batch.
+    """A layer's information about the rows of a batch.
 
     Recurrent layers compute with every row's tokens first and its padding last, where no token sees it. Softmax layers leave
     padding where it is.
 
     Attributes:
-        told: the mixer's argument `packing`.
-        order: the positions in the recurrent layers' order, [B, T]; None: as they are. back: undoes it.
-        stay: of softmax with a window, the slots that stay in the cache, [B, window]; None: all.
+        told: The mixer's argument `packing`.
+        order: The positions in the recurrent layers' order, [B, T]; None if they stay as they are.
+        back: The positions that undo `order`.
+        stay: For softmax with a window, the slots that stay in the cache, [B, window]; None for all.
     """
 
     told: Any = None
@@ -231,7 +232,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def padded(cls, mask: Tensor) -> "Rows":
-        """Of recurrent layers. mask: [B, T], False for padding."""
+        """The rows for recurrent layers. mask: [B, T], False for padding."""
         order, back, lengths = token_order(mask)
         return cls(Packing(lengths=lengths), order, back)
 
@@ -239,7 +240,7 @@ class Rows(NamedTuple):
     def attended(
         cls, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None, dtype: torch.dtype
     ) -> "Rows":
-        """Of softmax layers. token: which token of its row is in each place, [B, T]; a cache notes those of its slots."""
+        """The rows for softmax layers. token: each token's number in its row, [B, T]; the cache notes those of its slots."""
         T, stay = token.shape[1], None
         before = None if cache is None else cache.slots.get(window)
         tokens = token if mask is None else token.masked_fill(~mask, -1)

@@ -177,7 +177,9 @@ def check(args: Namespace) -> None:
 
 
 def layers_of(args: Namespace) -> tuple[Any, list[Any]]:
-    """What --spec names, and its layers with a mixer: one for all of GPTModel; of HybridModel one for each mixer, in order.
+    """The object that --spec names, and its layers with a mixer.
+
+    GPTModel has one layer for all. HybridModel has one for each mixer, in order.
 
     Raises: ValueError, ImportError.
     """

@@ -61,7 +61,7 @@ OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names
 
 
 class LayerRecord(NamedTuple):
-    """What a layer's record holds.
+    """The contents of a layer's record.
 
     config: the model, as if all its layers were like this one; no layer knows the vocabulary's size. backbone: BACKBONE of the
     run. tokenizer: the beginning of its sha256, if the run knew it. documents: how documents begin and end, likewise.

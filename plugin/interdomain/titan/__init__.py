@@ -5,12 +5,12 @@
 
     parallelize                shards and compiles a model, for both trainers
 
-    settings                   the schema of the settings; reading them from TOML and flags
+    settings                   the schema of the settings, the rules about several of them, reading TOML and flags
     plan                       everything that is computed and refused before anything is built
     data                       batches
-    step                       meshes, passes, gradients, optimizer and guard of one step
+    step                       meshes, passes, gradients, optimizer and step guard of one step
     resume                     checkpoints, the way back, the folder's lock, preemption
-    watch                      metrics, curves, validation, notes
+    watch                      metrics, curves, validation
     host                       the only package that imports TorchTitan: a module for each version
 
 Imports interdomain.model, data, scan and features; only `tools` imports this package.
