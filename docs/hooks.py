@@ -21,7 +21,9 @@ def on_files(files, config):
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(notebook)
         page = notebook.src_uri.replace(".ipynb", ".md")
-        files.append(File.generated(config, page, content=as_markdown(json.loads(notebook.content_string))))
+        files.append(
+            File.generated(config, page, content=as_markdown(json.loads(notebook.content_string)))
+        )
 
 
 def as_markdown(notebook):
@@ -34,14 +36,20 @@ def as_markdown(notebook):
             if output["output_type"] == "stream":
                 out.append(f"```text\n{''.join(output['text'])}```")
             else:
-                out.append(f"![output](data:image/png;base64,{''.join(output['data']['image/png']).strip()})")
+                out.append(
+                    f"![output](data:image/png;base64,{''.join(output['data']['image/png']).strip()})"
+                )
     return "\n\n".join(out)
 
 
 def on_page_markdown(markdown, **_):
     markdown = markdown.replace(".ipynb)", ".md)")
     markdown = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
-    return markdown.replace("<!-- settings -->", settings()) if "<!-- settings -->" in markdown else markdown
+    return (
+        markdown.replace("<!-- settings -->", settings())
+        if "<!-- settings -->" in markdown
+        else markdown
+    )
 
 
 def settings():

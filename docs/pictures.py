@@ -37,21 +37,32 @@ MIXERS = [
     "interdomain-paired, c_scale 0.0295",
 ]
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
-INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
+INK = (
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "axes.titlecolor",
+    "xtick.color",
+    "ytick.color",
+)
 GROUNDS = "figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"
 
 
 def study(path: Path) -> None:
     """Every condition at its best rate: perplexity on text; accuracy on recall and copying, and by tokens."""
     panels = panels_of(shown([STUDY]))
-    figure_of([panels[group][:2] for group in ("1.4M text", "0.1M mqar", "0.1M copying")]).savefig(path)
+    figure_of([panels[group][:2] for group in ("1.4M text", "0.1M mqar", "0.1M copying")]).savefig(
+        path
+    )
 
 
 def result(path: Path) -> None:
     """Perplexity on text and accuracy on recall, each condition at the best of three rates."""
     panels = panels_of([run for run in shown([STUDY]) if run.labels["condition"] in MIXERS])
     titles = {"1.4M text": "text, 1.4 M parameters", "0.1M mqar": "recall, 0.14 M parameters"}
-    figure_of([[replace(panels[group][0], title=title) for group, title in titles.items()]]).savefig(path)
+    figure_of(
+        [[replace(panels[group][0], title=title) for group, title in titles.items()]]
+    ).savefig(path)
 
 
 def cpu(path: Path) -> None:
@@ -59,7 +70,10 @@ def cpu(path: Path) -> None:
     tables = json.loads(CPU.read_text())["tables"]
     lengths = [int(re.findall(r"T=(\d+)", name)[0]) for name in tables]
     curves = []
-    for mixer, label in (("sdpa-flash", "softmax attention (PyTorch)"), ("chunkwise", "interdomain (chunkwise)")):
+    for mixer, label in (
+        ("sdpa-flash", "softmax attention (PyTorch)"),
+        ("chunkwise", "interdomain (chunkwise)"),
+    ):
         rows = [row for table in tables.values() for row in table["rows"] if row["mixer"] == mixer]
         curves.append(Curve(label, lengths, [row["both ms"] for row in rows]))
     by_length(path, curves, "ms, forward and backward")
@@ -71,7 +85,9 @@ def context(path: Path) -> None:
     for mixer in ("softmax", "interdomain"):
         lengths = []
         seconds = []
-        for name, table in json.loads((CONTEXT / mixer / "training.json").read_text())["tables"].items():
+        for name, table in json.loads((CONTEXT / mixer / "training.json").read_text())[
+            "tables"
+        ].items():
             if "ms a step" in table["rows"][0]:
                 lengths.append(int(re.findall(r"x ([\d,]+) ", name)[0].replace(",", "")))
                 seconds.append(table["rows"][0]["ms a step"] / 1e3)
@@ -80,7 +96,9 @@ def context(path: Path) -> None:
 
 
 def by_length(path: Path, curves: list[Curve], y_label: str) -> None:
-    figure_of([[Panel("", curves, "tokens in the sequence", y_label, log_x=True, log_y=True)]]).savefig(path)
+    figure_of(
+        [[Panel("", curves, "tokens in the sequence", y_label, log_x=True, log_y=True)]]
+    ).savefig(path)
 
 
 def main() -> int:
@@ -90,7 +108,9 @@ def main() -> int:
         path = OUTPUT / f"{draw.__name__}-{theme}.svg"
         with rc_context(look | dict.fromkeys(INK, ink)):
             draw(path)
-        path.write_text(" ".join(path.read_text().split()) + "\n")  # matplotlib writes a line for every point
+        path.write_text(
+            " ".join(path.read_text().split()) + "\n"
+        )  # matplotlib writes a line for every point
         print(f"wrote {path.relative_to(ROOT)} ({path.stat().st_size / 1e3:,.0f} kB)")
     return 0
 

@@ -17,7 +17,13 @@ class NothingReadBack(TorchDispatchMode):
     """Refuses ops that wait for the device, or copy from a Python object on the host."""
 
     HOST = frozenset(
-        {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::lift_fresh"}
+        {
+            "aten::_local_scalar_dense",
+            "aten::nonzero",
+            "aten::equal",
+            "aten::is_nonzero",
+            "aten::lift_fresh",
+        }
     )
 
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):

@@ -35,11 +35,15 @@ collect_ignore = [name for name, needs in HOSTS.items() if importlib.util.find_s
 
 def pytest_configure():
     """Imports are quicker without the collector; in the processes that tests start, too."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job, whose children would inherit it
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # a shell's background job, whose children would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     start = Path(__file__).parent / "start"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(start), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(start), os.environ.get("PYTHONPATH")))
+    )
 
 
 def pytest_collection_finish():
@@ -54,7 +58,9 @@ def pytest_unconfigure():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the tests marked slow, too (conftest.py)")
+    parser.addoption(
+        "--all", action="store_true", help="run the tests marked slow, too (conftest.py)"
+    )
 
 
 def pytest_report_header(config):
@@ -63,14 +69,18 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     """Leaves slow tests out of the whole suite, and sorts by LONGEST."""
-    tests_are_named = config.args != config.getini("testpaths") or config.option.keyword or config.option.markexpr
+    tests_are_named = (
+        config.args != config.getini("testpaths") or config.option.keyword or config.option.markexpr
+    )
     if not (tests_are_named or config.getoption("--all") or "CI" in os.environ):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: run it with --all, or name it"))
 
     def place(item):
-        return next((i for i, unit in enumerate(LONGEST) if item.nodeid.startswith(unit)), len(LONGEST))
+        return next(
+            (i for i, unit in enumerate(LONGEST) if item.nodeid.startswith(unit)), len(LONGEST)
+        )
 
     items.sort(key=place)
 
@@ -119,7 +129,9 @@ def exported_model(tmp_path_factory, tokenizer):
 def modules_cache(tmp_path_factory):
     """transformers copies a folder's code here and imports it from here: one place per process, and not the user's."""
     dynamic = pytest.importorskip(
-        "transformers.dynamic_module_utils", reason="the extra `hf` (or `dev`) is not installed", exc_type=ImportError
+        "transformers.dynamic_module_utils",
+        reason="the extra `hf` (or `dev`) is not installed",
+        exc_type=ImportError,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
@@ -135,7 +147,9 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             """The unit of tests that one worker runs: a file, or all files that share the ranks of the fixture `runs`."""
             file = nodeid.partition("::")[0]
-            shares_ranks = file.startswith(TITAN) and re.search(r"def .*\bruns\b", (config.rootpath / file).read_text())
+            shares_ranks = file.startswith(TITAN) and re.search(
+                r"def .*\bruns\b", (config.rootpath / file).read_text()
+            )
             if shares_ranks or file.startswith(MEGATRON):
                 return str(Path(file).parent)
             return file

@@ -39,7 +39,12 @@ def new_store():
 
 def become(rank, ranks, port, log):
     """This process from now on: its environment is as torchrun makes it, and what it says goes to the log."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for output in (1, 2):
@@ -77,7 +82,9 @@ def fork_ranks(serve, given):
     """The ranks of a process that has imported what they need, and ends with them. They collect none of what was imported."""
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    running = [context.Process(target=be_rank, args=(serve, given, rank)) for rank in range(len(given))]
+    running = [
+        context.Process(target=be_rank, args=(serve, given, rank)) for rank in range(len(given))
+    ]
     for process in running:
         process.start()
     for *_, jobs, _ in given:
@@ -103,10 +110,15 @@ class Ranks:
         self.log, self.ended, self.store = log, False, new_store()
         pipes = [context.Pipe() for _ in range(ranks)]
         self.pipes = [ours for ours, _ in pipes]
-        given = [(rank, ranks, self.store.port, theirs, log) for rank, (_, theirs) in enumerate(pipes)]
+        given = [
+            (rank, ranks, self.store.port, theirs, log) for rank, (_, theirs) in enumerate(pipes)
+        ]
         self.parent = context.Process(target=fork_ranks, args=(serve, given))
         log.touch()
-        with mock.patch.dict(os.environ, environment()), mock.patch.object(sys, "path", [*path, *sys.path]):
+        with (
+            mock.patch.dict(os.environ, environment()),
+            mock.patch.object(sys, "path", [*path, *sys.path]),
+        ):
             self.parent.start()
         for _, theirs in pipes:
             theirs.close()

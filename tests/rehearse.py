@@ -42,13 +42,19 @@ def row(case: Case, seeds: int) -> tuple[list[str], float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.rehearse", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.rehearse", description=__doc__.split("\n\n")[1]
+    )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--table", type=Path, required=True, help="file of the table, in Markdown")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names hold every word")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="cases whose names hold every word"
+    )
     args = parser.parse_args(argv)
     if not INTERPRETED:
-        parser.error("Triton's interpreter is chosen before triton is imported: set TRITON_INTERPRET=1")
+        parser.error(
+            "Triton's interpreter is chosen before triton is imported: set TRITON_INTERPRET=1"
+        )
     torch.set_num_threads(1)
     cells, margins = [["case", "seeds", "bound", "worst", "in", "margin"]], []
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -31,12 +31,16 @@ def allocations(folder, monkeypatch):
         (folder / "bin" / name).write_text(script)
         (folder / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_"))
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(REPOSITORY)
 
     def slurm(*hosts, **variables):
         for name, value in {"JOB_ID": "4242", "JOB_NODELIST": ",".join(hosts), **variables}.items():
-            monkeypatch.setenv(f"SLURM_{name}", value) if value else monkeypatch.delenv(f"SLURM_{name}", False)
+            monkeypatch.setenv(f"SLURM_{name}", value) if value else monkeypatch.delenv(
+                f"SLURM_{name}", False
+            )
 
     return slurm

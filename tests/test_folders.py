@@ -9,7 +9,9 @@ import pytest
 from interdomain import folders
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     path = tmp_path / "record.json"
     folders.write_whole(path, b"one")
@@ -38,12 +40,17 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refused):
             folders.write_whole(folder / "weights", b"...")
         assert (output / "weights").read_bytes() == b"..."
     answer["error"] = errno.EIO
-    with pytest.raises(OSError, match=r"Input/output error: '.*output"), folders.new_folder(tmp_path / "output"):
+    with (
+        pytest.raises(OSError, match=r"Input/output error: '.*output"),
+        folders.new_folder(tmp_path / "output"),
+    ):
         pass
     assert not (tmp_path / "output").exists()
 
 
-@pytest.mark.parametrize(("build", "suffix"), [(folders.new_folder, "partial"), (folders.kept_folder, "unfinished")])
+@pytest.mark.parametrize(
+    ("build", "suffix"), [(folders.new_folder, "partial"), (folders.kept_folder, "unfinished")]
+)
 def test_nothing_is_removed_through_a_link(tmp_path, build, suffix):
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive" / "weights").write_bytes(b"...")

@@ -30,7 +30,9 @@ MAX_LINES = 800
 
 def files(*endings):
     """Every file that is or may become a part of the repository, with one of the endings."""
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, text=True)
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, text=True
+    )
     found = [REPOSITORY / name for name in listed.split("\0") if name]
     return sorted(p for p in found if p.is_file() and p.name.endswith(endings or ("",)))
 
@@ -42,7 +44,12 @@ def modules():
         for name in names:
             if name.endswith(".py"):
                 path = Path(folder, name)
-                yield ".".join(path.relative_to(PLUGIN).with_suffix("").parts).removesuffix(".__init__"), path
+                yield (
+                    ".".join(path.relative_to(PLUGIN).with_suffix("").parts).removesuffix(
+                        ".__init__"
+                    ),
+                    path,
+                )
 
 
 MODULES = dict(sorted(modules()))
@@ -63,7 +70,11 @@ def imports_of(source, module, is_package):
             start = ".".join(part for part in (start, node.module) if part)
             found |= {f"{start}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if called in ("import_module", "__import__"):
                 found.add(str(node.args[0].value))
     return found
@@ -88,11 +99,24 @@ ALLOWED = {
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {
         *("numpy", "sentencepiece", "torch", "interdomain.folders"),
-        *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
+        *(
+            "pyarrow",
+            "zstandard",
+            "datasets",
+            "tokenizers",
+            "tiktoken",
+        ),  # late, where a file needs them
     },
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
     "files": {
-        *("torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"),
+        *(
+            "torch",
+            "safetensors",
+            "numpy",
+            "interdomain.model",
+            "interdomain.data",
+            "interdomain.folders",
+        ),
         *("interdomain.markdown", "interdomain.patches"),
         "tensorboard",  # late: what writes event files
         "jinja2",  # the model card
@@ -103,13 +127,40 @@ ALLOWED = {
     },
     "titan": {
         "wandb",  # late: where metrics.enable_wandb asks for it
-        *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
-        *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.environment", "interdomain.files", "interdomain.launcher", "interdomain.markdown"),
+        *(
+            "torch",
+            "numpy",
+            "torchtitan",
+            "torchdata",
+            "tensorboard",
+            "tqdm",
+            "tyro",
+            "interdomain",
+        ),
+        *(
+            "interdomain.scan",
+            "interdomain.features",
+            "interdomain.data",
+            "interdomain.folders",
+            "interdomain.model",
+        ),
+        *(
+            "interdomain.environment",
+            "interdomain.files",
+            "interdomain.launcher",
+            "interdomain.markdown",
+        ),
         *("interdomain.removed", "interdomain.patches"),
     },
     "megatron": {
-        *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
+        *(
+            "torch",
+            "megatron",
+            "interdomain",
+            "interdomain.scan",
+            "interdomain.features",
+            "interdomain.data",
+        ),
         *("interdomain.model", "interdomain.files", "interdomain.folders", "interdomain.removed"),
     },
     "vllm": {
@@ -124,7 +175,16 @@ ALLOWED = {
         ),
     },
     "tools": {
-        *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
+        *(
+            "torch",
+            "numpy",
+            "sentencepiece",
+            "safetensors",
+            "tqdm",
+            "tensorboard",
+            "interdomain",
+            "interdomain.scan",
+        ),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.environment"),
         *("interdomain.files", "interdomain.launcher", "interdomain.markdown"),
@@ -144,12 +204,16 @@ def test_imports_go_one_way():
     assert {package_of(module) for module in MODULES} >= {f"interdomain.{name}" for name in ALLOWED}
     for module, path in MODULES.items():
         own = package_of(module)
-        allowed = ALLOWED[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}  # late
+        allowed = (
+            ALLOWED[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}
+        )  # late
         for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
             target = package_of(name)
             assert target not in NETWORK, f"{module} imports {name}: nothing speaks to a network"
             host = module.startswith("interdomain.titan.host")
-            assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/interdomain/titan/host does"
+            assert target != "torchtitan" or host, (
+                f"{module} imports {name}: only plugin/interdomain/titan/host does"
+            )
             assert target in allowed | {own} or target in sys.stdlib_module_names, (
                 f"{module} imports {name}; {own} may import {', '.join(sorted(allowed)) or 'the standard library'}"
             )
@@ -167,7 +231,9 @@ def test_folders_of_a_package_import_each_other_one_way():
 
     graph = {}
     for module, path in MODULES.items():
-        imports = {unit(name) for name in imports_of(path.read_text(), module, path.stem == "__init__")}
+        imports = {
+            unit(name) for name in imports_of(path.read_text(), module, path.stem == "__init__")
+        }
         if this := unit(module):
             graph.setdefault(this, set()).update(imports - {None, this})
     assert len(graph) > 80
@@ -189,7 +255,9 @@ def other_projects_names(tree):
                 top = alias.name.partition(".")[0]
                 found |= {alias.asname: alias.name} if alias.asname else {top: top}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     own = {"interdomain", *sys.stdlib_module_names}
     return {name: full for name, full in found.items() if full.partition(".")[0] not in own}
 
@@ -203,7 +271,11 @@ def changed_and_read(tree):
             name, dot, rest = ast.unparse(node).partition(".")
             if name in names:
                 (read if isinstance(node.ctx, ast.Load) else changed).add(names[name] + dot + rest)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "vars"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "setattr",
+            "delattr",
+            "vars",
+        ):
             name, dot, rest = ast.unparse(node.args[0]).partition(".")
             if name in names:
                 changed.add(names[name] + dot + rest)
@@ -214,17 +286,25 @@ def test_other_projects_are_changed_in_the_patches_files_alone():
     """The private names of PyTorch that the other files read are a list with reasons."""
     private = set()
     for name, path in MODULES.items():
-        assert not any(full.startswith("unittest") for full in imports_of(path.read_text(), name, False)), name
+        assert not any(
+            full.startswith("unittest") for full in imports_of(path.read_text(), name, False)
+        ), name
         if name.startswith("interdomain.tools."):  # programs, which end with their process
             continue
         changed, read = changed_and_read(ast.parse(path.read_text()))
         if str(path.relative_to(PLUGIN / "interdomain")) not in PATCHES:
             assert not {full for full in changed if not full.startswith(PUBLIC_SETTINGS)}, name
-            private |= {full for full in read if re.match(r"torch\..*\b_[a-z]", full, re.IGNORECASE)}
+            private |= {
+                full for full in read if re.match(r"torch\..*\b_[a-z]", full, re.IGNORECASE)
+            }
     private = {full for full in private if not full.endswith("_C")}
     unlisted = {full for full in private if not full.startswith(tuple(patches.PRIVATE_NAMES))}
     assert not unlisted
-    unread = {listed for listed in patches.PRIVATE_NAMES if not any(full.startswith(listed) for full in private)}
+    unread = {
+        listed
+        for listed in patches.PRIVATE_NAMES
+        if not any(full.startswith(listed) for full in private)
+    }
     assert not unread
 
 
@@ -238,7 +318,9 @@ def test_kernels_is_no_package():
 
 def test_every_package_folder_is_a_package():
     """Without __init__.py, names such as `interdomain.titan.plan` would be namespaces that any folder could extend."""
-    assert {path.parent for path in MODULES.values() if not (path.parent / "__init__.py").is_file()} == set()
+    assert {
+        path.parent for path in MODULES.values() if not (path.parent / "__init__.py").is_file()
+    } == set()
 
 
 @pytest.fixture(scope="module")
@@ -253,10 +335,14 @@ def built(tmp_path_factory):
         (path / "source" / link.relative_to(REPOSITORY)).symlink_to(os.readlink(link))
 
     def build(*words):
-        done = subprocess.run([sys.executable, *words], cwd=path / "source", capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *words], cwd=path / "source", capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
 
-    build("-c", f"import setuptools.build_meta as setuptools; setuptools.build_sdist({str(path)!r})")
+    build(
+        "-c", f"import setuptools.build_meta as setuptools; setuptools.build_sdist({str(path)!r})"
+    )
     (sdist,) = path.glob("*.tar.gz")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     build("-m", "pip", "wheel", *options, "--wheel-dir", path, sdist)
@@ -291,7 +377,9 @@ def test_the_wheel_holds_every_module(wheel):
     assert (info / "licenses" / "LICENSE").is_file()
     assert "interdomain = interdomain.tools.main:main" in (info / "entry_points.txt").read_text()
     metadata = (info / "METADATA").read_text()
-    needed = {Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)", metadata, re.MULTILINE)}
+    needed = {
+        Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)", metadata, re.MULTILINE)
+    }
     assert needed >= {Requirement(line) for line in PYPROJECT["project"]["dependencies"]}
     targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=\"([^\"]*)\"", metadata)
     assert "# Interdomain Attention" in metadata
@@ -304,7 +392,9 @@ def test_commands_find_the_wheel_s_train_configs(wheel, tmp_path):
         "main launch --dry-run": "data/stdlib, which the run prepares first",
         "study plan train_configs/studies/small.toml": " missing: ",
     }
-    for (status, out, err), words in zip(tools([*lines], tmp_path, wheel), lines.values(), strict=True):
+    for (status, out, err), words in zip(
+        tools([*lines], tmp_path, wheel), lines.values(), strict=True
+    ):
         assert status == 0, err
         assert words in out
     assert not [*tmp_path.iterdir()]
@@ -316,7 +406,10 @@ LACKING = {
     "study show one": ("tyro", "train"),
     "compare_runs one two": ("tensorboard", "train"),
     "evaluate folder --tasks mmlu": ("lm_eval", "eval"),
-    "prepare_data --input x.parquet --output out --tokenizer tokenizer.json": ("tokenizers", "data"),
+    "prepare_data --input x.parquet --output out --tokenizer tokenizer.json": (
+        "tokenizers",
+        "data",
+    ),
 }
 
 
@@ -362,7 +455,9 @@ for i, line in enumerate({lines!r}):
 """
     done = python(code, cwd, PYTHONPATH=str(wheel))
     assert done.returncode == 0, done.stderr
-    said = [[Path(log, f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(lines))]
+    said = [
+        [Path(log, f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(lines))
+    ]
     return [(int(status), *texts) for status, texts in zip(done.stdout.split(), said, strict=True)]
 
 
@@ -390,12 +485,18 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
     Megatron always warns, in our modules too.
     """
     needs = {"interdomain.hf": "transformers", "interdomain.titan": "torchtitan"}
-    of_torchtitan_0_3 = tuple(f"interdomain.titan.{name}" for name in ("spec_0_3", "entry_0_3", "host.titan_0_3"))
+    of_torchtitan_0_3 = tuple(
+        f"interdomain.titan.{name}" for name in ("spec_0_3", "entry_0_3", "host.titan_0_3")
+    )
     missing = (
         *("interdomain.megatron", "interdomain.vllm", *of_torchtitan_0_3),
         *(ours for ours, theirs in needs.items() if not importlib.util.find_spec(theirs)),
     )
-    theirs = [{"torchtitan": "torchtitan.train"}.get(name, name) for ours, name in needs.items() if ours not in missing]
+    theirs = [
+        {"torchtitan": "torchtitan.train"}.get(name, name)
+        for ours, name in needs.items()
+        if ours not in missing
+    ]
     ours = [name for name in MODULES if not name.startswith(missing)]
     done = python(STRICT.format(theirs=theirs, ours=ours), tmp_path)
     assert done.returncode == 0, done.stderr
@@ -405,11 +506,15 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
 
 
 def test_no_file_is_too_long():
-    lines = {path: len(path.read_text().splitlines()) for path in files(".py", ".sh", ".toml", ".md")}
+    lines = {
+        path: len(path.read_text().splitlines()) for path in files(".py", ".sh", ".toml", ".md")
+    }
     assert not {str(path): n for path, n in lines.items() if n > MAX_LINES}
 
 
-MACHINE_PATH = re.compile(r"(?<![\w.~<>})/])/(?:home|root|work|Users|mnt|scratch|lustre|tmp|opt|var|srv)/\w")
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~<>})/])/(?:home|root|work|Users|mnt|scratch|lustre|tmp|opt|var|srv)/\w"
+)
 
 
 def test_no_file_names_a_machine_s_paths():
@@ -431,10 +536,15 @@ COMMANDS = {f"interdomain.tools.{file.stem}": name for name, file in main.TOOLS.
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_s_first_line_can_be_pasted(tool):
     """Its docstring opens with it. argparse, which ends the process at an unknown option, accepts it and the other examples."""
-    first, blank, *rest = ast.get_docstring(ast.parse(MODULES[tool].read_text()), clean=False).split("\n")
+    first, blank, *rest = ast.get_docstring(
+        ast.parse(MODULES[tool].read_text()), clean=False
+    ).split("\n")
     assert first.startswith(f"interdomain {COMMANDS.get(tool, '')}")
     assert blank == ""
-    for example in (first, *(line for line in rest if line.startswith("    ") and "interdomain " in line)):
+    for example in (
+        first,
+        *(line for line in rest if line.startswith("    ") and "interdomain " in line),
+    ):
         name, *line = shlex.split(example.partition("interdomain ")[2])
         importlib.import_module(f"interdomain.tools.{main.TOOLS[name].stem}").parse(line)
 
@@ -449,7 +559,9 @@ def test_every_tool_is_a_command_with_help(capsys, monkeypatch):
                 call([*argv, "--help"])
             assert not ended.value.code
             shown = capsys.readouterr().out
-            assert shown.startswith(f"usage: {'./launch.sh' if name == 'launch' else f'interdomain {name}'} "), name
+            assert shown.startswith(
+                f"usage: {'./launch.sh' if name == 'launch' else f'interdomain {name}'} "
+            ), name
             (page,) = re.findall(r"^Documentation: (docs/[\w-]+\.md)", shown, re.MULTILINE)
             assert (REPOSITORY / page).is_file(), name
 
@@ -491,7 +603,9 @@ def test_removed_names_are_answered_and_stand_nowhere_else(capsys):
             used = rf"launch\.sh[^\n]* {used}\b"
         elif "." not in name:
             used = rf"interdomain {used}\b"
-        for path in {str(path.relative_to(REPOSITORY)) for path in files(".py", ".sh", ".toml", ".md")} - here:
+        for path in {
+            str(path.relative_to(REPOSITORY)) for path in files(".py", ".sh", ".toml", ".md")
+        } - here:
             assert not re.search(used, (REPOSITORY / path).read_text()), f"{path} names {name}"
 
 
@@ -499,7 +613,9 @@ def test_hashed_constraints_are_the_constraints():
     """Every version in constraints-hashed.txt that constraints.txt pins is the same there."""
 
     def versions(file):
-        lines = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (REPOSITORY / file).read_text(), re.MULTILINE)
+        lines = re.findall(
+            r"^([\w.-]+)==([^\s;\\]+)", (REPOSITORY / file).read_text(), re.MULTILINE
+        )
         return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
 
     pinned, hashed = versions("constraints.txt"), versions("constraints-hashed.txt")

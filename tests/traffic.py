@@ -25,7 +25,9 @@ RECEIVED = {
     "recv": lambda x, *_: x,
     "barrier": lambda *_: 0,
 }
-KEY = torch._C.DispatchKey.BackendSelect  # every call has it, in any thread; what lies below is the backend
+KEY = (
+    torch._C.DispatchKey.BackendSelect
+)  # every call has it, in any thread; what lies below is the backend
 
 
 @contextlib.contextmanager

@@ -49,7 +49,9 @@ class Parser(argparse.ArgumentParser):
         command = self.prog.removeprefix("interdomain ")
         for option, value in zip(words, [*words[1:], ""], strict=True):
             option = option.partition("=")[0]
-            if removal := removal_of(f"{command} {option}") or removal_of(f"{command} {option} {value}"):
+            if removal := removal_of(f"{command} {option}") or removal_of(
+                f"{command} {option} {value}"
+            ):
                 raise ValueError(removal)
         return super().parse_args(words, namespace)
 
@@ -148,7 +150,11 @@ def python_here() -> str:
 
 def install_command(extra: str) -> str:
     """The command that installs an extra: in a checkout with its exact versions."""
-    place = f"-c constraints.txt -e '.[{extra}]'" if Path("constraints.txt").is_file() else f"'interdomain[{extra}]'"
+    place = (
+        f"-c constraints.txt -e '.[{extra}]'"
+        if Path("constraints.txt").is_file()
+        else f"'interdomain[{extra}]'"
+    )
     return f"{python_here()} -m pip install {place}"
 
 
@@ -172,7 +178,9 @@ def note_documents(folder, tokenizer) -> None:
 
 def visible(text: str) -> str:
     """Text without the control characters that a terminal would obey: file names and a model's text may hold some."""
-    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda match: f"\\x{ord(match[0]):02x}", text)
+    return re.sub(
+        r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda match: f"\\x{ord(match[0]):02x}", text
+    )
 
 
 def user_errors(main):
@@ -186,13 +194,17 @@ def user_errors(main):
         try:
             return main(argv)
         except BrokenPipeError:  # as after `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # or Python's last flush would complain
             return 128 + signal.SIGPIPE
         except ModuleNotFoundError as e:
             module = str(e.name).partition(".")[0]
             for extra, modules in EXTRAS.items():
                 if module in modules:
-                    message = f"this needs {module}, which is not installed. The extra `{extra}` has it"
+                    message = (
+                        f"this needs {module}, which is not installed. The extra `{extra}` has it"
+                    )
                     return report(f"{message}: {install_command(extra)}")
             raise
         except OSError as e:
@@ -200,7 +212,9 @@ def user_errors(main):
                 return report(str(e))
             if e.filename is None:
                 return report(f"{e.strerror}.")
-            return report(f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk.")
+            return report(
+                f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk."
+            )
         except ValueError as e:
             return report(str(e))
 

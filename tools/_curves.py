@@ -25,7 +25,9 @@ def read_events(folder: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every restart
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}).Reload()
+    return EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}
+    ).Reload()
 
 
 def curves_of(events) -> Curves:

@@ -19,7 +19,10 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
         size = max(size, 0.14 * len(labels))
     norm = SymLogNorm(0.01, vmin=-1, vmax=1, base=10)
     figure = _panels(
-        f"{title}: share of each column's token in each row's", share(weights) * weights.sign(), size, norm
+        f"{title}: share of each column's token in each row's",
+        share(weights) * weights.sign(),
+        size,
+        norm,
     )
     if len(labels) <= FEW:
         for axis in figure.axes[:-1]:
@@ -33,7 +36,9 @@ def draw_pairing(path: Path, title: str, weights: Tensor) -> None:
     from matplotlib.colors import Normalize
 
     scaled = weights / weights.abs().amax((1, 2), keepdim=True)
-    figure = _panels(f"{title}: weight of a value for a query that matches a key", scaled, 2.2, Normalize(-1, 1))
+    figure = _panels(
+        f"{title}: weight of a value for a query that matches a key", scaled, 2.2, Normalize(-1, 1)
+    )
     figure.supxlabel("r: how many tokens ago the value came", fontsize="small")
     figure.supylabel("s: how many tokens ago the key came", fontsize="small")
     figure.savefig(path)
@@ -46,7 +51,9 @@ def _panels(title: str, matrices: Tensor, size: float, norm: Any) -> Any:
     heads = len(matrices)
     columns = min(4, heads)
     rows = -(-heads // columns)
-    figure = Figure(figsize=(size * columns + 0.8, size * rows + 0.4), dpi=110, layout="constrained")
+    figure = Figure(
+        figsize=(size * columns + 0.8, size * rows + 0.4), dpi=110, layout="constrained"
+    )
     image: Any = None
     for head, matrix in enumerate(matrices.cpu().numpy()):
         axis = figure.add_subplot(rows, columns, head + 1)

@@ -53,13 +53,18 @@ class Panel:
             return next((y for y in reversed(curve.y) if not math.isnan(y)), 0.0)
 
         for curve in sorted(self.curves, key=last, reverse=True):
-            look = dict(marker="o", markersize=3, linewidth=1.5, capsize=2, elinewidth=0.8) | looks[curve.label]
+            look = (
+                dict(marker="o", markersize=3, linewidth=1.5, capsize=2, elinewidth=0.8)
+                | looks[curve.label]
+            )
             axis.errorbar(curve.x, curve.y, yerr=curve.error, label=curve.label, **look)
         axis.set(xlabel=self.x_label, ylabel=self.y_label)
         if self.log_x:
             ticks = sorted({x for curve in self.curves for x in curve.x})
             axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{x:,.0f}" if x >= 1e4 else f"{x:,.4g}" for x in ticks], rotation=45)
+            axis.set_xticks(
+                ticks, [f"{x:,.0f}" if x >= 1e4 else f"{x:,.4g}" for x in ticks], rotation=45
+            )
         if self.log_y:
             axis.set_yscale("log")
             low, high = axis.get_ylim()
@@ -68,7 +73,13 @@ class Panel:
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
             axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(visible=True, alpha=0.3, linewidth=0.5)
-        axis.legend(fontsize="small", frameon=False, handlelength=1.8, loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.legend(
+            fontsize="small",
+            frameon=False,
+            handlelength=1.8,
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
+        )
 
 
 class Dot(NamedTuple):

@@ -49,7 +49,9 @@ class Mode:
     sizes: Sequence[str] = ("1.3B", "125M", "350M", "760M")
     batches: Sequence[int] = (1, 64, 8, 32, 16)
     prefixes: Sequence[int] = (4096, 16_384, 512, 8192, 2048, 1024)
-    prompts: Sequence[tuple[int, int]] = tuple((row["batch"], row["tokens"]) for row in PAPER["prompt_memory"])
+    prompts: Sequence[tuple[int, int]] = tuple(
+        (row["batch"], row["tokens"]) for row in PAPER["prompt_memory"]
+    )
     chunk: int = PREFILL_CHUNK
     dtype: str = "bfloat16"
     steps: int = 32
@@ -123,7 +125,9 @@ def decode_figures(
     return {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "times": taken._asdict()}
 
 
-def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, device: torch.device) -> dict[str, Any]:
+def prefill_figures(
+    model: Transformer, batch: int, length: int, chunk: int, device: torch.device
+) -> dict[str, Any]:
     """The second reading of [batch, length] tokens: GiB at the peak, with the weights of this model only, and tokens/s."""
     tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)
     read = functools.partial(prefill, model, tokens, chunk=chunk)
@@ -148,7 +152,9 @@ def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> d
     return row
 
 
-def decode_batch(models, size: str, batch: int, mode: Mode, device: torch.device, report: results.Report) -> None:
+def decode_batch(
+    models, size: str, batch: int, mode: Mode, device: torch.device, report: results.Report
+) -> None:
     """Rows of every prefix and path at one batch."""
     figures = PAPER["decode"].get(size, {}).get(str(batch), ())
     paper: dict[str, str] = dict(zip(PAPER_PATHS, figures, strict=False))
@@ -157,7 +163,15 @@ def decode_batch(models, size: str, batch: int, mode: Mode, device: torch.device
         for path in mode.paths:
             condition, how = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
-            row |= attempt(decode_figures, models[condition], how == "graph", batch, prefix, mode, device=device)
+            row |= attempt(
+                decode_figures,
+                models[condition],
+                how == "graph",
+                batch,
+                prefix,
+                mode,
+                device=device,
+            )
             ms = row.get("ms a step")
             if condition == "softmax":
                 fastest_softmax = min(filter(None, (ms, fastest_softmax)), default=None)
@@ -212,7 +226,11 @@ def parse(argv) -> argparse.Namespace:
         metavar="N",
         help="tokens before the step (default: by device)",
     )
-    p.add_argument("--quick", action="store_true", help="on a GPU: two sizes and few rounds, no prompts: one minute")
+    p.add_argument(
+        "--quick",
+        action="store_true",
+        help="on a GPU: two sizes and few rounds, no prompts: one minute",
+    )
     return p.parse_args(argv)
 
 
@@ -232,7 +250,10 @@ def main(argv=None) -> int:
     report = results.Report(args.name, args.output, device, asdict(mode), named=bool(args.prefixes))
     counts = results.count_compilations()
     for size in sizes:
-        models = {c: random_model(build_config(size, c), device, mode.dtype) for c in ("interdomain", "softmax")}
+        models = {
+            c: random_model(build_config(size, c), device, mode.dtype)
+            for c in ("interdomain", "softmax")
+        }
         report.table(f"decode, {size}", DECODE)
         for batch in mode.batches if all_batches or size == sizes[0] else SIZE_BATCHES:
             decode_batch(models, size, batch, mode, device, report)

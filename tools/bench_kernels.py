@@ -52,7 +52,9 @@ ATTENTION = {
     "sdpa-default": None,  # the one that PyTorch picks by itself
 }
 ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
-STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
+STATEFUL = tuple(
+    name for name in PEERS if name not in ALL_ATTENTION
+)  # other algebra: no roofline of ours
 SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
 # The scan with one entry of its plan changed, to see what that entry is worth; only if named. The check does not cover them.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,24 +66,43 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunkwise-decay-2048": {"decay": 2048},
 }
 # In the order in which they run: those that a run which is cut should not lose come first.
-NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "features", "linear", "sdpa-default", "layer")
+NAMES = (
+    "chunkwise",
+    "sdpa-cudnn",
+    "chunkwise-kept",
+    "sdpa-flash",
+    "features",
+    "linear",
+    "sdpa-default",
+    "layer",
+)
 NAMES += (*PEERS, *SLOW, *VARIANTS)
 ON_CPU = ("chunkwise", "features", "linear", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")
 PHASES = ("forward", "backward", "both")
-COLUMNS = ["mixer", *(f"{phase} ms" for phase in PHASES), "of best attention", "roofline ms", "of roofline"]
+COLUMNS = [
+    "mixer",
+    *(f"{phase} ms" for phase in PHASES),
+    "of best attention",
+    "roofline ms",
+    "of roofline",
+]
 COLUMNS += ["peak MiB", "remark"]
 
 
 def parse_shape(text: str) -> Shape:
     """BxTxHxd. Raises: ValueError."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-        raise ValueError(f"--shapes must be BATCHxTOKENSxHEADSxHEAD_DIM, such as {SHAPES[0]}: got {text}.")
+        raise ValueError(
+            f"--shapes must be BATCHxTOKENSxHEADSxHEAD_DIM, such as {SHAPES[0]}: got {text}."
+        )
     return Shape(*map(int, text.split("x")))
 
 
-def candidate(name: str, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Call:
+def candidate(
+    name: str, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Call:
     """Forward as in training, from q, k, v [B, T, H, d] to o, then the gradients of all that it reads: two steps."""
     if name == "layer":
         layer = InterdomainAttention(shape.H * shape.d, shape.H, n_basis=shape.M).to(device, dtype)
@@ -163,7 +184,9 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     macs = 0
     if name in ALL_ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
         macs = 7 * (s.T + 1) * s.d // 2
-    if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
+    if (
+        name in CHUNKWISE
+    ):  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
         N = 2 * s.M
         macs = 3 * (2 * (scan.CHUNK * s.d + scan.CHUNK * N + 2 * N * s.d) + N * N)
     tokens = s.B * s.T * s.H
@@ -234,14 +257,18 @@ def parse(argv) -> argparse.Namespace:
         action="store_true",
         help="leave flash-linear-attention's kernels one configuration each: tuning takes minutes",
     )
-    p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
+    p.add_argument(
+        "--once", action="store_true", help="run every call once, for a profiler or a sanitizer"
+    )
     return p.parse_args(argv)
 
 
 def kernel_times(call: Call, device: torch.device) -> dict[str, float]:
     """ms of every kernel of a call by name (on a CPU of every operation), the longest first."""
     cuda = device.type == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    ) as profile:
         run_once(call)
         if cuda:
             torch.cuda.synchronize()
@@ -274,7 +301,9 @@ def main(argv=None) -> int:
     report = results.Report(args.name, args.output, device, options, named=named)
     gpu = gpu_of(device)
     if gpu is not None and gpu.goal:
-        report.note(f"The goal on this card, at {TARGET_SHAPE}: at most {gpu.goal} of the fastest attention's time.")
+        report.note(
+            f"The goal on this card, at {TARGET_SHAPE}: at most {gpu.goal} of the fastest attention's time."
+        )
     report.note(
         "Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates, in bf16."
     )
@@ -286,7 +315,9 @@ def main(argv=None) -> int:
         if isinstance(row, str):
             row = {"mixer": name, "remark": row}
         rows = [*report.rows(str(shape)), row]
-        attention_ms = [each["both ms"] for each in rows if each["mixer"] in ALL_ATTENTION and "both ms" in each]
+        attention_ms = [
+            each["both ms"] for each in rows if each["mixer"] in ALL_ATTENTION and "both ms" in each
+        ]
         for each in rows:
             each["of best attention"] = ratio(each.get("both ms"), min(attention_ms, default=None))
         report.add(str(shape), row)

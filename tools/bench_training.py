@@ -43,13 +43,27 @@ SPEED = "throughput(tps)"
 MFU = "mfu(%)"
 MEMORY = "memory/max_reserved(GiB)"
 LOSS = "loss_metrics/global_avg_loss"
-COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", "MFU %", "GiB reserved", "loss", "remark"]
+COLUMNS = [
+    "case",
+    "tokens/s",
+    "over softmax",
+    "ms a step",
+    "MFU %",
+    "GiB reserved",
+    "loss",
+    "remark",
+]
 LAST_LINES = 40  # of a failed run's output, on standard error
 
 # A run that is cut should not lose the first ones. Softmax before what is compared with it.
 CASES = (
     *("softmax:compile:selective", "interdomain:compile:selective", "s4d:compile:selective"),
-    *("softmax:compile:none", "interdomain:compile:none", "softmax:eager:selective", "interdomain:eager:selective"),
+    *(
+        "softmax:compile:none",
+        "interdomain:compile:none",
+        "softmax:eager:selective",
+        "interdomain:eager:selective",
+    ),
     *("softmax:compile:full", "interdomain:compile:full"),
 )
 TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
@@ -124,7 +138,9 @@ def run_case(run: Run, data: Path, output: Path) -> dict:
     problem = None
     with open(log, "w") as f:
         try:
-            done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.limit)
+            done = subprocess.run(
+                command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.limit
+            )
             if done.returncode:
                 problem = f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:  # torchrun was killed, and its ranks die with it
@@ -233,16 +249,24 @@ def main(argv=None) -> int:
     args = parse(argv)
     device = results.choose_device(args.device)
     if args.device != "auto":
-        raise ValueError(f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU.")
-    defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
+        raise ValueError(
+            f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU."
+        )
+    defaults = dict(
+        sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3)
+    )
     results.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
     for case in args.cases:
         if tuple(case.split(":")) not in itertools.product(*CHOICES):
-            raise ValueError(f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}.")
+            raise ValueError(
+                f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}."
+            )
     configs = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
     results.choose("--sizes", args.sizes, configs)
     shown = ("sizes", "seq_len", "tokens", "steps", "ranks", "train_flags")
-    report = results.Report(args.name, args.output, device, {name: getattr(args, name) for name in shown})
+    report = results.Report(
+        args.name, args.output, device, {name: getattr(args, name) for name in shown}
+    )
 
     # The sizes of the vocabularies. This imports TorchTitan and what it imports, some of it only to read a configuration.
     try:
@@ -254,7 +278,9 @@ def main(argv=None) -> int:
         for size in args.sizes:
             vocabularies[size] = model_config(launch.job_config(str(configs[size]), [])).vocab_size
     except ImportError as e:
-        report.note(f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs.")
+        report.note(
+            f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs."
+        )
         report.finish("skipped")
         return 0
 

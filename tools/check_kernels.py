@@ -63,7 +63,9 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
         return row | {"result": f"{FAIL}: {_bench.reason(e)}"}
     # The error that is largest in units of its bound. A NaN is larger than any number, and `<` is false for it.
     in_bounds = {name: error / case.bound(name) for name, error in errors.items()}
-    worst = max(in_bounds, key=lambda name: math.inf if math.isnan(in_bounds[name]) else in_bounds[name])
+    worst = max(
+        in_bounds, key=lambda name: math.inf if math.isnan(in_bounds[name]) else in_bounds[name]
+    )
     result = FAIL
     if row["bit-equal"] is not False and in_bounds[worst] < FAILED:
         result = "PASS" if in_bounds[worst] < 1 else BEYOND
@@ -71,12 +73,16 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     return row | {"result": result}
 
 
-def with_gradients(function: Callable, exact: bool, inputs: dict, cotangents: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def with_gradients(
+    function: Callable, exact: bool, inputs: dict, cotangents: tuple[Tensor, ...]
+) -> dict[str, Tensor]:
     """Results, and the gradients of the leaves among the inputs as d and their name."""
     results = function(exact, inputs)
     leaves = {name: x for name, x in inputs.items() if x.requires_grad}
     if leaves:
-        grads = torch.autograd.grad(tuple(results.values()), list(leaves.values()), cotangents[: len(results)])
+        grads = torch.autograd.grad(
+            tuple(results.values()), list(leaves.values()), cotangents[: len(results)]
+        )
         results |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
     return results
 
@@ -86,7 +92,9 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
     if got.shape != exact.shape:
         raise ValueError(f"the result has shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
     got, exact = got.detach().double(), exact.detach().double()
-    return ((got - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-300)).item()
+    return (
+        (got - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-300)
+    ).item()
 
 
 def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
@@ -94,7 +102,10 @@ def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
     run: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
     options: dict[str, Any] = {"final_state": case.state}
     if case.documents:  # of 20 tokens on average; the first sequence continues its initial state
-        starts = torch.rand(case.shape.B, case.shape.T, generator=torch.Generator().manual_seed(seed)) < 1 / 20
+        starts = (
+            torch.rand(case.shape.B, case.shape.T, generator=torch.Generator().manual_seed(seed))
+            < 1 / 20
+        )
         starts[0, 0] = False
         options["documents"] = starts.cumsum(1).to(device)
     tested: dict[str, Any] = {"backend": case.backend}
@@ -111,7 +122,9 @@ def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
 
 def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
-    inputs = {name: x.detach() for name, x in make_inputs(case, CPU, mixed=True, seed=seed)[0].items()}
+    inputs = {
+        name: x.detach() for name, x in make_inputs(case, CPU, mixed=True, seed=seed)[0].items()
+    }
     loop: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
     one_step: Callable[..., tuple] = scan.linear_step if case.linear else scan.interdomain_step
     by_token = [name for name in ("q", "k", "v", "z") if name in inputs]
@@ -122,7 +135,9 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
         if exact:
             out, state = loop(**inputs, backend="reference")
             return {"out": out, "state": state}
-        step = functools.partial(one_step, **{name: inputs[name] for name in tables}, inplace=bool(case.mode))
+        step = functools.partial(
+            one_step, **{name: inputs[name] for name in tables}, inplace=bool(case.mode)
+        )
         state = inputs["initial_state"].clone()
         outs = []
         for t in range(STEPS):
@@ -165,7 +180,10 @@ def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     layer = InterdomainAttention(s.H * s.d, s.H, n_basis=s.M, **LAYERS[case.mode])
-    for norm in (layer.mixer.k_norm, layer.mixer.v_norm):  # they start as 1 and 0, where losing them would not show
+    for norm in (
+        layer.mixer.k_norm,
+        layer.mixer.v_norm,
+    ):  # they start as 1 and 0, where losing them would not show
         assert norm is not None
         norm.weight.data += 0.1 * torch.randn(norm.weight.shape)
         norm.bias.data += 0.1 * torch.randn(norm.bias.shape)
@@ -183,19 +201,27 @@ def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
     def whole(exact: bool, inputs: dict) -> dict[str, Tensor]:
         parameters = {name: value for name, value in inputs.items() if name != "x"}
         called = judge if exact else layer
-        return {"out": torch.func.functional_call(called, parameters, (inputs["x"],), {"positions": positions})}
+        return {
+            "out": torch.func.functional_call(
+                called, parameters, (inputs["x"],), {"positions": positions}
+            )
+        }
 
     @torch.no_grad()
     def by_token(exact: bool, inputs: dict) -> dict[str, Tensor]:
         if exact:
             return {"out": judge(inputs["x"])}
         state = layer.init_state(s.B)
-        return {"out": torch.cat([layer(inputs["x"][:, t : t + 1], state) for t in range(s.T)], dim=1)}
+        return {
+            "out": torch.cat([layer(inputs["x"][:, t : t + 1], state) for t in range(s.T)], dim=1)
+        }
 
     if case.kind == "layer step":
         return {"x": x}, (d_out,), by_token
     # The scan's cases judge the gradients of the dynamics: of log_dt there are few numbers, and nothing averages.
-    inputs = {name: parameter for name, parameter in layer.named_parameters() if ".ssm." not in name}
+    inputs = {
+        name: parameter for name, parameter in layer.named_parameters() if ".ssm." not in name
+    }
     return {"x": x.requires_grad_(), **inputs}, (d_out,), whole
 
 
@@ -212,7 +238,9 @@ class Verdicts:
     def __init__(self, cases: Iterable[Case]) -> None:
         self.rows: dict[str, dict] = {}
         for case in cases:
-            row = self.rows.setdefault(case.sizes, {"sizes": case.sizes, "cases": 0, "ran": 0, "verdict": UNFINISHED})
+            row = self.rows.setdefault(
+                case.sizes, {"sizes": case.sizes, "cases": 0, "ran": 0, "verdict": UNFINISHED}
+            )
             row["cases"] += 1
 
     def add(self, case: Case, result: str) -> None:
@@ -265,9 +293,13 @@ def main(argv=None) -> int:
     if set(results) - {"PASS", BEYOND}:
         code = 1
     if device.type == "cpu":
-        report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
+        report.note(
+            "On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU."
+        )
     elif code == 1:
-        report.note("A compiler may be at fault, above all on Hopper: docs/benchmarks.md says what to try.")
+        report.note(
+            "A compiler may be at fault, above all on Hopper: docs/benchmarks.md says what to try."
+        )
     passed = f"{results.count('PASS')} of {len(results)} cases passed"
     report.finish(STATUS[code], f"{passed}, {_bench.compilations_of(report.rows('cases'))}")
     return code

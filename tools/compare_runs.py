@@ -26,7 +26,10 @@ COLUMNS = {  # as they are compared and printed
     "grad_norm": "grad_norm",
     "validation_loss": "validation_metrics/loss",
 }
-NOT_COMPARED = ("job.dump_folder", "job.description")  # settings in which runs that are the same may differ
+NOT_COMPARED = (
+    "job.dump_folder",
+    "job.description",
+)  # settings in which runs that are the same may differ
 
 
 @dataclass
@@ -82,7 +85,9 @@ def only_in_one(a: Run, b: Run) -> list[str]:
         for column, curve in run.curves.items():
             steps = curve.keys() - other.curves.get(column, {}).keys()
             if steps:
-                lines.append(f"{column} at {len(steps):,} step(s) from {min(steps):,} is logged in {run.name} only")
+                lines.append(
+                    f"{column} at {len(steps):,} step(s) from {min(steps):,} is logged in {run.name} only"
+                )
     return lines
 
 
@@ -107,7 +112,9 @@ def parse(argv) -> argparse.Namespace:
         metavar="X",
         help="largest relative difference that counts as equal; 0: equal to the last bit",
     )
-    p.add_argument("--common", action="store_true", help="ignore steps and curves that only one run has")
+    p.add_argument(
+        "--common", action="store_true", help="ignore steps and curves that only one run has"
+    )
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
@@ -133,23 +140,35 @@ def main(argv=None) -> int:
     steps = sorted(differences)
     with_loss = [step for step in steps if "loss" in differences[step]]
     if not with_loss:
-        raise ValueError(f"the two runs have no logged step in common: {a.describe()}; {b.describe()}.")
+        raise ValueError(
+            f"the two runs have no logged step in common: {a.describe()}; {b.describe()}."
+        )
 
     missing = only_in_one(a, b)
-    print(f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing, sep="\n")
+    print(
+        f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing, sep="\n"
+    )
     how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"
     for first in steps:
-        beyond = {column: value for column, value in differences[first].items() if value > args.tolerance}
+        beyond = {
+            column: value for column, value in differences[first].items() if value > args.tolerance
+        }
         if beyond:
             for column, value in beyond.items():
-                print(f"{column} {a.curves[column][first]:.7g} and {b.curves[column][first]:.7g}, relative {value:.1e}")
+                print(
+                    f"{column} {a.curves[column][first]:.7g} and {b.curves[column][first]:.7g}, relative {value:.1e}"
+                )
             before = sum(step < first for step in with_loss)
             names = ", ".join(beyond)
-            print(f"the first step that differs is {first:,} ({names}); the same {how} at the {before:,} before it")
+            print(
+                f"the first step that differs is {first:,} ({names}); the same {how} at the {before:,} before it"
+            )
             return 1
     same = f"the same {how} at {len(with_loss):,} step(s), {with_loss[0]:,} to {with_loss[-1]:,} ({', '.join(columns)})"
     if missing and not args.common:
-        print(f"not the same: one run lacks what the other has, as said above. What both have (--common) is {same}")
+        print(
+            f"not the same: one run lacks what the other has, as said above. What both have (--common) is {same}"
+        )
         return 1
     print(same)
     return 0

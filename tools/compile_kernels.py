@@ -41,7 +41,10 @@ from interdomain.tools._cli import argument_parser, path_argument, user_errors
 
 CPU = torch.device("cpu")
 OUR_MIXERS = (*bench_kernels.CHUNKWISE, "features", "linear", "layer")
-TRAINED = {"125M": (8, 4096), "350M": (8, 4096)}  # (batch, tokens) of the training steps in benchmarks/gpu.sh
+TRAINED = {
+    "125M": (8, 4096),
+    "350M": (8, 4096),
+}  # (batch, tokens) of the training steps in benchmarks/gpu.sh
 Problem = tuple[str, Callable[[], Any]]  # its name, and a function that launches its kernels
 
 
@@ -74,7 +77,9 @@ class RunOpsOnFakeTensors(TorchDispatchMode):
             if isinstance(value, CustomOpDef):
                 self.functions[value._qualname] = value._init_fn
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         # A number that is read from a tensor, such as a seed: fake tensors hold none, and no kernel depends on it.
         if op is torch.ops.aten._local_scalar_dense.default:
             return 0
@@ -101,7 +106,9 @@ def pretend_gpu(capability: tuple[int, int]) -> None:
     triton_plan.capability = lambda device: capability
 
 
-def replace_tensors(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def replace_tensors(
+    self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """Convert a module by new parameters. PyTorch's own `_apply` exchanges the tensors inside, which fake ones do not allow."""
     for child in self.children():
         child._apply(fn)
@@ -132,9 +139,15 @@ def benchmark_problems() -> Iterator[Problem]:
     for mixer in OUR_MIXERS:
         for text in bench_kernels.SHAPES:
             shape = bench_kernels.parse_shape(text)
-            yield f"kernels, {mixer}, {shape}", functools.partial(run_kernel_benchmark, mixer, shape)
+            yield (
+                f"kernels, {mixer}, {shape}",
+                functools.partial(run_kernel_benchmark, mixer, shape),
+            )
     for size, (batch, length) in TRAINED.items():
-        yield f"training, {size}, {batch} x {length}", functools.partial(run_training_step, size, batch, length)
+        yield (
+            f"training, {size}, {batch} x {length}",
+            functools.partial(run_training_step, size, batch, length),
+        )
     for size in bench_inference.QUICK.sizes:
         yield f"decode, {size}", functools.partial(run_decode_steps, size)
 
@@ -192,7 +205,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.groups:
         results.choose("--groups", args.groups, cases.groups(True))
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("Triton is not installed: install the version that the machine with the GPU has.")
+        raise ValueError(
+            "Triton is not installed: install the version that the machine with the GPU has."
+        )
     os.environ["TRITON_CACHE_DIR"] = str(args.cache.resolve())
     major, minor = args.capability.split(".")
     pretend_gpu((int(major), int(minor)))
@@ -200,7 +215,11 @@ def main(argv: list[str] | None = None) -> int:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def report(name: str) -> None:
-        print(f"{name}: {counts.compiled} compiled, {counts.read} read so far", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {counts.compiled} compiled, {counts.read} read so far",
+            file=sys.stderr,
+            flush=True,
+        )
 
     for name, run in check_problems(args.groups):
         run()

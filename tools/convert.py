@@ -23,7 +23,11 @@ import torch
 from tqdm import tqdm
 
 import interdomain
-from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
+from interdomain.data.tokenizer_export import (
+    padding_id,
+    refuse_in_transformers,
+    write_for_transformers,
+)
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import pretrained
 from interdomain.files.checkpoint import open_checkpoint
@@ -94,7 +98,9 @@ def parse(argv):
         help="tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only",
     )
     args = p.parse_args(argv)
-    if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer or args.license is not None):
+    if (args.to_checkpoint or args.to_megatron) and (
+        args.dtype or args.tokenizer or args.license is not None
+    ):
         raise ValueError(
             "--dtype, --tokenizer and --license are for making a standalone folder. A checkpoint to train from is float32, and "
             "the folder has its tokenizer: leave them out."
@@ -123,7 +129,9 @@ def to_folder(source: Path, output: Path, args) -> str:
     expected = meta_model(config).state_dict()
     checkpoint.check_bytes(list(expected))
     with new_folder(output) as folder:
-        with tqdm(total=len(expected), desc=checkpoint.folder.name, unit=" tensors", disable=None) as bar:
+        with tqdm(
+            total=len(expected), desc=checkpoint.folder.name, unit=" tensors", disable=None
+        ) as bar:
 
             def read(names):
                 bar.update(len(names))
@@ -135,20 +143,35 @@ def to_folder(source: Path, output: Path, args) -> str:
             write_for_transformers(tokenizer, folder)
         except NotImplementedError as e:
             refuse_in_transformers(folder)
-            print(f"note: no tokenizer.json was written, AutoTokenizer refuses the folder: {e}", file=sys.stderr)
+            print(
+                f"note: no tokenizer.json was written, AutoTokenizer refuses the folder: {e}",
+                file=sys.stderr,
+            )
         facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
         facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
         validation = checkpoint.folder / checkpoints.VALIDATION
         try:
-            facts["validation"] = json.loads(validation.read_text()) if validation.is_file() else None
+            facts["validation"] = (
+                json.loads(validation.read_text()) if validation.is_file() else None
+            )
         except ValueError as e:
-            raise ValueError(f"{validation} is damaged ({e}). Remove it: the folder then names no validation.") from e
+            raise ValueError(
+                f"{validation} is damaged ({e}). Remove it: the folder then names no validation."
+            ) from e
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
         note_documents(checkpoint.folder, tokenizer)
-        write_card(folder, config, args.dtype, tokenizer, facts, record.get("configuration", {}), args.license)
+        write_card(
+            folder,
+            config,
+            args.dtype,
+            tokenizer,
+            facts,
+            record.get("configuration", {}),
+            args.license,
+        )
         check_folder(folder, checkpoint, dtype)
     return f"{count} tensors, step {record['step']}"
 
@@ -175,18 +198,24 @@ def check_folder(folder: Path, checkpoint, dtype: torch.dtype) -> None:
     """
     model, _ = pretrained.load_pretrained(folder)
     if model.config != checkpoint.config:
-        raise ValueError(f"the folder holds {model.config}, and the checkpoint {checkpoint.config}. Nothing was kept.")
+        raise ValueError(
+            f"the folder holds {model.config}, and the checkpoint {checkpoint.config}. Nothing was kept."
+        )
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             beyond = f"{checkpoint.folder}: {name} holds values that are not finite, or too large for {tensor.dtype}"
-            raise ValueError(f"{beyond}. Nothing was kept. Convert with --dtype float32, or take an earlier step.")
+            raise ValueError(
+                f"{beyond}. Nothing was kept. Convert with --dtype float32, or take an earlier step."
+            )
         source = checkpoint.read([name])[name]
         require_same(name, tensor, source.to(pretrained.storage_dtype(name, dtype)))
 
 
 def require_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
     if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
-        raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
+        raise ValueError(
+            f"{name} did not read back as written: this machine's disk or memory is faulty."
+        )
 
 
 def read_folder(folder: Path):
@@ -226,7 +255,11 @@ def to_checkpoint(source: Path, output: Path, args) -> str:
         "step": 0,
         "tokens": 0,
         "run": {"documents": documents, "started_from": facts},
-        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {
+            "file": tokenizer.file,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+        },
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
     with new_folder(output) as folder:
@@ -259,7 +292,9 @@ def uptrained(
         here = getattr(config, field.name)
         if there != here:
             differing = f"{field.name} {there} in the folder, {here} in {run}"
-            raise ValueError(f"the models must be alike but for their mixers: {differing}. Change [model].")
+            raise ValueError(
+                f"the models must be alike but for their mixers: {differing}. Change [model]."
+            )
     started = {}
     copied = 0
     for name, tensor in meta_model(config).state_dict().items():

@@ -68,7 +68,11 @@ def parse(argv) -> argparse.Namespace:
         metavar="DIR",
         help=f"{_cli.RESULTS} (default: outputs/evaluations/TIME)",
     )
-    p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
+    p.add_argument(
+        "--fetch",
+        action="store_true",
+        help="fetch the data from the hub, and stop; no FOLDER is needed",
+    )
     add_options(p)
     return p.parse_args(argv)
 
@@ -157,10 +161,14 @@ def check_options(args) -> list[str]:
     if names and importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError(name="lm_eval")
     if length.NAME in args.perplexity and len(args.perplexity) > 1:
-        raise ValueError(f"--perplexity {length.NAME} stands alone. Evaluate other corpora with a second command.")
+        raise ValueError(
+            f"--perplexity {length.NAME} stands alone. Evaluate other corpora with a second command."
+        )
     _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
     if args.max_length is not None and not names:
-        raise ValueError("--max-length is of --tasks, and there are none; the lengths of --perplexity are --lengths.")
+        raise ValueError(
+            "--max-length is of --tasks, and there are none; the lengths of --perplexity are --lengths."
+        )
     return names
 
 
@@ -173,13 +181,17 @@ def corpora_of(args) -> dict[str, str]:
     if length.NAME in args.perplexity:
         args.packed = True
         args.text_field = "text"
-        return {name: str(args.corpora / f"{name}.jsonl") for name in length.read_record(args.corpora)}
+        return {
+            name: str(args.corpora / f"{name}.jsonl") for name in length.read_record(args.corpora)
+        }
     if args.perplexity:
         list(list_spans(find_inputs(args.perplexity).files, args.text_field))
     return {name: name for name in args.perplexity}
 
 
-def read_data(args, names: list[str], corpora: dict[str, str], tokenizer: Tokenizer) -> tuple[dict, dict]:
+def read_data(
+    args, names: list[str], corpora: dict[str, str], tokenizer: Tokenizer
+) -> tuple[dict, dict]:
     """The data of tasks and corpora for a tokenizer: ({task: it with its data}, {corpus: its spans})."""
     tasks = {}
     if names:
@@ -293,9 +305,13 @@ def fetch(args, names: list[str]) -> None:
         if not (args.corpora / length.SOURCES).is_file():
             length.fetch(args.corpora)
         for name, row in length.read_record(args.corpora).items():
-            print(f"{name:<12} {row['documents']:>6,} documents, {row['bytes']:>11,} bytes of {row['dataset']}")
+            print(
+                f"{name:<12} {row['documents']:>6,} documents, {row['bytes']:>11,} bytes of {row['dataset']}"
+            )
     if not wanted:
-        raise ValueError(f"--fetch has nothing to fetch. Add --tasks NAME ... or --perplexity {length.NAME}.")
+        raise ValueError(
+            f"--fetch has nothing to fetch. Add --tasks NAME ... or --perplexity {length.NAME}."
+        )
     print(f"the data of {', '.join(wanted)} are on this machine")
 
 
@@ -307,7 +323,9 @@ def main(argv=None) -> int:
         fetch(args, names)
         return 0
     if not args.folders:
-        raise ValueError("no folder was given. Name one or more standalone folders (interdomain convert makes them).")
+        raise ValueError(
+            "no folder was given. Name one or more standalone folders (interdomain convert makes them)."
+        )
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
     evaluate_folders(args, names, output)
     print((output / MARKDOWN).read_text())
@@ -330,7 +348,9 @@ def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
     # The report of what is asked for.
     max_length = args.max_length or min(folder.config.max_seq_len for folder in folders)
     options = options_of(args, names) | {"batch_size": args.batch_size, "max_length": max_length}
-    report = results.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
+    report = results.Report(
+        "evaluation", output, device, options, f"exported folders on {device.type.upper()}"
+    )
     report.contents["environment"] |= versions(PACKAGES)
     report.contents |= {"tasks": {}, "perplexity": []}
     if length.NAME in args.perplexity:
@@ -349,7 +369,9 @@ def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
         tasks, spans = data[folder.data_key]
         if tasks:
             measured = report.contents["tasks"][name] = {}
-            for _, out in harness.evaluate_folder(folder.path, tasks, folder.tokenizer, device, max_length, args):
+            for _, out in harness.evaluate_folder(
+                folder.path, tasks, folder.tokenizer, device, max_length, args
+            ):
                 for kind, values in out.items():
                     measured.setdefault(kind, {}).update(values)
                 save(report)

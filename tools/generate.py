@@ -86,7 +86,9 @@ def prompts_of(args) -> list[str]:
     print("[no --prompt: reading the text from standard input]", file=sys.stderr)
     text = sys.stdin.read().rstrip("\n")
     if not text:
-        raise ValueError("standard input is empty. Give a text, or --prompt '' for a text from nothing.")
+        raise ValueError(
+            "standard input is empty. Give a text, or --prompt '' for a text from nothing."
+        )
     return [text]
 
 

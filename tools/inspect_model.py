@@ -148,14 +148,20 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
 def main(argv=None) -> int:
     args = parse(argv)
     require_empty(args.output)
-    model, tokenizer = load_pretrained(args.folder, device=_cli.choose_device(args.device), dtype=DTYPES[args.dtype])
+    model, tokenizer = load_pretrained(
+        args.folder, device=_cli.choose_device(args.device), dtype=DTYPES[args.dtype]
+    )
     n_layers = model.config.n_layers
     wanted = args.layers or list(range(n_layers))
     if not all(0 <= i < n_layers for i in wanted):
-        raise ValueError(f"--layers must be from 0 to {n_layers - 1}: got {' '.join(map(str, wanted))}.")
+        raise ValueError(
+            f"--layers must be from 0 to {n_layers - 1}: got {' '.join(map(str, wanted))}."
+        )
     _cli.note_documents(args.folder, tokenizer)
     ids, labels = tokens_of(args, tokenizer)
-    layers = read_layers(model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted)
+    layers = read_layers(
+        model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted
+    )
 
     # Numbers by layer and by head.
     rows = []
@@ -174,10 +180,20 @@ def main(argv=None) -> int:
                 sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
                 heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
             for head in range(len(layer.weights)):
-                head_rows.append({"layer": i, "head": head} | {name: values[head] for name, values in heads.items()})
+                head_rows.append(
+                    {"layer": i, "head": head}
+                    | {name: values[head] for name, values in heads.items()}
+                )
         rows.append(layer_row(i, layer, heads))
 
-    page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES, *notes]
+    page = [
+        f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}",
+        "",
+        *table(rows),
+        "",
+        NOTES,
+        *notes,
+    ]
     contents = {
         "folder": str(args.folder),
         "dtype": args.dtype,
@@ -187,7 +203,9 @@ def main(argv=None) -> int:
         "heads": head_rows,
     }
     with new_folder(args.output) as folder:
-        (folder / "inspect.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
+        (folder / "inspect.json").write_text(
+            json.dumps(contents, indent=1, ensure_ascii=False) + "\n"
+        )
         (folder / "inspect.md").write_text("\n".join([*page, "", *table(head_rows or [{}]), ""]))
         save_file(maps, folder / "maps.safetensors")
         drawn = draw(folder, layers, labels)

@@ -31,12 +31,22 @@ from interdomain.removed import removal_of
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
 from interdomain.tools._start import slurm, torchrun
-from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, torchrun_command
+from interdomain.tools._start.torchrun import (
+    CONTINUE,
+    INTERRUPTED,
+    REFUSED,
+    command_here,
+    torchrun_command,
+)
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
 CPU_RANKS = 2
-NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
+NO_GPUS = (
+    "",
+    "-1",
+    "NoDevFiles",
+)  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -44,15 +54,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p = argument_parser(__doc__)
     p.prog = "./launch.sh"
     p.usage = "./launch.sh [CONFIG.toml] [OPTIONS] [SETTINGS]"
-    p.add_argument("--dry-run", action="store_true", help="check the settings, print what would run, and stop")
-    p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
+    p.add_argument(
+        "--dry-run", action="store_true", help="check the settings, print what would run, and stop"
+    )
+    p.add_argument(
+        "--flags", action="store_true", help="print every setting with its unit and value, and stop"
+    )
     p.add_argument(
         "--ranks",
         type=int,
         metavar="N",
         help="processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)",
     )
-    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
+    p.add_argument(
+        "--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks"
+    )
     p.add_argument(
         "--site",
         metavar="NAME",
@@ -70,7 +86,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if removal := removal_of(name):
             raise ValueError(removal)
         if name.replace("-", "_") == "__job.config_file":
-            raise ValueError("give the configuration file without --job.config_file: ./launch.sh FILE.toml")
+            raise ValueError(
+                "give the configuration file without --job.config_file: ./launch.sh FILE.toml"
+            )
     require_at_least(args, ranks=1)
     args.config = files[0] if files else DEFAULT_CONFIG
     return args, flags
@@ -86,7 +104,11 @@ def job_config(config: str, flags: list[str]):
 def refuse_idle_gpus() -> None:
     """Raises: ValueError where there are GPUs that PyTorch cannot use: what was started would quietly be on the CPU."""
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
-    if gpus and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
+    if (
+        gpus
+        and not torch.cuda.is_available()
+        and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS
+    ):
         raise ValueError(
             f"this machine has GPUs ({', '.join(gpus)}), but PyTorch {torch.__version__} cannot use them. Install a CUDA build "
             "of PyTorch that fits the driver (INTERDOMAIN_PYTHON can name an environment that has one). To run on the CPU, "
@@ -99,10 +121,15 @@ def check_data(job, dry_run: bool = False) -> str:
     from interdomain.titan.data.folders import open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
-    if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
+    if (
+        job.data.corpus == EMBEDDED_CORPUS
+        and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file()
+    ):
         if dry_run:
             return f"{EMBEDDED_CORPUS}, which the run prepares first"
-        print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
+        print(
+            f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True
+        )
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
     try:
@@ -122,14 +149,22 @@ def next_steps(job, plan) -> str:
     dump = Path(job.job.dump_folder)
     # The folder in which runs lie beside each other: TensorBoard shows them together.
     runs = dump.parent if dump.parent.name else dump
-    lines = ["# watch", shlex.join([python_here(), "-m", "tensorboard.main", "--logdir", str(runs)])]
+    lines = [
+        "# watch",
+        shlex.join([python_here(), "-m", "tensorboard.main", "--logdir", str(runs)]),
+    ]
     if job.checkpoint.enable:
         folder = dump / job.checkpoint.folder
         step = max(finished_steps(folder), default=plan.steps)
         export = f"exports/{dump.name}-step{step}"
         convert = [*command_here("convert"), str(folder / f"step-{step}"), "--output", export]
         generate = [*command_here("generate"), export, "--prompt", "def main("]
-        lines += ["# convert to a standalone folder", shlex.join(convert), "# generate", shlex.join(generate)]
+        lines += [
+            "# convert to a standalone folder",
+            shlex.join(convert),
+            "# generate",
+            shlex.join(generate),
+        ]
     return "\n".join(lines)
 
 
@@ -168,7 +203,11 @@ def main(argv=None) -> int:
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
     before = finished_steps(checkpoints).keys()
-    code = slurm.run(command, nodes.environment) if nodes else torchrun.run(command, torchrun.environment(ranks))
+    code = (
+        slurm.run(command, nodes.environment)
+        if nodes
+        else torchrun.run(command, torchrun.environment(ranks))
+    )
     if code not in (0, CONTINUE, REFUSED, INTERRUPTED):
         # A run that failed after it saved something new may get further when it is started again.
         new = finished_steps(checkpoints).keys() - before

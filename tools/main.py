@@ -14,7 +14,9 @@ from interdomain.removed import removal_of
 from interdomain.tools._cli import user_errors
 
 # Command -> file. A command has its module's name, with dashes.
-TOOLS = {file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
+TOOLS = {
+    file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))
+}
 del TOOLS["main"]
 
 

@@ -41,7 +41,15 @@ from interdomain.data.readers import (
     skip_bad,
 )
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
-from interdomain.data.tokenize_parallel import EncodedPart, Encoding, Part, cut, digest_of, encode_parts, merge_parts
+from interdomain.data.tokenize_parallel import (
+    EncodedPart,
+    Encoding,
+    Part,
+    cut,
+    digest_of,
+    encode_parts,
+    merge_parts,
+)
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
 from interdomain.tools._cli import (
@@ -55,7 +63,15 @@ from interdomain.tools._cli import (
 )
 
 # Not for --synthetic.
-OF_TEXT = ("--input", "--text-field", "--max-bytes", "--skip-bad", "--tokenizer", "--vocab-size", "--workers")
+OF_TEXT = (
+    "--input",
+    "--text-field",
+    "--max-bytes",
+    "--skip-bad",
+    "--tokenizer",
+    "--vocab-size",
+    "--workers",
+)
 SHOWN = 20  # skipped documents that the output names; the manifest names all
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
@@ -65,7 +81,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=path_argument, metavar="DIR", help=OUTPUT)
     task.add_argument(
-        "--verify", type=path_argument, metavar="CORPUS", help="only compare a corpus's bytes with its manifest"
+        "--verify",
+        type=path_argument,
+        metavar="CORPUS",
+        help="only compare a corpus's bytes with its manifest",
     )
     parser.add_argument(
         "--validation-fraction",
@@ -93,8 +112,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         f"downloads), debian:FOLDER (their .deb files at hand); {READ}, as paths, folders or quoted globs; "
         "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub",
     )
-    texts.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
-    texts.add_argument("--max-bytes", type=int, metavar="N", help="read only so many bytes of the files (default: all)")
+    texts.add_argument(
+        "--text-field", default="text", metavar="NAME", help="column or JSON field of the text"
+    )
+    texts.add_argument(
+        "--max-bytes",
+        type=int,
+        metavar="N",
+        help="read only so many bytes of the files (default: all)",
+    )
     texts.add_argument(
         "--skip-bad",
         type=int,
@@ -126,7 +152,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
     recall.add_argument("--synthetic", choices=TASKS, help="the task; no text is read")
-    recall.add_argument("--synthetic-length", type=int, metavar="T", help="tokens of an example: training.seq_len")
+    recall.add_argument(
+        "--synthetic-length", type=int, metavar="T", help="tokens of an example: training.seq_len"
+    )
     recall.add_argument(
         "--synthetic-items",
         type=int,
@@ -135,21 +163,39 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     recall.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
     recall.add_argument(
-        "--synthetic-examples", type=int, default=60_000, metavar="N", help="examples of both splits together"
+        "--synthetic-examples",
+        type=int,
+        default=60_000,
+        metavar="N",
+        help="examples of both splits together",
     )
-    recall.add_argument("--synthetic-seed", type=int, default=0, metavar="N", help="another seed gives other examples")
+    recall.add_argument(
+        "--synthetic-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="another seed gives other examples",
+    )
 
     args = parser.parse_args(argv)
     options = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
     of_text = [option for option in OF_TEXT if option in options]
     of_recall = [option for option in options if option.startswith("--synthetic-")]
     if args.synthetic and of_text:
-        raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(of_text)}.")
+        raise ValueError(
+            f"--synthetic makes its own text and tokenizer: leave out {', '.join(of_text)}."
+        )
     if of_recall and not args.synthetic:
-        raise ValueError(f"{', '.join(of_recall)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
+        raise ValueError(
+            f"{', '.join(of_recall)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}."
+        )
     if not 0 <= args.validation_fraction < 1:
-        raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
-    require_at_least(args, max_bytes=1, skip_bad=0, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1)
+        raise ValueError(
+            f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}."
+        )
+    require_at_least(
+        args, max_bytes=1, skip_bad=0, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1
+    )
     return args
 
 
@@ -168,7 +214,9 @@ def describe(folder: Path, verb: str, verify: bool = False) -> str:
     )
 
 
-def make_tokenizer(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer | None) -> Tokenizer:
+def make_tokenizer(
+    folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer | None
+) -> Tokenizer:
     """The corpus's tokenizer, in `folder`: the user's, or one trained on the training documents."""
     if tokenizer:
         return load_tokenizer(tokenizer.write(folder))
@@ -186,16 +234,22 @@ def make_tokenizer(folder: Path, args: argparse.Namespace, parts: list[Part], to
     return load_tokenizer(path)
 
 
-def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer) -> list[EncodedPart]:
+def encode(
+    folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer
+) -> list[EncodedPart]:
     """Encodes the parts in `folder`, but for those that an earlier run left there."""
     size = sum(part.size for part in parts)
     workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), size // BYTES_PER_WORKER))
-    encoding = Encoding(folder, tokenizer.path, args.text_field, args.validation_fraction, args.skip_bad)
+    encoding = Encoding(
+        folder, tokenizer.path, args.text_field, args.validation_fraction, args.skip_bad
+    )
     encoded: list[EncodedPart] = []
     skipped: list[BadDocument] = []
     seconds = 0.1 if sys.stderr.isatty() else 60  # a line a minute in a log
     title = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc=title, mininterval=seconds, delay=seconds)
+    bar = tqdm(
+        total=size, unit="B", unit_scale=True, desc=title, mininterval=seconds, delay=seconds
+    )
     # Closed at once after an error: its processes write into the folder.
     with bar, contextlib.closing(encode_parts(parts, encoding, workers)) as results:
         for part in results:
@@ -221,7 +275,9 @@ def report_skipped(parts: list[EncodedPart], output: Path) -> dict[str, list[dic
     return {"skipped": skipped} if skipped else {}
 
 
-def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: Any) -> None:
+def write_manifest(
+    folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: Any
+) -> None:
     """Raises: ValueError if a split that was asked for is empty."""
     fraction = request["validation_fraction"]
     if "train" not in splits or (fraction and "validation" not in splits):
@@ -260,7 +316,10 @@ def prepare_synthetic(args: argparse.Namespace) -> str:
         "examples": examples,
         "validation_fraction": args.validation_fraction,
     }
-    with new_folder(args.output) as folder, tqdm(total=examples, unit=" examples", disable=None) as bar:
+    with (
+        new_folder(args.output) as folder,
+        tqdm(total=examples, unit=" examples", disable=None) as bar,
+    ):
         path = folder / JsonTokenizer.file
         write_whole(path, tokenizer_json(task.words()))
         splits = write_examples(task, folder, counts, args.shard_tokens, bar.update)
@@ -282,7 +341,9 @@ def prepare(args: argparse.Namespace) -> str:
         "max_bytes": args.max_bytes,
         "validation_fraction": args.validation_fraction,
         "shard_tokens": args.shard_tokens,
-        "tokenizer": {"sha256": tokenizer.sha256} if tokenizer else {"trained_vocab_size": args.vocab_size},
+        "tokenizer": {"sha256": tokenizer.sha256}
+        if tokenizer
+        else {"trained_vocab_size": args.vocab_size},
     }
     with kept_folder(args.output) as work:
         size = sum(file.size for file in inputs.files)

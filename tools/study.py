@@ -26,7 +26,14 @@ import torch
 
 from interdomain.folders import require_empty
 from interdomain.markdown import markdown_rows
-from interdomain.tools._cli import OUTPUT, Help, argument_parser, path_argument, require_at_least, user_errors
+from interdomain.tools._cli import (
+    OUTPUT,
+    Help,
+    argument_parser,
+    path_argument,
+    require_at_least,
+    user_errors,
+)
 from interdomain.tools._plots import figure_of
 
 # Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
@@ -37,10 +44,14 @@ if TYPE_CHECKING:
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "plan|run|show")
-    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog)
+    commands = p.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog
+    )
 
     def add(name: str, text: str, arguments: str, more: str = "") -> argparse.ArgumentParser:
-        how: Any = dict(usage=f"%(prog)s {arguments} [OPTIONS]", formatter_class=Help, allow_abbrev=False)
+        how: Any = dict(
+            usage=f"%(prog)s {arguments} [OPTIONS]", formatter_class=Help, allow_abbrev=False
+        )
         return commands.add_parser(name, help=text, description=f"{text}.{more}", **how)
 
     plan = add("plan", "Print the runs, what they cost, and which are not finished", "STUDY.toml")
@@ -72,7 +83,11 @@ def parse(argv) -> argparse.Namespace:
         metavar="COMMAND",
         help="submit each run to SLURM instead, by this command and the run's file, as 'sbatch tools/sites/requeue.sbatch'",
     )
-    show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
+    show = add(
+        "show",
+        "Print a table of the finished runs of a study, or of single runs",
+        "STUDY.toml|RUN [...]",
+    )
     show.add_argument(
         "runs",
         nargs="+",
@@ -99,7 +114,9 @@ def chosen(args: argparse.Namespace) -> "Study":
     study = read_study(args.study)
     runs = [run for run in study.runs if fnmatch.fnmatch(run.name, args.only)]
     if not runs:
-        raise ValueError(f"--only {args.only} matches no run. A run's name is like {study.runs[0].name}.")
+        raise ValueError(
+            f"--only {args.only} matches no run. A run's name is like {study.runs[0].name}."
+        )
     return replace(study, runs=runs)
 
 
@@ -116,12 +133,16 @@ def plan(study: "Study") -> str:
         elif run.step:
             status = f"at step {run.step:,} of {plan.steps:,}"
         state = describe_state(*plan.state)
-        lines.append([run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{plan.flops:.3g}", status])
+        lines.append(
+            [run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{plan.flops:.3g}", status]
+        )
     missing = study.missing()
     tokens = sum(run.plan.tokens for run in missing)
     flops = sum(run.plan.flops for run in missing)
     page = [*markdown_rows(lines), ""]
-    page.append(f"{len(study.runs)} runs, {len(missing)} missing: {tokens:,} tokens, {flops:.3g} FLOPs")
+    page.append(
+        f"{len(study.runs)} runs, {len(missing)} missing: {tokens:,} tokens, {flops:.3g} FLOPs"
+    )
     if study.waiting:
         known = "known when its runs at all rates are finished"
         page.append(f"{study.waiting} more at the best rate of their condition, {known}")
@@ -137,7 +158,9 @@ def run(args: argparse.Namespace) -> int:
         _ = one.plan  # refuses before anything is trained
     gpus = torch.cuda.device_count()
     if 0 < gpus < args.jobs:
-        raise ValueError(f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own.")
+        raise ValueError(
+            f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own."
+        )
     while missing := study.missing():
         require_data(missing, study.corpora)
         if args.sbatch:
@@ -162,7 +185,9 @@ def shown(paths: list[Path]) -> "list[Run]":
             continue
         finished = [run for run in read_study(path).runs if run.is_finished]
         if not finished:
-            raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
+            raise ValueError(
+                f"{path}: no run is finished. Train with: interdomain study run {path}"
+            )
         runs += [Run.of(run.name, read_record(run.record)) for run in finished]
     return runs
 
@@ -184,7 +209,9 @@ def show(paths: list[Path], output: Path | None) -> None:
     (output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
     (output / "study.md").write_text(text)
     try:
-        figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(output / "study.png")
+        figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(
+            output / "study.png"
+        )
         print(f"wrote {output}")
     except ImportError:
         print(f"wrote {output}, without a figure: matplotlib is not installed")

@@ -42,7 +42,9 @@ def parse(argv) -> argparse.Namespace:
         metavar="RUN",
         help="a run's folder (job.dump_folder); before all options",
     )
-    p.add_argument("--once", action="store_true", help="evaluate the milestones that are there, and end")
+    p.add_argument(
+        "--once", action="store_true", help="evaluate the milestones that are there, and end"
+    )
     evaluate.add_options(p)
     p.set_defaults(device="cpu")  # the run has the GPUs
     return p.parse_args(argv)
@@ -82,7 +84,9 @@ class Watcher:
         milestones = checkpoints.milestones(checkpoints_of(self.args.run))
         results = {}
         for step, milestone in milestones.items():
-            with contextlib.suppress(FileNotFoundError):  # it is not evaluated yet, or was set aside meanwhile
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # it is not evaluated yet, or was set aside meanwhile
                 results[step] = self.read(milestone / RESULTS)
         self.draw(results)
         for step, milestone in sorted(milestones.items()):
@@ -102,7 +106,9 @@ class Watcher:
             found = json.loads(file.read_text())
             options = found["options"]
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{file} is damaged ({e}). Remove it: the milestone is then evaluated again.") from e
+            raise ValueError(
+                f"{file} is damaged ({e}). Remove it: the milestone is then evaluated again."
+            ) from e
         asked = evaluate.options_of(self.args, self.names)
         if self.args.max_length:
             asked["max_length"] = self.args.max_length
@@ -118,9 +124,13 @@ class Watcher:
         try:
             with tempfile.TemporaryDirectory(dir=self.work) as temporary:
                 folder = Path(temporary) / milestone.name
-                convert.to_folder(milestone, folder, convert.parse([str(milestone), "--output", str(folder)]))
+                convert.to_folder(
+                    milestone, folder, convert.parse([str(milestone), "--output", str(folder)])
+                )
                 self.args.folders = [str(folder)]
-                contents = evaluate.evaluate_folders(self.args, self.names, Path(temporary) / "results")
+                contents = evaluate.evaluate_folders(
+                    self.args, self.names, Path(temporary) / "results"
+                )
             record = checkpoints.read_sidecar(milestone)[1]
             found = {
                 "step": record["step"],
@@ -184,7 +194,9 @@ def main(argv=None) -> int:
     args = parse(argv)
     names = evaluate.check_options(args)
     if not args.run.is_dir():
-        raise FileNotFoundError(f"There is no folder {args.run}; give the folder of a run that has begun.")
+        raise FileNotFoundError(
+            f"There is no folder {args.run}; give the folder of a run that has begun."
+        )
     # What cannot be had is an error now, not after hours.
     evaluate.corpora_of(args)
     if names:

@@ -59,7 +59,9 @@ def input_features(
         ValueError: shapes, dtypes, devices, backend or documents are not as above (documents as in the scan).
     """
     if x.ndim != 3 or head_dim < 1 or x.shape[2] % head_dim:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}"
+        )
     _check_dtype(x.dtype)
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
@@ -87,7 +89,17 @@ def input_features(
     backend = _choose(backend, x, head_dim, W, rope)
     if not (conv or rope or norm or silu):
         return x.unflatten(-1, (H, R))
-    args = x, R, *(conv or (None, None)), past, documents, *(rope or (None, None)), silu, *(norm or (None, None)), eps
+    args = (
+        x,
+        R,
+        *(conv or (None, None)),
+        past,
+        documents,
+        *(rope or (None, None)),
+        silu,
+        *(norm or (None, None)),
+        eps,
+    )
     with torch.autocast(x.device.type, enabled=False):
         if backend == "triton":
             first_derivatives_only(x, *(conv or ()), past, *(norm or ()))
@@ -125,24 +137,38 @@ def input_features_step(
     """
     tensors = x, past, *(conv or ()), *(norm or ()), *(rope or ())
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise ValueError("a step records no gradient: use torch.no_grad(), or input_features for one token")
+        raise ValueError(
+            "a step records no gradient: use torch.no_grad(), or input_features for one token"
+        )
     _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
     W = 0 if conv is None else conv[0].shape[0]
-    tables = *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu, *(norm or (None, None)), eps
+    tables = (
+        *(conv or (None, None)),
+        past,
+        *(rope or (None, None)),
+        rotated,
+        silu,
+        *(norm or (None, None)),
+        eps,
+    )
     with torch.autocast(x.device.type, enabled=False):
         if _choose(backend, x, head_dim, W, rope) == "triton":
             return ops.features_step(x, head_dim, *tables)
         return plain.step(x, head_dim, *tables)
 
 
-def _check_step(x: Tensor, R: int, conv, past: Tensor | None, rope, rotated: int, silu: int, norm) -> None:
+def _check_step(
+    x: Tensor, R: int, conv, past: Tensor | None, rope, rotated: int, silu: int, norm
+) -> None:
     if x.ndim != 2 or x.shape[1] % R:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {R}")
     _check_dtype(x.dtype)
     B, H = x.shape[0], x.shape[1] // R
     C = N = 0
     if (conv is None) != (past is None):
-        raise ValueError("conv and past are given together or not at all: a step without a past is no step")
+        raise ValueError(
+            "conv and past are given together or not at all: a step without a past is no step"
+        )
     if conv is not None:
         W, C = conv[0].shape
         _check("conv", conv, ((W, C), (C,)), x)
@@ -153,7 +179,12 @@ def _check_step(x: Tensor, R: int, conv, past: Tensor | None, rope, rotated: int
     if rope is not None:
         rows = (B,) if rope[0].ndim == 4 else ()
         _check("rope", rope, ((*rows, 1, 1, R // 2),) * 2, x)
-    if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (rope is not None) or (rotated and R % 2):
+    if (
+        C % R
+        or max(C // R, rotated, silu, N) > H
+        or (rotated > 0) != (rope is not None)
+        or (rotated and R % 2)
+    ):
         raise ValueError(
             f"x holds {H} heads of {R}; asked for: convolution of {C} channels, RoPE (pairs) of {rotated} heads, SiLU of "
             f"{silu}, norm of {N}"
@@ -171,10 +202,14 @@ def _check(name: str, tensors, shapes: tuple[tuple[int, ...], ...], x: Tensor) -
             got = tuple(tuple(t.shape) for t in tensors)
             raise ValueError(f"{name} has shapes {got}; expected {shapes} with x {tuple(x.shape)}")
         if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}: move them to one device")
+            raise ValueError(
+                f"{name} is on {tensor.device} and x on {x.device}: move them to one device"
+            )
 
 
-def _choose(backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None) -> str:
+def _choose(
+    backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None
+) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "torch":
@@ -212,7 +247,11 @@ def resolve_backend(
         words: the backend in words, with the reason where it is not `triton`.
     """
     problem = support.unsupported(device, dtype, head_dim, width, rope_gradient)
-    chosen, words = ("torch", f"torch (plain PyTorch): {problem}") if problem else ("triton", "triton (one kernel)")
+    chosen, words = (
+        ("torch", f"torch (plain PyTorch): {problem}")
+        if problem
+        else ("triton", "triton (one kernel)")
+    )
     if device is not None:
         log_once(f"interdomain.features: backend 'auto' is {words}")
     return chosen, words

@@ -21,7 +21,9 @@ def features(
 ) -> Tensor:  # fmt: skip
     from . import triton_launch
 
-    return triton_launch.forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps)
+    return triton_launch.forward(
+        x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps
+    )
 
 
 @features.register_fake
@@ -39,7 +41,9 @@ def features_backward(
     """Returns dx; the gradients of weight, bias, scale and shift as [H, K, R] fp32; dpast, or an empty tensor."""
     from . import triton_launch
 
-    return triton_launch.backward(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past)
+    return triton_launch.backward(
+        dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past
+    )
 
 
 @features_backward.register_fake
@@ -52,7 +56,9 @@ def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps
 
 
 def _setup(ctx, inputs, output):
-    x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, shift, ctx.eps = inputs
+    x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, shift, ctx.eps = (
+        inputs
+    )
     ctx.save_for_backward(x, weight, bias, past, documents, cos, sin, scale, shift)
 
 
@@ -60,7 +66,19 @@ def _gradient(ctx, dy):
     x, weight, bias, past, documents, cos, sin, scale, shift = ctx.saved_tensors
     need_past = past is not None and ctx.needs_input_grad[4]
     dx, sums, dpast = features_backward(
-        dy, x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, ctx.eps, need_past
+        dy,
+        x,
+        ctx.head_dim,
+        weight,
+        bias,
+        past,
+        documents,
+        cos,
+        sin,
+        ctx.silu,
+        scale,
+        ctx.eps,
+        need_past,
     )
     d_weight = d_bias = d_scale = d_shift = None
     if weight is not None:
@@ -85,7 +103,9 @@ def features_step(
 ) -> Tensor:  # fmt: skip
     from . import triton_step
 
-    return triton_step.step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps)
+    return triton_step.step(
+        x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps
+    )
 
 
 @features_step.register_fake

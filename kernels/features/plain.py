@@ -29,7 +29,9 @@ def features(
     return y.to(x.dtype)  # the only rounding
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
+def _convolved(
+    x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, documents: Tensor | None
+) -> Tensor:
     T, W = x.shape[1], weight.shape[-1]
     window = F.pad(x, (0, 0, W - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
     # Shifted sums in [B, T, E]: no transpose to the layout of conv1d. A tap's weights are copied to one piece: read with a
@@ -70,5 +72,7 @@ def step(
     if scale is not None:
         u = y[:, -len(scale) :]
         n = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-        u.mul_(torch.addcmul(n.new_full((1,), eps), n, n, value=1 / head_dim).rsqrt_()).mul_(scale).add_(shift)
+        u.mul_(torch.addcmul(n.new_full((1,), eps), n, n, value=1 / head_dim).rsqrt_()).mul_(
+            scale
+        ).add_(shift)
     return y.to(x.dtype)

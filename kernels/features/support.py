@@ -10,7 +10,11 @@ MAX_HEAD_DIM = 256  # half a head per warp
 
 
 def unsupported(
-    device: torch.device | None, dtype: torch.dtype, head_dim: int, width: int, rope_gradient: bool = False
+    device: torch.device | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    width: int,
+    rope_gradient: bool = False,
 ) -> str | None:
     """The reason why an input (convolution of `width`, 0 for none) cannot run on the Triton kernels; None if it can.
 

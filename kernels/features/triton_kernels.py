@@ -301,14 +301,18 @@ def backward_kernel(
     for i in tl.static_range(AHEAD):
         t_n = t_0 + i
         m_n = m & (t_n < T)
-        ahead = ahead + ((_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),)
+        ahead = ahead + (
+            (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
+        )
 
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
         u = _wide(ahead[0][0])
         dy = _wide(ahead[0][1])
         t_n = t + AHEAD
         m_n = m & (t_n < T)
-        ahead = ahead[1:] + ((_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),)
+        ahead = ahead[1:] + (
+            (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
+        )
         window = (u,) + history
         near = documents
         if W:
@@ -340,7 +344,9 @@ def backward_kernel(
             dy = _wide(ahead[0][1])
             t_n = t + AHEAD
             m_n = m & (t_n < T)
-            ahead = ahead[1:] + ((_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),)
+            ahead = ahead[1:] + (
+                (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
+            )
             window = (u,) + history
             near = documents
             if DOCS:
@@ -349,7 +355,9 @@ def backward_kernel(
                 documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
             m_t = m & (t < T)
-            du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS)
+            du, feature = _cotangent(
+                u, dy, p_cos, p_sin, t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS
+            )
             dx, pending = _add_to_pending(pending, du, taps, near, W, DOCS)
             history = window[:LAG]
             _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)

@@ -27,7 +27,9 @@ def forward(
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
-    tensors, strides, constants = _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps)
+    tensors, strides, constants = _arguments(
+        x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
+    )
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 1024)
     with torch.cuda.device_of(x):
@@ -56,7 +58,9 @@ def backward(
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    tensors, strides, constants = _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps)
+    tensors, strides, constants = _arguments(
+        x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
+    )
     W = constants["W"]
     K = (W + 1 if W else 0) + (2 if scale is not None else 0)
     blocks = triton.cdiv(B * H, constants["BN"])
@@ -73,13 +77,24 @@ def backward(
     return dx, sums.sum((0, 1)), dpast
 
 
-def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps) -> tuple[tuple, tuple, dict]:
+def _arguments(
+    x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
+) -> tuple[tuple, tuple, dict]:
     """Arguments of both kernels: tensors up to scale (None where there is none), strides, constants."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     past = past if past is None or past.stride(-1) == 1 else past.contiguous()
     documents = None if documents is None or weight is None else documents.to(torch.int32)
-    cos, sin = (None if t is None else t.float() for t in (cos, sin))  # float64 tables would widen what a loop carries
-    tensors = x, past, *(None if t is None else t.contiguous() for t in (documents, weight, bias, cos, sin, scale))
+    cos, sin = (
+        None if t is None else t.float() for t in (cos, sin)
+    )  # float64 tables would widen what a loop carries
+    tensors = (
+        x,
+        past,
+        *(
+            None if t is None else t.contiguous()
+            for t in (documents, weight, bias, cos, sin, scale)
+        ),
+    )
     rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
     strides = (
         *_strides(x),
@@ -88,7 +103,11 @@ def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps) 
     )
     BH = max(16, triton.next_power_of_2(R // 2))
     W = 0 if weight is None else weight.shape[-1]
-    return tensors, strides, dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4)
+    return (
+        tensors,
+        strides,
+        dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4),
+    )
 
 
 def _tokens(T: int, blocks: int, programs: int) -> int:

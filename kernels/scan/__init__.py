@@ -128,7 +128,10 @@ def interdomain_scan(
     _check_query(q, (B, T), H, R)
     _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
     _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
-    _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
+    _check_tensors(
+        {"q": q, "k": k, "v": v},
+        {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state},
+    )
     documents = checked_documents(documents, k, check_documents)
     backend = _choose(backend, (q, k, v), M)
     _check_group(group, backend, k.device, initial_state)
@@ -168,7 +171,9 @@ def linear_scan(
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
     _check_shape("initial_state", initial_state, (B, H, M, P, 2))
-    _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
+    _check_tensors(
+        {"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state}
+    )
     documents = checked_documents(documents, z, check_documents)
     backend = _choose(backend, (z,), M)
     _check_group(group, backend, z.device, initial_state)
@@ -210,12 +215,21 @@ def send_state(
 
 
 def _sent(
-    group: str | SentState, parts: tuple[Tensor, ...], log_decay: Tensor, backend: str, documents: Tensor | None
+    group: str | SentState,
+    parts: tuple[Tensor, ...],
+    log_decay: Tensor,
+    backend: str,
+    documents: Tensor | None,
 ) -> tuple[Any, Any, Any]:
     """The last arguments of an op: group, message and states of segments; none of them without a group."""
     if isinstance(group, str) and group:
         return send_state(
-            *parts, log_decay=log_decay, group=group, documents=documents, backend=backend, check_documents=False
+            *parts,
+            log_decay=log_decay,
+            group=group,
+            documents=documents,
+            backend=backend,
+            check_documents=False,
         )
     return group or ("", None, None)
 
@@ -245,12 +259,23 @@ def interdomain_step(
     _check_query(q, (B,), H, R)
     if mixing.shape != (H, M, 2 * M):
         _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
-    tokens, tables = {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "decay": decay, "mixing": mixing}
-    return _step(step.scan_step, ops.scan_step_, tokens, tables, state, (B, H, M, R + D, 2), inplace)
+    tokens, tables = (
+        {"q": q, "k": k, "v": v},
+        {"log_decay": log_decay, "decay": decay, "mixing": mixing},
+    )
+    return _step(
+        step.scan_step, ops.scan_step_, tokens, tables, state, (B, H, M, R + D, 2), inplace
+    )
 
 
 def linear_step(
-    z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor, *, decay: Tensor | None = None, inplace: bool = False
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    state: Tensor,
+    *,
+    decay: Tensor | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of `linear_scan`: one fused kernel on CUDA where no gradient is recorded, else plain PyTorch.
 
@@ -266,24 +291,38 @@ def linear_step(
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
     tables = {"log_decay": log_decay, "decay": decay, "readout": readout}
-    return _step(step.linear_one_step, ops.linear_step_, {"z": z}, tables, state, (B, H, M, P, 2), inplace)
+    return _step(
+        step.linear_one_step, ops.linear_step_, {"z": z}, tables, state, (B, H, M, P, 2), inplace
+    )
 
 
 def _step(
-    plain: Callable, fused: Callable, tokens: dict, tables: dict, state: Tensor, shape: tuple[int, ...], inplace: bool
+    plain: Callable,
+    fused: Callable,
+    tokens: dict,
+    tables: dict,
+    state: Tensor,
+    shape: tuple[int, ...],
+    inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     if state is None:
-        raise ValueError(f"a step has no state to go on from: give one, {list(shape)}; zeros where a sequence begins")
+        raise ValueError(
+            f"a step has no state to go on from: give one, {list(shape)}; zeros where a sequence begins"
+        )
     _check_shape("state", state, shape)
     _check_tensors(tokens, {**tables, "state": state})
     log_decay, decay, table = tables.values()
     _check_shape("decay", decay, log_decay.shape)
     if inplace and not state.is_contiguous():
-        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
+        raise ValueError(
+            f"state has strides {state.stride()}; to be updated in place it must be contiguous"
+        )
     with torch.autocast(state.device.type, enabled=False):
         args = *tokens.values(), decay_factor(log_decay) if decay is None else decay, table
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
-        fused_here = state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
+        fused_here = (
+            state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
+        )
         if fused_here and not recorded:  # the kernels record no gradient
             first_derivatives_only(*args, state)
             plain = fused
@@ -324,7 +363,9 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
     width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
     if backend == "auto":
         return resolve_backend(device, M, width, dtype=dtype)[0]
-    if ops.runs_as(backend, device) == "triton" and (problem := triton_support.unsupported(device, dtype, M, width)):
+    if ops.runs_as(backend, device) == "triton" and (
+        problem := triton_support.unsupported(device, dtype, M, width)
+    ):
         raise ValueError(
             f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
             "'auto' takes it and logs that"
@@ -332,9 +373,13 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
     return backend
 
 
-def _check_group(group: str | SentState, backend: str, device: torch.device, initial_state: Tensor | None) -> None:
+def _check_group(
+    group: str | SentState, backend: str, device: torch.device, initial_state: Tensor | None
+) -> None:
     if group and initial_state is not None:
-        raise ValueError("initial_state with a group: the state before a shard comes from the ranks before; give None")
+        raise ValueError(
+            "initial_state with a group: the state before a shard comes from the ranks before; give None"
+        )
     if group and ops.runs_as(backend, device) is None:
         raise ValueError(
             f"backend {backend!r} takes no group on {device.type}: 'chunkwise' does, and 'chunkwise-torch'"
@@ -358,10 +403,16 @@ def _check_decay(log_decay: Tensor) -> None:
     """Refuse decays whose powers over a chunk underflow, where the numbers are at hand: in eager mode on a CPU. NaN passes."""
     if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
         return
-    if type(log_decay) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+    if (
+        type(log_decay) not in (Tensor, torch.nn.Parameter)
+        or torch._C._are_functorch_transforms_active()
+    ):
         return  # fake, or within vmap
     dtype = log_decay.dtype
-    fastest, limit = min(log_decay.detach()[..., 0].flatten().tolist()), math.log(torch.finfo(dtype).tiny) / CHUNK
+    fastest, limit = (
+        min(log_decay.detach()[..., 0].flatten().tolist()),
+        math.log(torch.finfo(dtype).tiny) / CHUNK,
+    )
     if fastest < limit:
         raise ValueError(
             f"log_decay has a real part of {fastest:.3g} per token; 'chunkwise' takes {limit:.3g} and above in {dtype}: "
@@ -375,17 +426,27 @@ def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
         step = "" if "T" in axes else ": a step has no time axis"
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{', '.join(axes)}]{step}")
     if 0 in x.shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; there must be at least one of each of {', '.join(axes)}")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; there must be at least one of each of {', '.join(axes)}"
+        )
     return x.shape
 
 
 def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...]) -> None:
     if x is not None and x.shape != expected:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {tuple(expected)} from k and log_decay (or z)")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected {tuple(expected)} from k and log_decay (or z)"
+        )
 
 
 def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
-    if q.ndim != len(leading) + 2 or q.shape[:-2] != leading or q.shape[-1] != R or not q.shape[-2] or q.shape[-2] % H:
+    if (
+        q.ndim != len(leading) + 2
+        or q.shape[:-2] != leading
+        or q.shape[-1] != R
+        or not q.shape[-2]
+        or q.shape[-2] % H
+    ):
         expected = ", ".join(str(n) for n in leading)
         raise ValueError(
             f"q has shape {tuple(q.shape)}; expected [{expected}, Hq, {R}] "
@@ -399,10 +460,14 @@ def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) 
     dtypes = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
     device = next(iter(inputs.values())).device
     for name, x in (inputs | tables).items():
-        allowed = dtypes[-1:] if name in tables else dtypes  # decays, W and states stay in full precision
+        allowed = (
+            dtypes[-1:] if name in tables else dtypes
+        )  # decays, W and states stay in full precision
         if x is not None and x.dtype not in allowed:
             raise ValueError(
                 f"{name} is {x.dtype}; allowed with these inputs: {', '.join(map(str, allowed))} (or float64 for every tensor)"
             )
         if x is not None and x.device != device:
-            raise ValueError(f"{name} is on {x.device}; the first input is on {device}: move them to one device")
+            raise ValueError(
+                f"{name} is on {x.device}; the first input is on {device}: move them to one device"
+            )

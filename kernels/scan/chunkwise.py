@@ -58,13 +58,17 @@ def scan_forward(
     loaded = []
     for segment, tab, docs, z, local in _loaded((k, v), log_decay, documents):
         rows = load_rows(q, H, segment, log_decay.dtype)
-        loaded.append((segment, tab, docs, z, local, rows, _within(_scores(rows, z[..., :R, :], docs), tab)))
+        loaded.append(
+            (segment, tab, docs, z, local, rows, _within(_scores(rows, z[..., :R, :], docs), tab))
+        )
     initial_state = initial_state() if callable(initial_state) else initial_state
     X = load_state(initial_state, B, R + v.shape[3], log_decay)
     for segment, tab, docs, z, local, rows, a in loaded:
         S, X = _states(local, X, tab, docs)
         b = _scale(_contract(a, rows, S[..., :R, :], tab, docs) @ weights.mT, conj_physical(tab.E))
-        out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
+        out = _expand(
+            _kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :]
+        )
         store_rows(o, out, segment)
     return o, store_state(X) if need_final else None, initial_state
 
@@ -84,13 +88,18 @@ def scan_backward(
 
     # The states before each segment, then the segments in reverse: first all that needs no costate.
     read = []
-    for segment, tab, docs, z, S, _ in reversed([*_forward((k, v), log_decay, initial_state, documents)]):
+    for segment, tab, docs, z, S, _ in reversed(
+        [*_forward((k, v), log_decay, initial_state, documents)]
+    ):
         kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
         rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
         a = _contract(_within(scores_k, tab), rows, Sk, tab, docs)
         c = _contract(_within(scores_v, tab), d_rows, Sv, tab, docs)
-        b, e = _scale(a @ weights.mT, conj_physical(tab.E)), _scale(c @ weights, conj_physical(tab.E))
+        b, e = (
+            _scale(a @ weights.mT, conj_physical(tab.E)),
+            _scale(c @ weights, conj_physical(tab.E)),
+        )
         d_weights.baddbmm_(c.mT, a)
         del a, c
 
@@ -98,17 +107,33 @@ def scan_backward(
         inside = _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
         b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
         sums = _outer(rows, e, d_rows, b)  # what the chunk adds to the costate
-        read.append((sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside))
+        read.append(
+            (sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside)
+        )
 
     G = _left(d_final, log_decay, read, leave)
-    for *_, segment, z, S, _, _, _, e, _, kernel_e, _ in read:  # while other ranks' gradients are on their way
+    for (
+        *_,
+        segment,
+        z,
+        S,
+        _,
+        _,
+        _,
+        e,
+        _,
+        kernel_e,
+        _,
+    ) in read:  # while other ranks' gradients are on their way
         store_rows(dq, _expand(kernel_e, e, z[..., :R, :], S[..., :R, :]), segment)
     G = G()
     for sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside in read:
         Z, G = _costates(sums, G, tab, docs)
         store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
         store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
-        position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
+        position = tab.position.repeat(rows.shape[3] // segment.length)[
+            :, None
+        ]  # 1 .. L for each of the G heads
         weighted = _outer(position * rows, e, position * d_rows, b)
         d_theta += inside + _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_initial = None if initial_state is None else store_state(G)
@@ -124,7 +149,11 @@ def linear_forward(
     loaded = []
     for segment, tab, docs, zT, local in _loaded((z,), log_decay, documents):
         w, kernel = _linear_kernel(readout, tab)
-        out = zT.flatten(1, 3) @ kernel.mT if docs is None else zT @ (kernel[:, None, None] * docs.same).mT
+        out = (
+            zT.flatten(1, 3) @ kernel.mT
+            if docs is None
+            else zT @ (kernel[:, None, None] * docs.same).mT
+        )
         loaded.append((segment, tab, docs, local, w, out))
     initial_state = initial_state() if callable(initial_state) else initial_state
     X = load_state(initial_state, z.shape[0], z.shape[3], log_decay)
@@ -145,14 +174,18 @@ def linear_backward(
     """Gradients of (z, log_decay, readout, initial_state), None as above."""
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
+    d_theta, d_w = (
+        log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2)
+    )
     w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
     def per_chunk(x, like):
         return torch.view_as_complex(x.view(*like.shape, 2))
 
     read = []
-    for segment, tab, docs, zT, S, _ in reversed([*_forward((z,), log_decay, initial_state, documents)]):
+    for segment, tab, docs, zT, S, _ in reversed(
+        [*_forward((z,), log_decay, initial_state, documents)]
+    ):
         dyT = load_columns((d_y,), segment, dtype)
         read_dy = (dyT if docs is None else docs.reads * dyT).flatten(1, 3)
         E_conj = real_pairs(conj_physical(tab.E))  # [H, L, 2M]
@@ -221,7 +254,9 @@ def _within(scores: Tensor, tab: Tables) -> Tensor:
 def _contract(a: Tensor, rows: Tensor, S: Tensor, tab: Tables, docs: Masks | None) -> Tensor:
     """Pass 1: a_i = X^k_i q_i = E_i (`_within` + S q_i), in place."""
     rows = rows if docs is None else rows * docs.of_rows(rows)
-    a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
+    a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(
+        rows.flatten(0, 2), real_pairs(S).flatten(0, 2)
+    )
     return _scale(a, tab.E)
 
 
@@ -238,7 +273,9 @@ def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: Tables, docs: Masks |
     if docs is not None:
         out = out.view(*Z.shape[:4], -1) * docs.writes
     out = out.view(-1, rows.shape[-1], kernel.shape[-1])
-    return out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2)).view(*rows.shape[:3], *out.shape[1:])
+    return out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2)).view(
+        *rows.shape[:3], *out.shape[1:]
+    )
 
 
 def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
@@ -269,14 +306,18 @@ def _forward(
         yield segment, tab, docs, z, S, X
 
 
-def final_state(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def final_state(
+    parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The state that these tokens alone leave, [B, H, M, P, 2], of (k, v) or (z,); the form in Triton also returns the states
     of its segments."""
     *_, (*_, X) = _forward(parts, log_decay, None, documents)
     return store_state(X), None
 
 
-def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None) -> Callable[[], Tensor]:
+def _left(
+    d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None
+) -> Callable[[], Tensor]:
     """Starts the exchange. The returned function waits, and gives the conjugate G of the costate after the last token, dL =
     Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
     (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
@@ -328,7 +369,9 @@ def _decay_gradient_states(
     """
     L = z.shape[-1]
     z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
-    written = _sum_over_tokens((L - tab.position)[:, None] * tab.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3))
+    written = _sum_over_tokens(
+        (L - tab.position)[:, None] * tab.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
+    )
     return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + written
 
 

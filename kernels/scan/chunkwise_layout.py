@@ -43,10 +43,18 @@ class Masks(NamedTuple):
         if documents is None:
             return None
         d = segment.of(documents)
-        before = documents[:, segment.start - 1 : segment.start] if segment.start else torch.zeros_like(d[:, :1, 0])
+        before = (
+            documents[:, segment.start - 1 : segment.start]
+            if segment.start
+            else torch.zeros_like(d[:, :1, 0])
+        )
         last = d[:, :, -1]
         p = torch.cat((before, last[:, :-1]), dim=1)
-        masks = d[..., None] == d[:, :, None], (d == p[..., None])[:, :, None], (d == last[..., None])[:, :, None]
+        masks = (
+            d[..., None] == d[:, :, None],
+            (d == p[..., None])[:, :, None],
+            (d == last[..., None])[:, :, None],
+        )
         return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
 
     def of_rows(self, rows: Tensor) -> Tensor:
@@ -62,7 +70,9 @@ def segments(T: int) -> list[Segment]:
 
 def make_tables(log_decay: Tensor, L: int) -> Tables:
     r = L // 2
-    table = torch.view_as_complex(powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device)))
+    table = torch.view_as_complex(
+        powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device))
+    )
     position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
     return Tables(
         E=table[:, :L].contiguous(),
@@ -95,7 +105,9 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
     """[B, T, H, d] each -> [H, B, N, sum of d, L]"""
     columns = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
     widths = [x.shape[3] for x in columns]
-    out = torch.empty(*columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device)
+    out = torch.empty(
+        *columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device
+    )
     for target, x in zip(out.split(widths, dim=3), columns, strict=True):
         target.copy_(x)
     return out

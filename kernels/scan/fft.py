@@ -30,7 +30,11 @@ def scan_fft(
 
 
 def linear_fft(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (y [B, T, H, P] in z's dtype, final state [B, H, M, P, 2])."""
     return _by_document(_linear_head, (z,), log_decay, readout, initial_state, documents)
@@ -46,7 +50,9 @@ def _by_document(
     rows, finals = [], []
     for b, numbers in enumerate(documents.cpu()):
         outputs, start, final = [], 0, None
-        for number, length in zip(*(x.tolist() for x in numbers.unique_consecutive(return_counts=True)), strict=True):
+        for number, length in zip(
+            *(x.tolist() for x in numbers.unique_consecutive(return_counts=True)), strict=True
+        ):
             state = None if initial_state is None else initial_state[b : b + 1] * (number == 0)
             piece = tuple(x[b : b + 1, start : start + length] for x in tokens)
             out, final = _by_head(head, piece, log_decay, table, state)
@@ -58,18 +64,30 @@ def _by_document(
 
 
 def _by_head(
-    head: Callable, tokens: tuple[Tensor, ...], log_decay: Tensor, table: Tensor, initial_state: Tensor | None
+    head: Callable,
+    tokens: tuple[Tensor, ...],
+    log_decay: Tensor,
+    table: Tensor,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Calls `head` with rows [B, G, d, T], log_decay [M, 2], the head's table, and X before the first token, [B, M, P]
     complex128."""
     H, outputs, finals = log_decay.shape[0], [], []
     for h in range(H):
-        rows = [x.unflatten(2, (H, -1))[:, :, h].permute(0, 2, 3, 1).to(log_decay.dtype) for x in tokens]
-        X0 = None if initial_state is None else torch.view_as_complex(initial_state[:, h].double().contiguous())
+        rows = [
+            x.unflatten(2, (H, -1))[:, :, h].permute(0, 2, 3, 1).to(log_decay.dtype) for x in tokens
+        ]
+        X0 = (
+            None
+            if initial_state is None
+            else torch.view_as_complex(initial_state[:, h].double().contiguous())
+        )
         out, final = checkpoint(head, *rows, log_decay[h], table[h], X0, use_reentrant=False)
         outputs.append(out.permute(0, 3, 1, 2))  # [B, T, G, d]
         finals.append(final)
-    return torch.cat(outputs, dim=2).to(tokens[-1].dtype), torch.stack(finals, dim=1).to(log_decay.dtype)
+    return torch.cat(outputs, dim=2).to(tokens[-1].dtype), torch.stack(finals, dim=1).to(
+        log_decay.dtype
+    )
 
 
 def _query_head(
@@ -79,7 +97,9 @@ def _query_head(
     table, k, v = _table(theta, T), k[:, 0], v[:, 0]
     spectrum = rfft(torch.stack((table[:, :T].real, table[:, :T].imag)), _transform_length(T))
     X = _states(k, spectrum, table, X0 if X0 is None else X0[:, :, :R])
-    a = torch.stack([(X * row[:, None, None]).sum(3) for row in q.unbind(1)], dim=1)  # X q, [B, G, 2, M, T]
+    a = torch.stack(
+        [(X * row[:, None, None]).sum(3) for row in q.unbind(1)], dim=1
+    )  # X q, [B, G, 2, M, T]
     weights = torch.cat((mixing[:M], -mixing[M:])).double()  # J W
     b = (weights @ a.flatten(2, 3).double()).to(a.dtype).view_as(a)
     X = _states(v, spectrum, table, X0 if X0 is None else X0[:, :, R:])
@@ -90,14 +110,18 @@ def _query_head(
 def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
     """Every state as pairs, [B, 2, M, d, T], of z [B, d, T]; spectrum [2, M, F] of (Re, Im) Lambda^tau."""
     T = z.shape[-1]
-    X = irfft(rfft(z, _transform_length(T))[:, None, None] * _rounded(spectrum, z)[:, :, None])[..., :T]
+    X = irfft(rfft(z, _transform_length(T))[:, None, None] * _rounded(spectrum, z)[:, :, None])[
+        ..., :T
+    ]
     if X0 is not None:
         carried = _rounded(table[:, None, 1:], z) * _rounded(X0[..., None], z)
         X = X + torch.stack((carried.real, carried.imag), dim=1)
     return X
 
 
-def _linear_head(z: Tensor, theta: Tensor, readout: Tensor, X0: Tensor | None) -> tuple[Tensor, Tensor]:
+def _linear_head(
+    z: Tensor, theta: Tensor, readout: Tensor, X0: Tensor | None
+) -> tuple[Tensor, Tensor]:
     T, N = z.shape[-1], _transform_length(z.shape[-1])
     table = _table(theta, T)
     weighted = torch.complex(*readout.double().chunk(2))[:, None] * table

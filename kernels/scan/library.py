@@ -36,7 +36,9 @@ def first_derivatives_only(*tensors: Tensor | None) -> None:
     if any(unpack_dual(x).tangent is not None for x in present):
         refuse_derivative("no forward-mode derivative")
     if any(is_gradtrackingtensor(x) for x in present):
-        refuse_derivative("no derivative by torch.func (grad, vjp, jacrev); torch.autograd.grad and backward() work")
+        refuse_derivative(
+            "no derivative by torch.func (grad, vjp, jacrev); torch.autograd.grad and backward() work"
+        )
 
 
 def refuse_derivative(problem: str) -> NoReturn:
@@ -54,7 +56,11 @@ def no_second_derivative(backward: Any) -> None:
 def only_values(*tensors: Tensor | None) -> bool:
     """True where nobody would see an op: no gradient is recorded, nothing traces, transforms or listens. The first op of a
     process imports torch.compile's front end."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _get_current_dispatch_mode():
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or _get_current_dispatch_mode()
+    ):
         return False
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 

@@ -54,9 +54,14 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
     device = args[0].device
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
-        function, plain = getattr(implementation(backend, device), name), runs_as(backend, device) == "plain"
+        function, plain = (
+            getattr(implementation(backend, device), name),
+            runs_as(backend, device) == "plain",
+        )
         exchanged = any(callable(x) for x in args) or kw.get("leave") is not None
-        by_head = device.type == "cpu" or args[0].dtype == torch.float64  # which judges, on GPUs of any size
+        by_head = (
+            device.type == "cpu" or args[0].dtype == torch.float64
+        )  # which judges, on GPUs of any size
         if plain and by_head and not exchanged and args[0].shape[:2].numel() >= BY_HEAD:
             return _by_head(function, *args, **kw)
         return function(*args, **kw)
@@ -93,8 +98,12 @@ def send_state(
     """Start the exchange of what the shard's tokens (k, v) or (z,) alone leave. Collective. Returns the message on its way, and
     `final_state`'s second result."""
     with torch.autocast(log_decay.device.type, enabled=False):
-        local, segments = implementation(backend, log_decay.device).final_state(tuple(parts), log_decay, documents)
-        return _no_none(shards.send(local, log_decay, parts[0].shape[1], documents, group), segments)
+        local, segments = implementation(backend, log_decay.device).final_state(
+            tuple(parts), log_decay, documents
+        )
+        return _no_none(
+            shards.send(local, log_decay, parts[0].shape[1], documents, group), segments
+        )
 
 
 @send_state.register_fake
@@ -104,7 +113,9 @@ def _(parts, log_decay, backend, documents, group):
     if runs_as(backend, log_decay.device) == "triton":
         S = implementation(backend, log_decay.device).segments(tuple(parts), log_decay)
     segments = (B, H, S, M, P, 2) if S > 1 else (0,)
-    return log_decay.new_empty(shards.message(group, (B, H, M, P, 2))), log_decay.new_empty(segments)
+    return log_decay.new_empty(shards.message(group, (B, H, M, P, 2))), log_decay.new_empty(
+        segments
+    )
 
 
 def _received(sent: Tensor | None, state: Tensor | None, shape: tuple[int, ...]) -> Start:
@@ -119,7 +130,9 @@ def _leave(
         return None
 
     def leave(local: Tensor) -> Callable[[], Tensor]:
-        sent = shards.send(local, log_decay, tokens.shape[1], documents, group, reverse=True, d_final=d_final)
+        sent = shards.send(
+            local, log_decay, tokens.shape[1], documents, group, reverse=True, d_final=d_final
+        )
 
         def wait() -> Tensor:
             after = shards.receive(sent, local.shape)
@@ -163,11 +176,26 @@ scan = torch.library.custom_op("interdomain::scan", run_scan, mutates_args=())
 
 
 @scan.register_fake
-def _(q, k, v, log_decay, mixing, initial_state, backend, save=False, documents=None, need_final=True, group="", *sent):
+def _(
+    q,
+    k,
+    v,
+    log_decay,
+    mixing,
+    initial_state,
+    backend,
+    save=False,
+    documents=None,
+    need_final=True,
+    group="",
+    *sent,
+):
     B, T, H, R = k.shape
     Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
     a = q.new_empty((B, Hq, T, 2 * M), dtype=operand_dtype(q, k, v)) if save else v.new_empty(0)
-    final, entered = (log_decay.new_empty(B, H, M, R + D, 2) if x else v.new_empty(0) for x in (need_final, group))
+    final, entered = (
+        log_decay.new_empty(B, H, M, R + D, 2) if x else v.new_empty(0) for x in (need_final, group)
+    )
     return v.new_empty(B, T, Hq, D), final, a, entered
 
 
@@ -180,11 +208,35 @@ def scan_backward(
     inputs = q, k, v, log_decay, mixing, initial_state
     saved = {} if a is None else {"a": a}
     leave = _leave(group, k, log_decay, documents, d_final)
-    return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, documents=documents, leave=leave, **saved))
+    return _no_none(
+        *_call(
+            backend,
+            "scan_backward",
+            d_o,
+            d_final,
+            *inputs,
+            documents=documents,
+            leave=leave,
+            **saved,
+        )
+    )
 
 
 @scan_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, backend, a=None, documents=None, group=""):
+def _(
+    d_o,
+    d_final,
+    q,
+    k,
+    v,
+    log_decay,
+    mixing,
+    initial_state,
+    backend,
+    a=None,
+    documents=None,
+    group="",
+):
     return _fake_gradients(q, k, v, log_decay, mixing, initial_state)
 
 
@@ -213,9 +265,13 @@ linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_sca
 
 
 @linear_scan.register_fake
-def _(z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group="", *sent):
+def _(
+    z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group="", *sent
+):
     (B, _, H, P), M = z.shape, log_decay.shape[1]
-    states = (log_decay.new_empty(B, H, M, P, 2) if x else z.new_empty(0) for x in (need_final, group))
+    states = (
+        log_decay.new_empty(B, H, M, P, 2) if x else z.new_empty(0) for x in (need_final, group)
+    )
     return z.new_empty(z.shape), *states
 
 
@@ -226,7 +282,9 @@ def linear_scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = z, log_decay, readout, initial_state
     leave = _leave(group, z, log_decay, documents, d_final)
-    return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents, leave=leave))
+    return _no_none(
+        *_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents, leave=leave)
+    )
 
 
 @linear_scan_backward.register_fake
@@ -239,7 +297,9 @@ def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=Non
 
 
 @torch.library.custom_op("interdomain::scan_step_", mutates_args=("state",))
-def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+def scan_step_(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
+) -> Tensor:
     from . import triton_step
 
     return triton_step.scan_step(q, k, v, decay, mixing, state)
@@ -273,7 +333,9 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n + 3 :]
         out, final, *a, entered = output
         state = entered if ctx.group else inputs[n + 2]
-        ctx.save_for_backward(documents, *inputs[: n + 2], state, *(x if any(save) else None for x in a))
+        ctx.save_for_backward(
+            documents, *inputs[: n + 2], state, *(x if any(save) else None for x in a)
+        )
         ctx.mark_non_differentiable(*a, entered, *(() if need_final else (final,)))
         ctx.set_materialize_grads(False)
         ctx.output_shape = out.shape
@@ -283,7 +345,9 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         tensors = saved[: n + 3]
         if d_out is None:  # only the state was used
             d_out = tensors[n - 1].new_zeros(ctx.output_shape)
-        *grads, d_initial = backward(d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents, ctx.group)
+        *grads, d_initial = backward(
+            d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents, ctx.group
+        )
         d_initial = None if tensors[-1] is None or ctx.group else d_initial
         return *grads, d_initial, *(None,) * (len(ctx.needs_input_grad) - n - 3)
 

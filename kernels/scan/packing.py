@@ -4,10 +4,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ALLOWED = "documents must number the tokens of each sequence from 0 to 2^31 - 1, never falling along T"
+ALLOWED = (
+    "documents must number the tokens of each sequence from 0 to 2^31 - 1, never falling along T"
+)
 
 
-def checked_documents(documents: Tensor | None, tokens: Tensor, check_numbers: bool = True) -> Tensor | None:
+def checked_documents(
+    documents: Tensor | None, tokens: Tensor, check_numbers: bool = True
+) -> Tensor | None:
     """documents [B, T] of tokens [B, T, ...] as contiguous int32; None for None.
 
     Raises: ValueError that names the wrong input. Wrong numbers raise on a CPU; elsewhere, and where torch.compile traces, they
@@ -22,7 +26,9 @@ def checked_documents(documents: Tensor | None, tokens: Tensor, check_numbers: b
             f"[B, T] = {tuple(tokens.shape[:2])}: the number of each token's document"
         )
     if documents.device != tokens.device:
-        raise ValueError(f"documents is on {documents.device} and k (or z, x) on {tokens.device}; move one of them")
+        raise ValueError(
+            f"documents is on {documents.device} and k (or z, x) on {tokens.device}; move one of them"
+        )
     if check_numbers:
         _check_numbers(documents)
     return documents.to(torch.int32).contiguous()
@@ -34,10 +40,16 @@ def _check_numbers(documents: Tensor) -> None:
     if documents.dtype == torch.int64:
         wrong = wrong | (documents >= 2**31)
     right = ~wrong.any()
-    if torch.compiler.is_compiling() or type(documents) is not Tensor or documents.device.type != "cpu":
+    if (
+        torch.compiler.is_compiling()
+        or type(documents) is not Tensor
+        or documents.device.type != "cpu"
+    ):
         torch._assert_async(right, ALLOWED)  # pyright: ignore[reportPrivateImportUsage]
     elif not right:
         b, t = wrong.nonzero()[0].tolist()
         number, last = documents[b, t].item(), before[b, t].item()
         got = f"{number} at the first token" if t == 0 else f"{number} after {last} at token {t}"
-        raise ValueError(f"{ALLOWED}: got {got} of sequence {b}. Sort the documents, or number them in their order.")
+        raise ValueError(
+            f"{ALLOWED}: got {got} of sequence {b}. Sort the documents, or number them in their order."
+        )

@@ -65,14 +65,18 @@ def plain_scan(
         return multiply(read, x.unflatten(-1, (M, 2))).flatten(-2)
 
     read = powers(theta, i + 1 - h)[:, None]  # [H, 1, L, M, 2]
-    written, kept = (powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i))  # [H, 1, L, 2M]
+    written, kept = (
+        powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i)
+    )  # [H, 1, L, 2M]
     enter, passed, leave = (powers(theta, i[:1] + n) for n in (h - missing, L, -h))  # [H, 1, M, 2]
 
     z = chunked(torch.cat((k, v), dim=-1))
     sums = (z.mT @ kept).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
     state = theta.new_zeros(B, H, M, z.shape[-1], 2) if state is None else state
     start, each = multiply(enter, state.transpose(2, 3)), passed.expand(N + more, *passed.shape)
-    last, S = in_order(lambda S, chunk: (multiply(chunk[0], S) + chunk[1], S.clone()), start, [each, sums])
+    last, S = in_order(
+        lambda S, chunk: (multiply(chunk[0], S) + chunk[1], S.clone()), start, [each, sums]
+    )
     last = S[-1] if more else last
     S = S.flatten(-2)[:, :, :, None]  # [N, B, H, 1, P, 2M]
 

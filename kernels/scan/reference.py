@@ -33,10 +33,14 @@ def paper_scan(
     beta = (Lambda - 1) / A
 
     # 2. The input is keys beside values; with normalisation, beside a channel of ones that becomes eta.
-    z = torch.cat([k, v, torch.ones_like(v[..., :1])] if normalize else [k, v], dim=-1)  # [B, T, H, P]
+    z = torch.cat(
+        [k, v, torch.ones_like(v[..., :1])] if normalize else [k, v], dim=-1
+    )  # [B, T, H, P]
 
     # 3. The state carries the input gain; callers speak unit gain, x = beta X.
-    x = torch.zeros(*k.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)  # [B, H, M, P]
+    x = torch.zeros(
+        *k.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device
+    )  # [B, H, M, P]
     if initial_state is not None:
         x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
 
@@ -109,7 +113,11 @@ def scan_reference(
 
 
 def linear_reference(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """backend="reference" of `linear_scan`."""
     M = log_decay.shape[1]
@@ -120,14 +128,24 @@ def linear_reference(
     return torch.stack(outputs, dim=1).to(z.dtype), torch.view_as_real(X)
 
 
-def _states(z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None) -> Iterator[Tensor]:
+def _states(
+    z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None
+) -> Iterator[Tensor]:
     """X_t = Lambda X_(t-1) + z_t^T for z [B, T, H, P], each [B, H, M, P]."""
     # Rounded once: the loop multiplies this rounding error T times.
     Lambda = torch.exp(torch.view_as_complex(log_decay.double().contiguous()))
-    Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[:, :, None]  # [H, M, 1]
-    X = torch.zeros_like(Lambda) if initial_state is None else torch.view_as_complex(initial_state.contiguous())
+    Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[
+        :, :, None
+    ]  # [H, M, 1]
+    X = (
+        torch.zeros_like(Lambda)
+        if initial_state is None
+        else torch.view_as_complex(initial_state.contiguous())
+    )
     for t in range(z.shape[1]):
-        if documents is not None:  # zero where the token begins a document; the initial state is that of document 0
+        if (
+            documents is not None
+        ):  # zero where the token begins a document; the initial state is that of document 0
             same = documents[:, t] == (documents[:, t - 1] if t else 0)
             X = same[:, None, None, None] * X
         X = Lambda * X + z[:, t, :, None, :]

@@ -42,22 +42,30 @@ def send(
     with _beside(local, log_decay, documents, d_final):
         passes = local.new_ones(B) if documents is None else (documents[:, -1] == 0).to(local.dtype)
         if d_final is not None:
-            step = torch.view_as_complex(powers(log_decay, torch.full((1,), T, device=local.device)))[:, 0, :, None]
+            step = torch.view_as_complex(
+                powers(log_decay, torch.full((1,), T, device=local.device))
+            )[:, 0, :, None]
             passed = torch.conj_physical(step) * torch.view_as_complex(d_final.contiguous())
             local = local + passes.view(B, 1, 1, 1, 1) * torch.view_as_real(passed)
         H, M, _ = log_decay.shape
         rows = local.flatten(1, 2).transpose(0, 1).flatten(1)
         rows = F.pad(rows, (0, 0, 0, -(H * M) % N)).view(N, -1)
-        received = c10d.wait_tensor(_all_to_all(torch.cat((rows, passes.expand(N, B)), dim=1), group))
+        received = c10d.wait_tensor(
+            _all_to_all(torch.cat((rows, passes.expand(N, B)), dim=1), group)
+        )
         # In float64: float32 products may be TF32's.
-        parts = torch.view_as_complex(received[:, :-B].double().contiguous().view(N, -1, B, local.shape[3], 2))
+        parts = torch.view_as_complex(
+            received[:, :-B].double().contiguous().view(N, -1, B, local.shape[3], 2)
+        )
 
         # Weights of part s in the sum for shard r > s: Lambda^((r-1-s) T), if no document begins between the two.
         order = torch.arange(N, device=local.device)
         r, s = order[:, None], order
         table = torch.view_as_complex(powers(log_decay.view(1, H * M, 2), order * T))[0]  # [N, H M]
         table = F.pad(table, (0, -(H * M) % N)).chunk(N, dim=1)[rank]
-        begun = F.pad((1 - received[:, -B:]).cumsum(0), (0, 0, 1, 0))  # in how many shards before, [N + 1, B]
+        begun = F.pad(
+            (1 - received[:, -B:]).cumsum(0), (0, 0, 1, 0)
+        )  # in how many shards before, [N + 1, B]
         goes_on = (r > s)[..., None] & (begun[r] == begun[s + 1])  # [N, N, B]
         weights = table[(r - 1 - s).clamp_min(0), :, None] * goes_on[:, :, None]  # [N, N, rows, B]
         if reverse:

@@ -21,11 +21,15 @@ def decay_factor(log_decay: Tensor) -> Tensor:
     Returns:
         Lambda, [H, M, 2].
     """
-    one = torch.ones(1, device=log_decay.device)  # made there: a copy from the host would break CUDA-graph capture
+    one = torch.ones(
+        1, device=log_decay.device
+    )  # made there: a copy from the host would break CUDA-graph capture
     return powers(log_decay, one)[:, 0]
 
 
-def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+def scan_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
+) -> Tensor:
     """Returns o [B, Hq, D] in v's dtype, and overwrites the state [B, H, M, P, 2], which is contiguous."""
     (B, H, M, _, _), R = state.shape, q.shape[-1]
     X = _advanced(torch.cat((k, v), dim=-1), decay, state)
@@ -33,7 +37,9 @@ def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, st
     a = torch.cat((a.real, a.imag), dim=-1)
     if mixing.shape[1] == M:
         a = torch.stack((a, torch.cat((a[..., M:], -a[..., :M]), dim=-1)), dim=-2)
-    b = a.transpose(0, 1).reshape(H, -1, 2 * M) @ mixing.mT  # one product for all sequences: W is read once
+    b = (
+        a.transpose(0, 1).reshape(H, -1, 2 * M) @ mixing.mT
+    )  # one product for all sequences: W is read once
     b = torch.complex(*b.view(H, B, -1, 2, M).transpose(0, 1).unbind(-2))
     return (b @ X[..., R:]).real.flatten(1, 2).to(v.dtype)
 

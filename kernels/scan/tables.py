@@ -72,7 +72,9 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
     scale = torch.maximum(re.abs(), im.abs()).detach().clamp_min(torch.finfo(re.dtype).tiny)
     re, im, num_re, num_im = re / scale, im / scale, num_re / scale, num_im / scale
     factor = dt[:, None] / (re * re + im * im)
-    return torch.stack(((num_re * re + num_im * im) * factor, (num_im * re - num_re * im) * factor), dim=-1)
+    return torch.stack(
+        ((num_re * re + num_im * im) * factor, (num_im * re - num_re * im) * factor), dim=-1
+    )
 
 
 def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> Tensor:
@@ -102,7 +104,11 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     elif C.shape == (*gain.shape[:2], M, 2):
         cb = multiply(C, gain[:, None]).movedim(-1, 0)
     else:
-        raise ValueError(_C_SHAPE.format(got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)))
+        raise ValueError(
+            _C_SHAPE.format(
+                got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)
+            )
+        )
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
     projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
     # Autocast would round these products to bf16, and with them every weight of C.
@@ -153,7 +159,9 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
     re, im = log_decay.double().unbind(-1)
     magnitude = torch.exp(re[:, None] * j)
     phase = torch.remainder(im[:, None] * j, 2 * math.pi)
-    return torch.stack((magnitude * torch.cos(phase), magnitude * torch.sin(phase)), dim=-1).to(log_decay.dtype)
+    return torch.stack((magnitude * torch.cos(phase), magnitude * torch.sin(phase)), dim=-1).to(
+        log_decay.dtype
+    )
 
 
 _C_SHAPE = "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or None (identity)"

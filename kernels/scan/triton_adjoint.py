@@ -57,7 +57,9 @@ def adjoint_pass(
     b_z = tl.zeros([2 * M, BD], dtype=tl.float32)
     if p_g is not None:
         o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
-        b_z = b_sign * tl.load(p_g + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
+        b_z = b_sign * tl.load(
+            p_g + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0
+        )
 
     p_dt = p_do + i_b * stride_db + i_h * G * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
     if OUTPUT:
@@ -85,7 +87,11 @@ def adjoint_pass(
             p_dg = p_dt + i_t * stride_dt + tl.cast(i_g, tl.int64) * stride_dh
             b_do = tl.load(p_dg, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
             if not LINEAR:
-                b_b = tl.load(p_bt + (tl.cast(i_g, tl.int64) * T + i_t) * (2 * M), mask=m_t[:, None], other=0.0)
+                b_b = tl.load(
+                    p_bt + (tl.cast(i_g, tl.int64) * T + i_t) * (2 * M),
+                    mask=m_t[:, None],
+                    other=0.0,
+                )
             if OUTPUT:
                 if not LINEAR:
                     b_p = tl.dot(b_tc, tl.trans(b_b), input_precision=PRECISION)
@@ -98,7 +104,11 @@ def adjoint_pass(
                 b_do = tl.where((b_n == n_before)[:, None], b_do, 0.0)
             b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
         if OUTPUT:
-            tl.store(p_gt + i_t * stride_gt, b_dv.to(p_dv.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+            tl.store(
+                p_gt + i_t * stride_gt,
+                b_dv.to(p_dv.dtype.element_ty),
+                mask=m_t[:, None] & m_d[None, :],
+            )
 
     if p_y is not None:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
         if (not OUTPUT) | (i_s == 0):
@@ -181,14 +191,28 @@ def decay_pass(
         # One query head of a group stands for the state that they share.
         m_g = m_d & (i_q % G == 0)
         o_x = (o_n % M)[:, None] * (2 * P) + o_i[:, None] + 2 * (first + o_d)[None, :]
-        b_z = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(p_g + i_x + o_x, mask=m_g[None, :], other=0.0)
+        b_z = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(
+            p_g + i_x + o_x, mask=m_g[None, :], other=0.0
+        )
     b_i = o_l.to(tl.float32)
     if HELD:
         b_eye = identity(L, DTYPE)
     b_y = tl.zeros([2 * BM, L], dtype=tl.float32)
 
-    p_dt = p_do + i_b * stride_db + i_q.to(tl.int64) * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
-    p_vt = p_v + i_b * stride_vb + i_h.to(tl.int64) * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
+    p_dt = (
+        p_do
+        + i_b * stride_db
+        + i_q.to(tl.int64) * stride_dh
+        + o_l[:, None] * stride_dt
+        + o_d[None, :]
+    )
+    p_vt = (
+        p_v
+        + i_b * stride_vb
+        + i_h.to(tl.int64) * stride_vh
+        + o_l[:, None] * stride_vt
+        + o_d[None, :]
+    )
     if LINEAR:
         p_bt = p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :]
     else:
@@ -199,7 +223,9 @@ def decay_pass(
         m_t = (i_c * L + o_l < T) | EVEN
         n = L if EVEN else tl.minimum(L, T - i_c * L)
         b_b = tl.load(p_bt if LINEAR else p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
-        b_do = tl.load(p_dt + i_t * stride_dt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
+        b_do = tl.load(p_dt + i_t * stride_dt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(
+            DTYPE
+        )
         b_v = tl.load(p_vt + i_t * stride_vt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
         b_re = tl.where(i == 0, b_lr, b_cr)
         b_im = tl.where(i == 0, b_li, b_ci)
@@ -236,7 +262,9 @@ def decay_pass(
             if L < 64 and p_n is None:
                 # `mma.sync`: what meets products and other arithmetic, too, would lie in shared memory with eight rows in a
                 # bank. So do is read once more, at an address that the compiler cannot know to be the same (i_c // T is 0).
-                b_w = tl.load(p_dt + (i_t * stride_dt + i_c // T), mask=m_t[:, None] & m_d[None, :], other=0.0)
+                b_w = tl.load(
+                    p_dt + (i_t * stride_dt + i_c // T), mask=m_t[:, None] & m_d[None, :], other=0.0
+                )
             b_w = (b_w.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
         b_t = tl.dot(b_bw, b_w, b_t + b_z * tl.cast(n, tl.float32), input_precision=PRECISION)
         b_z = tl.dot(b_bt, b_do, b_z, input_precision=PRECISION)

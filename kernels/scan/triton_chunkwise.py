@@ -116,7 +116,9 @@ def linear_backward(
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
 
 
-def final_state(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def final_state(
+    parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The state that these tokens alone leave, [B, H, M, P, 2], of (k, v) or (z,), and those of each segment alone,
     [B, H, S, M, P, 2], where there are several."""
     with torch.cuda.device_of(log_decay):

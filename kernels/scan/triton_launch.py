@@ -35,10 +35,14 @@ class Launches(NamedTuple):
     t_conj_T: Tensor  # the same, [H, 2M, L]
     E: Tensor  # Lambda^(i-r), [H, L, 2M] fp32
     step: Tensor  # Lambda^(r+1) and Lambda^L, [H, 2, 2M] fp32
-    power: Tensor | None  # where S > 1: Lambda^n, n the tokens of a segment and of the last one, [2, H, M, 2] fp32
+    power: (
+        Tensor | None
+    )  # where S > 1: Lambda^n, n the tokens of a segment and of the last one, [2, H, M, 2] fp32
     # What stands for b~ in the linear readout, the same in every chunk:
     rows: Tensor | None  # E w, [H, L, 2M] in the operands' dtype
-    scores: Tensor | None  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
+    scores: (
+        Tensor | None
+    )  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
 
     @classmethod
     def build(
@@ -54,13 +58,29 @@ class Launches(NamedTuple):
         )
         E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
         power = log_decay.new_empty(2, H, M, 2) if segments > 1 else None
-        rows, scores = (None, None) if readout is None else (torch.empty_like(t), t.new_empty(H, L, L))
+        rows, scores = (
+            (None, None) if readout is None else (torch.empty_like(t), t.new_empty(H, L, L))
+        )
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
             dense(log_decay), t, t_conj, t_conj_T, E, step, power, dense(readout), rows, scores,
             H, length, T - (segments - 1) * length, M=M, L=L, BL=BL, num_warps=4,
         )  # fmt: skip
-        return cls(plan, T, segments, chunks, dense(documents), t, t_conj, t_conj_T, E, step, power, rows, scores)
+        return cls(
+            plan,
+            T,
+            segments,
+            chunks,
+            dense(documents),
+            t,
+            t_conj,
+            t_conj_T,
+            E,
+            step,
+            power,
+            rows,
+            scores,
+        )
 
     @property
     def even(self) -> bool:
@@ -170,7 +190,9 @@ class Launches(NamedTuple):
         )  # fmt: skip
         return parts
 
-    def states(self, initial: Tensor | None, *parts: Tensor, local: Tensor | None = None) -> Tensor | None:
+    def states(
+        self, initial: Tensor | None, *parts: Tensor, local: Tensor | None = None
+    ) -> Tensor | None:
         """States before every segment, [B, H, S, M, P, 2], of k and v, or z; None for one from zero. local: of `local_states`,
         where it is there."""
         if self.segments == 1:
@@ -214,7 +236,9 @@ class Launches(NamedTuple):
         if self.documents is not None:
             length = self.chunks * self.plan.chunk
             before = self.documents[:, (self.segments - 1) * length - 1]
-            passes = self.documents[:, length - 1] == 0 if reverse else before == self.documents[:, -1]
+            passes = (
+                self.documents[:, length - 1] == 0 if reverse else before == self.documents[:, -1]
+            )
             state = state * passes[:, None, None, None]
         return local[:, :, last] + torch.view_as_real(state)
 
@@ -245,7 +269,18 @@ def conj_sum(*parts, pairs: bool = True) -> Tensor:
     B, H, n, N = x.shape
     out = x.new_empty((H, N // 2, 2) if pairs else (H, N))
     sum_kernel[(H * N // 32,)](
-        x, y, out, B, H, n, y.shape[2] if len(parts) == 2 else 0, M=N // 2, BN=32, BR=32, PAIRS=pairs, num_warps=4
+        x,
+        y,
+        out,
+        B,
+        H,
+        n,
+        y.shape[2] if len(parts) == 2 else 0,
+        M=N // 2,
+        BN=32,
+        BR=32,
+        PAIRS=pairs,
+        num_warps=4,
     )
     return out
 
@@ -272,7 +307,9 @@ def dense(x):
 def padded_empty(x: Tensor) -> Tensor:
     """Uninitialised, in x's shape, rows padded to a multiple of 16."""
     width = x.shape[-1]
-    return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
+    return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[
+        ..., :width
+    ]
 
 
 def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:

@@ -54,7 +54,11 @@ def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
     o_t = i_t + tl.arange(0, L)
     p_n += i_b * T
     b_n = tl.load(p_n + o_t, mask=o_t < T, other=-1)
-    return b_n, tl.load(p_n + i_t - 1, mask=i_t > 0, other=0), tl.load(p_n + tl.minimum(i_t + L, T) - 1)
+    return (
+        b_n,
+        tl.load(p_n + i_t - 1, mask=i_t > 0, other=0),
+        tl.load(p_n + tl.minimum(i_t + L, T) - 1),
+    )
 
 
 @triton.jit
@@ -128,12 +132,28 @@ def contract_kernel(
     b_s = tl.zeros([BR, 2 * BM], dtype=tl.float32)
     if p_x is not None:
         o_x = (o_n % M)[None, :] * (2 * P) + (o_n // M)[None, :] + 2 * (first + o_r)[:, None]
-        b_s = tl.load(p_x + ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2 + o_x, mask=m_r[:, None], other=0.0)
+        b_s = tl.load(
+            p_x + ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2 + o_x,
+            mask=m_r[:, None],
+            other=0.0,
+        )
     if SUM:
         b_sum = tl.zeros([L, 2 * BM], dtype=tl.float32)
 
-    p_qt = p_q + i_b * stride_qb + i_q.to(tl.int64) * stride_qh + o_l[:, None] * stride_qt + o_r[None, :]
-    p_kt = p_k + i_b * stride_kb + i_h.to(tl.int64) * stride_kh + o_l[:, None] * stride_kt + o_r[None, :]
+    p_qt = (
+        p_q
+        + i_b * stride_qb
+        + i_q.to(tl.int64) * stride_qh
+        + o_l[:, None] * stride_qt
+        + o_r[None, :]
+    )
+    p_kt = (
+        p_k
+        + i_b * stride_kb
+        + i_h.to(tl.int64) * stride_kh
+        + o_l[:, None] * stride_kt
+        + o_r[None, :]
+    )
     p_at = p_a + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
@@ -176,7 +196,11 @@ def contract_kernel(
         if (i_s == S - 1) & (i_q % G == 0):
             p_f = p_e + (i_h * L + T - 1 - (stop - 1) * L) * (2 * M) + o_m
             b_s = scale_columns(b_s, tl.load(p_f)[None, :], tl.load(p_f + M)[None, :], BR, BM)
-            p_yt = p_y + (i_b * (Hq // G) + i_h) * M * P * 2 + state_offsets(o_n[None, :], first + o_r[:, None], P, M)
+            p_yt = (
+                p_y
+                + (i_b * (Hq // G) + i_h) * M * P * 2
+                + state_offsets(o_n[None, :], first + o_r[:, None], P, M)
+            )
             tl.store(p_yt, b_s, mask=m_r[:, None])
 
 
@@ -286,11 +310,25 @@ def expand_kernel(
     b_s = tl.zeros([2 * M, BD], dtype=tl.float32)
     if p_x is not None:
         o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
-        b_s = b_sign * tl.load(p_x + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
+        b_s = b_sign * tl.load(
+            p_x + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0
+        )
 
-    p_vt = p_v + i_b * stride_vb + i_h.to(tl.int64) * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
+    p_vt = (
+        p_v
+        + i_b * stride_vb
+        + i_h.to(tl.int64) * stride_vh
+        + o_l[:, None] * stride_vt
+        + o_d[None, :]
+    )
     if OUTPUT:
-        p_ot = p_o + i_b * stride_ob + i_q.to(tl.int64) * stride_oh + o_l[:, None] * stride_ot + o_d[None, :]
+        p_ot = (
+            p_o
+            + i_b * stride_ob
+            + i_q.to(tl.int64) * stride_oh
+            + o_l[:, None] * stride_ot
+            + o_d[None, :]
+        )
         p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
     if p_w is not None:
         b_w = tl.load(p_w + i_h * (4 * M * M) + o_n[None, :] * (2 * M) + o_n[:, None])
@@ -325,7 +363,11 @@ def expand_kernel(
                 b_d = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
                 b_o = tl.where((b_n == n_before)[:, None], b_o, 0.0)
             b_o = tl.dot(b_d, b_v, b_o, input_precision=PRECISION)
-            tl.store(p_ot + i_t * stride_ot, b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+            tl.store(
+                p_ot + i_t * stride_ot,
+                b_o.to(p_o.dtype.element_ty),
+                mask=m_t[:, None] & m_d[None, :],
+            )
         if p_n is not None:
             b_s = tl.where(n_before == n_last, b_s, 0.0)
             b_v = tl.where((b_n == n_last)[:, None], b_v, 0.0)

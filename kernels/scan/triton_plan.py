@@ -19,10 +19,14 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # of the operands of every product
     precision: str  # of fp32 products; bf16 ones have no choice
     contract: tuple[int, int, int]  # state numbers of a program (2 BM BR), warps, stages
-    expand: tuple[int, int, int]  # state numbers of a program (2M BD), warps, stages; also for adjoint
+    expand: tuple[
+        int, int, int
+    ]  # state numbers of a program (2M BD), warps, stages; also for adjoint
     decay: int  # costate numbers of a program (2 BM BD, twice); its launch is adjoint's
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
-    fused: tuple[int, int, int] | None = None  # as expand, for one that multiplies by W itself; None: mix does
+    fused: tuple[int, int, int] | None = (
+        None  # as expand, for one that multiplies by W itself; None: mix does
+    )
     registers: int | None = None  # that a thread may have; None: for ptxas to choose
     held: bool = False  # adjoint and decay keep first operands of several products in registers
 

@@ -25,7 +25,9 @@ TILE = 4096  # numbers of X in a tile: 32 registers of each of 128 threads
 
 
 @triton.jit
-def _advance(p_x, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+def _advance(
+    p_x, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
     """X = Lambda X + z^T, in memory, of the channels o_c [2 BC] of modes o_m [BM], a channel being a pair of numbers, C numbers
     in all. Returns (Re, Im), each [BM, BC].
 
@@ -133,7 +135,9 @@ def expand_step_kernel(
         tl.store(p_o + (i_bh * G + i_g) * D + o_d, b_o.to(p_o.dtype.element_ty), mask=m_d)
 
 
-def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+def scan_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
+) -> Tensor:
     """Returns o [B, Hq, D] in v's dtype. state [B, H, M, P, 2], contiguous, is overwritten with the new one."""
     B, H, R = k.shape
     G, M, P = q.shape[1] // H, decay.shape[1], state.shape[3]
@@ -158,7 +162,9 @@ def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) ->
         return _expand(z, decay.contiguous(), b[None], (0, b.stride(0)), state, 0)
 
 
-def _expand(v: Tensor, decay: Tensor, b: Tensor, strides: tuple[int, ...], state: Tensor, R: int) -> Tensor:
+def _expand(
+    v: Tensor, decay: Tensor, b: Tensor, strides: tuple[int, ...], state: Tensor, R: int
+) -> Tensor:
     """Returns o [B, H G, D]; R: the channel at which v begins."""
     (B, H, D), (G, S), (M, P) = v.shape, b.shape[2:4], state.shape[2:4]
     v = _rows(v)

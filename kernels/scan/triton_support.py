@@ -65,7 +65,11 @@ def cannot_launch() -> str | None:
     try:
         CudaUtils()
     except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as e:
-        reason = "the compiler failed" if isinstance(e, subprocess.SubprocessError) else " ".join(str(e).split())
+        reason = (
+            "the compiler failed"
+            if isinstance(e, subprocess.SubprocessError)
+            else " ".join(str(e).split())
+        )
         return (
             f"Triton cannot build its launcher here ({reason}): it needs a C compiler (gcc or clang on PATH, or CC) and "
             "Python's headers (Debian: apt-get install gcc python3-dev)"
@@ -77,7 +81,9 @@ def operand_dtype(*inputs: Tensor) -> torch.dtype:
     """Dtype of the operands of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), else the widest
     dtype of the inputs."""
     dtypes = [x.dtype for x in inputs]
-    return next((dtype for dtype in (torch.float64, torch.float32) if dtype in dtypes), torch.bfloat16)
+    return next(
+        (dtype for dtype in (torch.float64, torch.float32) if dtype in dtypes), torch.bfloat16
+    )
 
 
 def _has_bf16_tensor_cores(device_index: int | None) -> bool:

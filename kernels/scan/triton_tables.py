@@ -145,7 +145,9 @@ def chain_kernel(
             m_s = o_s < S - 1
             p_t = p_n + i_bh // H * T + i_s * length
             n_before = tl.load(p_t - 1, mask=m_s & (i_s > 0), other=0)
-            n_last = tl.load(p_n + i_bh // H * T + tl.minimum((i_s + 1) * length, T) - 1, mask=m_s, other=0)
+            n_last = tl.load(
+                p_n + i_bh // H * T + tl.minimum((i_s + 1) * length, T) - 1, mask=m_s, other=0
+            )
             b_pr = tl.where((n_before == n_last)[:, None], b_pr, 0.0)
             b_pi = tl.where((n_before == n_last)[:, None], b_pi, 0.0)
         b_pr, b_pi, b_ur, b_ui = tl.associative_scan((b_pr, b_pi, b_ur, b_ui), 0, compose)
@@ -170,7 +172,17 @@ def add_rows(b_sum, p_x, o_n, rows, n, i_h, H, N: tl.constexpr, BR: tl.constexpr
 
 @triton.jit(do_not_specialize=["B", "H", "n_x", "n_y"])
 def sum_kernel(
-    p_x, p_y, p_out, B, H, n_x, n_y, M: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PAIRS: tl.constexpr
+    p_x,
+    p_y,
+    p_out,
+    B,
+    H,
+    n_x,
+    n_y,
+    M: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Conjugates of the sums of p_x [B, H, n_x, 2M] and p_y [B, H, n_y, 2M] over all but heads; n_y may be 0.
 

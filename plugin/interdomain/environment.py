@@ -22,8 +22,14 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     record = {}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-        record = {"GPU": p.name, "compute capability": f"{p.major}.{p.minor}", "driver": driver or "unknown"}
+        driver = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ).partition("\n")[0]
+        record = {
+            "GPU": p.name,
+            "compute capability": f"{p.major}.{p.minor}",
+            "driver": driver or "unknown",
+        }
         ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2]
         record["ptxas"] = ptxas or "Triton's own"
         cudnn: int | None = torch.backends.cudnn.version()
@@ -32,7 +38,12 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     record["CPU"] = f"{model[1] if model else platform.machine()}, {cores}"
     record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
-    return record | dict.fromkeys(PACKAGES, "not installed") | versions(PACKAGES) | {"commit": commit()}
+    return (
+        record
+        | dict.fromkeys(PACKAGES, "not installed")
+        | versions(PACKAGES)
+        | {"commit": commit()}
+    )
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -54,11 +65,15 @@ def commit() -> str:
 def _output(*command: str) -> str:
     """Output of a program; empty if the program is not there or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 if __name__ == "__main__":  # .github/ISSUE_TEMPLATE asks for it
-    for name, fact in environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")).items():
+    for name, fact in environment(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ).items():
         print(f"{name}: {fact}")

@@ -33,7 +33,9 @@ def expand_path(path: str) -> str:
     for braced in re.findall(r"\$(\w+|\{[^}]*\})", path):
         name = braced.strip("{}")
         if not os.environ.get(name):
-            raise ValueError(f"{path}: the environment variable {name} is not set. Export it, or write the path out.")
+            raise ValueError(
+                f"{path}: the environment variable {name} is not set. Export it, or write the path out."
+            )
     # Like a shell, the home first: a `~` that a variable holds is part of a name.
     at_home = os.path.expanduser(path)
     if at_home.startswith("~"):
@@ -97,7 +99,9 @@ def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
-                raise BlockingIOError(e.errno, f"Another process is building {output}. Wait for it") from e
+                raise BlockingIOError(
+                    e.errno, f"Another process is building {output}. Wait for it"
+                ) from e
             except OSError:
                 break  # no locks on this file system: then nothing tells two processes apart
             # The lock is of the folder, not of its name: another process may have finished and removed it meanwhile.
@@ -109,10 +113,16 @@ def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
 def require_empty(output: Path | str) -> None:
     """Raises FileExistsError unless `output` does not exist or is an empty folder; ValueError for an address."""
     output = Path(output)
-    if output.parts[:1] and output.parts[0].endswith(":"):  # s3://bucket, of which a Path leaves one slash
-        raise ValueError(f"{output} is an address. Write to a folder, and copy it there (docs/clusters.md).")
+    if output.parts[:1] and output.parts[0].endswith(
+        ":"
+    ):  # s3://bucket, of which a Path leaves one slash
+        raise ValueError(
+            f"{output} is an address. Write to a folder, and copy it there (docs/clusters.md)."
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists and is not empty; nothing is overwritten. Choose another folder.")
+        raise FileExistsError(
+            f"{output} exists and is not empty; nothing is overwritten. Choose another folder."
+        )
 
 
 def private_folder(path: Path | str) -> Path:
@@ -124,7 +134,9 @@ def private_folder(path: Path | str) -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(path)  # not of what a link points to
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path} is not a folder that only you can write to. Remove it, or set another TMPDIR.")
+        raise PermissionError(
+            f"{path} is not a folder that only you can write to. Remove it, or set another TMPDIR."
+        )
     return path
 
 

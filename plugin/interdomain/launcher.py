@@ -18,7 +18,10 @@ def notify_launcher(reason: str) -> None:
     """LEFT: asked to, and the same command continues. STOPPED: by a decision that a restart would only repeat. ENDED: all steps
     are done and saved."""
     if path := os.environ.get(REASON_FILE):
-        with contextlib.suppress(OSError), open(path, "w") as f:  # a full disk is one of the reasons to stop
+        with (
+            contextlib.suppress(OSError),
+            open(path, "w") as f,
+        ):  # a full disk is one of the reasons to stop
             f.write(reason)
 
 

@@ -53,7 +53,11 @@ def one_gloo_thread() -> None:
             options._threads = 1
             options._timeout = timeout
             interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-            devices = [Gloo.create_device(interface=name) for name in interfaces.split(",")] if interfaces else []
+            devices = (
+                [Gloo.create_device(interface=name) for name in interfaces.split(",")]
+                if interfaces
+                else []
+            )
             options._devices = devices or [Gloo.create_default_device()]
             others["options"] = options
         standard(self, *place, **others)

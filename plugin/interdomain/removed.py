@@ -9,9 +9,13 @@ NO_SPIKES = (
     "A step that is not finite is skipped as before. To leave a stretch of data, go back with `--checkpoint.load_step` and "
     "another `--debug.seed`."
 )
-NO_STORES = "Copy checkpoints with `aws s3 sync` or `rclone` after each save, as docs/clusters.md shows."
+NO_STORES = (
+    "Copy checkpoints with `aws s3 sync` or `rclone` after each save, as docs/clusters.md shows."
+)
 NO_ESTIMATES = "Nothing takes its place: speed was computed from datasheets, and never measured."
-NO_ASYNC_TENSOR_PARALLEL = "Leave it out: it was never run, because it needs GPUs that read each other's memory."
+NO_ASYNC_TENSOR_PARALLEL = (
+    "Leave it out: it was never run, because it needs GPUs that read each other's memory."
+)
 NO_ZERO_BUBBLE = "Choose 1F1B, GPipe or Interleaved1F1B."
 REMOVED = {
     "--best": NO_ESTIMATES,

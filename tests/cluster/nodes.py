@@ -48,8 +48,12 @@ class Cluster:
         self.folder, self.running = folder, {}
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         folder.chmod(0o755)
-        conf = SLURM_CONF.format(host=os.uname().nodename, subnet=SUBNET, folder=folder, nodes=",".join(NODES))
-        conf += "".join(f"NodeName={name} NodeAddr={address} CPUs=2\n" for name, address in NODES.items())
+        conf = SLURM_CONF.format(
+            host=os.uname().nodename, subnet=SUBNET, folder=folder, nodes=",".join(NODES)
+        )
+        conf += "".join(
+            f"NodeName={name} NodeAddr={address} CPUs=2\n" for name, address in NODES.items()
+        )
         (folder / "slurm.conf").write_text(conf)
         hosts = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in NODES.items())]
         (folder / "hosts").write_text("\n".join(hosts) + "\n")
@@ -61,13 +65,19 @@ class Cluster:
         call("ip", "link", "add", BRIDGE, "type", "bridge")
         call("ip", "addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
         call("ip", "link", "set", BRIDGE, "up")
-        files = [f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        files = [
+            f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "log", "seed")
+        ]
         call("munged", "--force", f"--socket={self.folder}/munge.socket", *files)
         self.call("slurmctld", "-c")
         for name in NODES:
             self.wire(name)
             self.boot(name)
-        self.wait(lambda: f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle"), 60, "idle nodes")
+        self.wait(
+            lambda: f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle"),
+            60,
+            "idle nodes",
+        )
 
     def stop(self) -> None:
         for name in list(self.running):
@@ -94,7 +104,9 @@ class Cluster:
         own = ("unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child")
         command = ["nsenter", f"--net=/run/netns/id{name}", *own, "bash", "-c", start]
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.running[name] = subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet)
+        self.running[name] = subprocess.Popen(
+            command, env=self.environment, start_new_session=True, **quiet
+        )
 
     def power_off(self, name: str) -> None:
         """All processes of the node end at this moment."""

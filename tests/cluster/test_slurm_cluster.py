@@ -18,7 +18,8 @@ from ..common import REPOSITORY, TIMEOUT
 from .nodes import Cluster
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("INTERDOMAIN_CLUSTER") != "1", reason="minutes, as root: by request, with INTERDOMAIN_CLUSTER=1"
+    os.environ.get("INTERDOMAIN_CLUSTER") != "1",
+    reason="minutes, as root: by request, with INTERDOMAIN_CLUSTER=1",
 )
 FLAGS = (
     "--ranks 1 --training.tokens 0 --training.local_batch_size 1 --training.global_batch_size 2 --checkpoint.interval 10 "
@@ -50,7 +51,10 @@ class Job:
             (r"(#SBATCH --signal=USR1)@.*", r"\1@60"),
             (r"(#SBATCH --output)=.*", rf"\1={self.log}"),
             (r"1.3B.toml", "debug.toml"),
-            (r"(launch.sh .*)", rf"\1 {FLAGS} --training.steps {steps} --job.dump_folder {self.run}"),
+            (
+                r"(launch.sh .*)",
+                rf"\1 {FLAGS} --training.steps {steps} --job.dump_folder {self.run}",
+            ),
         ):
             script, found = re.subn(pattern, replacement, script)
             assert found == 1, pattern
@@ -70,7 +74,11 @@ class Job:
 
     def until(self, state: str, seconds: int = 400) -> None:
         job_state = ("squeue", "--noheader", "--states=all", f"--jobs={self.number}", "--format=%T")
-        self.cluster.wait(lambda: self.cluster.call(*job_state).strip() == state, seconds, f"{state}; see {self.log}")
+        self.cluster.wait(
+            lambda: self.cluster.call(*job_state).strip() == state,
+            seconds,
+            f"{state}; see {self.log}",
+        )
 
     def start_again(self) -> None:
         """A job that was put back in the queue waits for two minutes, as SLURM has it."""
@@ -91,7 +99,9 @@ def test_lost_nodes_change_no_bit(cluster, tmp_path):
         job.start_again()  # on the two that are left
         job.until("RUNNING", 60)
         cluster.boot(lost)
-        cluster.wait(lambda: "down" not in cluster.call("sinfo", "--noheader"), 60, f"{lost} to come back")
+        cluster.wait(
+            lambda: "down" not in cluster.call("sinfo", "--noheader"), 60, f"{lost} to come back"
+        )
     undisturbed = Job(cluster, tmp_path / "undisturbed", steps=60)
     for run in (job, undisturbed):
         run.until("COMPLETED")

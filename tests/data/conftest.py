@@ -32,14 +32,28 @@ def files(tmp_path_factory):
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIALS, **options)
     made.train_from_iterator(read_documents(["stdlib"], max_bytes=200_000), trainer)
     # A post-processor that adds BOS, as many files have: it must not be applied.
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     made.save(str(hub))
     config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
     hub.with_name("tokenizer_config.json").write_text(json.dumps(config))
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's character for every byte
-    to_byte = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*plain}))}
+    plain = [
+        *range(33, 127),
+        *range(161, 173),
+        *range(174, 256),
+    ]  # GPT-2's character for every byte
+    to_byte = {chr(b): b for b in plain} | {
+        chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*plain}))
+    }
     tokens = [bytes(to_byte[c] for c in made.id_to_token(i)) for i in range(len(SPECIALS), 600)]
-    ranks.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
-    described = {"pattern": PATTERN, "special_tokens": {"<s>": 600, "<|endoftext|>": 601}, "bos_token": None}
+    ranks.write_text(
+        "".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
+    )
+    described = {
+        "pattern": PATTERN,
+        "special_tokens": {"<s>": 600, "<|endoftext|>": 601},
+        "bos_token": None,
+    }
     ranks.with_suffix(".json").write_text(json.dumps(described | {"eos_token": "<|endoftext|>"}))
     return {"sentencepiece": model, "tiktoken": ranks, "json": hub}

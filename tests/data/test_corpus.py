@@ -16,7 +16,10 @@ def folder(tmp_path, files):
     texts = [f"document {i}: " + "words and more words " * (i % 7) for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     line = f"--input {tmp_path}/text.jsonl --tokenizer {files['sentencepiece']} --shard-tokens 700"
-    assert main([*line.split(), "--validation-fraction", "0.2", "--output", str(tmp_path / "corpus")]) == 0
+    assert (
+        main([*line.split(), "--validation-fraction", "0.2", "--output", str(tmp_path / "corpus")])
+        == 0
+    )
     return tmp_path / "corpus"
 
 
@@ -69,12 +72,20 @@ def test_sources_of_a_manifest():
     found = sources({"inputs": [{"stdlib": "3.11.2"}, hub, file], "max_bytes": 2_000})
     assert found["datasets"] == ["HuggingFaceFW/fineweb-edu"]
     assert len(found["sources"]) == 4
-    assert sources({"inputs": [file] * 21})["sources"] == ["21 files, 00.jsonl to 00.jsonl (31.5 MB)"]
-    assert sources({"synthetic": "mqar", "items": 8, "seed": 0})["sources"] == ["synthetic mqar (items 8, seed 0)"]
+    assert sources({"inputs": [file] * 21})["sources"] == [
+        "21 files, 00.jsonl to 00.jsonl (31.5 MB)"
+    ]
+    assert sources({"synthetic": "mqar", "items": 8, "seed": 0})["sources"] == [
+        "synthetic mqar (items 8, seed 0)"
+    ]
 
 
 def test_what_is_no_corpus(folder, tmp_path):
-    for source, message in ((tmp_path, "manifest"), (f"{tmp_path}/x-*", "No shard"), (tmp_path / "x", r"x\.idx")):
+    for source, message in (
+        (tmp_path, "manifest"),
+        (f"{tmp_path}/x-*", "No shard"),
+        (tmp_path / "x", r"x\.idx"),
+    ):
         with pytest.raises(FileNotFoundError, match=message):
             TokenCorpus(source)
     with pytest.raises(ValueError, match="train, validation"):

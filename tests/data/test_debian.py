@@ -79,7 +79,9 @@ def sentences(name, count=20):
 def info(*nodes):
     text = "This is x.info, produced by makeinfo.\n\n"
     return (
-        text + "".join(f"\x1f\nFile: x.info,  Node: {name},  Up: Top\n\n{body}" for name, body in nodes) + "\x1f\nEnd\n"
+        text
+        + "".join(f"\x1f\nFile: x.info,  Node: {name},  Up: Top\n\n{body}" for name, body in nodes)
+        + "\x1f\nEnd\n"
     )
 
 
@@ -123,9 +125,15 @@ def deb(files, compression="xz"):
         link.linkname = "book.txt"
         tar.addfile(link)
     archive = b"!<arch>\n"
-    members = ("debian-binary", b"2.0\n"), ("control.tar", b"odd"), (f"data.tar.{compression}", data.getvalue())
+    members = (
+        ("debian-binary", b"2.0\n"),
+        ("control.tar", b"odd"),
+        (f"data.tar.{compression}", data.getvalue()),
+    )
     for name, content in members:
-        archive += f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode() + content
+        archive += (
+            f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode() + content
+        )
         archive += b"\n" * (len(content) % 2)
     return archive
 
@@ -169,11 +177,20 @@ def test_the_documents_of_a_package(packages, tmp_path):
 
 
 def test_a_corpus_of_files_at_hand(packages, tmp_path, capsys):
-    arguments = ["--input", f"debian:{packages}", "--vocab-size", "340", "--validation-fraction", "0"]
+    arguments = [
+        "--input",
+        f"debian:{packages}",
+        "--vocab-size",
+        "340",
+        "--validation-fraction",
+        "0",
+    ]
     assert prepare_data.main([*arguments, "--output", str(tmp_path / "corpus")]) == 0
     files = sorted(packages.iterdir())
     manifest = read_manifest(tmp_path / "corpus")
-    assert manifest["source"]["inputs"] == [{"file": path.name, "bytes": path.stat().st_size} for path in files]
+    assert manifest["source"]["inputs"] == [
+        {"file": path.name, "bytes": path.stat().st_size} for path in files
+    ]
     assert [shard["documents"] for shard in manifest["splits"]["train"]] == [7]
     files[1].write_bytes(files[1].read_bytes() + b"\n")
     assert prepare_data.main([*arguments, "--output", str(tmp_path / "damaged")]) == 2
@@ -208,8 +225,12 @@ def test_apt_get_downloads_only_what_is_missing(packages, apt_get, tmp_path):
 
 
 def test_a_version_that_debian_has_replaced(apt_get, tmp_path, monkeypatch):
-    apt_get.write_text("#!/bin/sh\necho \"E: Version '3' for 'y-doc' was not found\" >&2\nexit 100\n")
-    with pytest.raises(ValueError, match=r"E: Version '3' for 'y-doc' was not found\. .* --input debian:FOLDER"):
+    apt_get.write_text(
+        "#!/bin/sh\necho \"E: Version '3' for 'y-doc' was not found\" >&2\nexit 100\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"E: Version '3' for 'y-doc' was not found\. .* --input debian:FOLDER"
+    ):
         debian.debian_packages("debian")
     monkeypatch.setenv("PATH", str(tmp_path / "work"))  # a machine without apt-get
     with pytest.raises(ValueError, match="This needs Debian 12"):

@@ -43,14 +43,19 @@ def test_layout(tmp_path, vocab_size, code):
     for kind in ("bin", "idx"):
         path = tmp_path / f"a.{kind}"
         assert path.read_bytes() == (tmp_path / f"expected.{kind}").read_bytes()
-        assert (record[f"{kind}_sha256"], record[f"{kind}_bytes"]) == (file_sha256(path), path.stat().st_size)
+        assert (record[f"{kind}_sha256"], record[f"{kind}_bytes"]) == (
+            file_sha256(path),
+            path.stat().st_size,
+        )
     assert write(tmp_path / "b", [])["tokens"] == len(IndexedDataset(tmp_path / "b")) == 0
     IndexedDataset(tmp_path / "b").verify()
 
 
 def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path):
     for code in DTYPES:
-        dataset = IndexedDataset(by_hand(tmp_path / str(code), code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
+        dataset = IndexedDataset(
+            by_hand(tmp_path / str(code), code, [[[1, 2], [3]], [], [[4, 5, 6]]])
+        )
         assert dataset.num_tokens == 6
         assert [document.tolist() for document in dataset] == [[1, 2, 3], [], [4, 5, 6]]
         assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
@@ -64,7 +69,13 @@ def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path):
 
 def test_every_truncation_and_a_damaged_index_are_refused(tmp_path):
     write(tmp_path / "a")
-    damaged = ((0, b"X"), (9, b"\2"), (26, b"\1"), (34 + 4 * 3 + 8 * 2, b"\1"), (34 + 12 * 3, b"\1"))
+    damaged = (
+        (0, b"X"),
+        (9, b"\2"),
+        (26, b"\1"),
+        (34 + 4 * 3 + 8 * 2, b"\1"),
+        (34 + 12 * 3, b"\1"),
+    )
     for suffix in (".bin", ".idx"):
         path = tmp_path / f"a{suffix}"
         data = path.read_bytes()
@@ -78,7 +89,9 @@ def test_every_truncation_and_a_damaged_index_are_refused(tmp_path):
         with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing"):
             IndexedDataset(tmp_path / "a")
         path.write_bytes(data)
-    path.write_bytes(data[:34] + bytes([data[34] + 1]) + data[35:])  # the first length: no size changes
+    path.write_bytes(
+        data[:34] + bytes([data[34] + 1]) + data[35:]
+    )  # the first length: no size changes
     with pytest.raises(ValueError, match="back to back"):
         IndexedDataset(tmp_path / "a").verify()
 
@@ -88,7 +101,9 @@ def test_writer_refuses_ids_outside_the_vocabulary_and_never_overwrites(tmp_path
     with pytest.raises(ValueError, match="ids from 0 to 1999"):
         write(tmp_path / "a", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "a.bin").write_bytes(b"of a writer that was killed: without an index it is no shard")
+    (tmp_path / "a.bin").write_bytes(
+        b"of a writer that was killed: without an index it is no shard"
+    )
     write(tmp_path / "a")
     assert [document.tolist() for document in IndexedDataset(tmp_path / "a")] == DOCUMENTS
     with pytest.raises(FileExistsError, match="never overwritten"):

@@ -62,7 +62,9 @@ def test_windows_are_slices_of_the_stream(folder, seq_len, shuffle):
         a = epochs[g // n][g % n]
         assert dataset[g].dtype == np.int64
         assert dataset[g].tolist() == tokens[a : a + seq_len + 1].tolist()
-        assert dataset.document_starts(g).tolist() == [s - a for s in starts if a <= s < a + seq_len + 1]
+        assert dataset.document_starts(g).tolist() == [
+            s - a for s in starts if a <= s < a + seq_len + 1
+        ]
     assert any(a < corpus._starts[1] < a + seq_len for a in epochs[0])  # one spans shards
     assert np.array_equal(dataset.read_batch([3, n + 5]), np.stack([dataset[3], dataset[n + 5]]))
 
@@ -73,24 +75,38 @@ def test_fingerprint_changes_with_everything_that_changes_the_samples(folder):
     two = folder / "s-2"
     others = (shards, "train"), (two, "train"), (one, "train"), (shards, "validation")
     sets = [PackedDataset(TokenCorpus(*other), 8, 3) for other in others]
-    sets += [PackedDataset(TokenCorpus(shards), *other) for other in ((9, 3), (8, 4), (8, 3, False))]
+    sets += [
+        PackedDataset(TokenCorpus(shards), *other) for other in ((9, 3), (8, 4), (8, 3, False))
+    ]
     assert len({d.fingerprint for d in sets}) == len(sets)
     assert sets[0].fingerprint == PackedDataset(TokenCorpus(shards), 8, 3).fingerprint
 
 
 def test_every_prefix_is_fair_within_one_sample():
-    for weights in ([1], [0.7, 0.3], [0.9, 0.09, 0.009, 0.001], [3, 3, *9 * [1]], [0.333, 0.333, 0.334]):
+    for weights in (
+        [1],
+        [0.7, 0.3],
+        [0.9, 0.09, 0.009, 0.001],
+        [3, 3, *9 * [1]],
+        [0.333, 0.333, 0.334],
+    ):
         exact = exact_weights(weights)
         pattern = fair_pattern(exact)
         for c, w in enumerate(exact):
             counts = np.cumsum(pattern == c)
-            scaled = counts * w.denominator - np.arange(1, len(pattern) + 1) * w.numerator  # integers: exact
+            scaled = (
+                counts * w.denominator - np.arange(1, len(pattern) + 1) * w.numerator
+            )  # integers: exact
             assert np.abs(scaled).max() < w.denominator
             assert scaled[-1] == 0
 
 
 def test_weights_are_taken_as_written():
-    assert exact_weights([0.1, 0.2, 0.7]) == exact_weights([10, 20, 70]) == [Fraction(n, 10) for n in (1, 2, 7)]
+    assert (
+        exact_weights([0.1, 0.2, 0.7])
+        == exact_weights([10, 20, 70])
+        == [Fraction(n, 10) for n in (1, 2, 7)]
+    )
     for weights in ([], [1, 0], [1, -1], [float("nan"), 1], [float("inf"), 1], [0.12345678901, 1]):
         with pytest.raises(ValueError, match=r"positive number|fewer digits"):
             fair_pattern(exact_weights(weights))
@@ -110,7 +126,9 @@ def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(folder):
     assert taken == [250, 150, 100]
     assert len(mixed) == 80  # of the first corpus, 40 samples at a half: no corpus repeats in it
     assert mixed.epochs(500) == [250 / 40, 150 / 25, 100 / 90]
-    assert mixed.epochs(7) == [sum(mixed.locate(g)[0] == c for g in range(7)) / n for c, n in enumerate((40, 25, 90))]
+    assert mixed.epochs(7) == [
+        sum(mixed.locate(g)[0] == c for g in range(7)) / n for c, n in enumerate((40, 25, 90))
+    ]
 
 
 def test_positions_count_from_the_document_s_start_in_the_sample(folder):

@@ -30,7 +30,15 @@ SOLVERS = {"mqar": recalled, "selective-copying": copied}  # from text[:p] alone
 
 def prepare(kind, folder, *options, expect=0):
     task = [f"--synthetic-{name}={value}" for name, value in SMALL[kind].items()]
-    arguments = ["--synthetic", kind, *task, "--synthetic-examples=3000", "--output", folder, *options]
+    arguments = [
+        "--synthetic",
+        kind,
+        *task,
+        "--synthetic-examples=3000",
+        "--output",
+        folder,
+        *options,
+    ]
     assert prepare_data.main([str(argument) for argument in arguments]) == expect
     return folder
 
@@ -38,11 +46,15 @@ def prepare(kind, folder, *options, expect=0):
 @pytest.fixture(scope="module", params=list(TASKS))
 def corpus(request, tmp_path_factory):
     kind = request.param
-    return kind, prepare(kind, tmp_path_factory.mktemp(kind) / "corpus", "--validation-fraction=0.1")
+    return kind, prepare(
+        kind, tmp_path_factory.mktemp(kind) / "corpus", "--validation-fraction=0.1"
+    )
 
 
 def documents(folder, split):
-    return [document for shard in TokenCorpus(folder, split, verify=True).shards for document in shard]
+    return [
+        document for shard in TokenCorpus(folder, split, verify=True).shards for document in shard
+    ]
 
 
 def test_what_came_before_determines_every_answer(corpus):
@@ -98,7 +110,9 @@ def test_windows_are_examples_and_their_answers_are_counted_exactly(corpus):
         for g in range(len(dataset)):
             counted = dataset.counted(g)
             assert counted.sum() == dataset.targets
-            window, flags = (np.concatenate(rows[g * examples : (g + 1) * examples]) for rows in (ids, marks))
+            window, flags = (
+                np.concatenate(rows[g * examples : (g + 1) * examples]) for rows in (ids, marks)
+            )
             assert np.array_equal(dataset[g][:-1], window)
             assert np.array_equal(counted[:-1], flags[1:] == 1)
 
@@ -128,7 +142,10 @@ def test_mqar_has_lists_of_equal_length(corpus):
         ("--synthetic selective-copying --synthetic-vocab 5", "give 6 words or more"),
         ("--synthetic mqar --tokenizer t.model --input=stdlib", "leave out --input, --tokenizer"),
         ("--synthetic-length 64", "used with --synthetic only"),
-        ("--synthetic mqar --synthetic-examples 20 --validation-fraction 0.01", "fall into train train-answers alone"),
+        (
+            "--synthetic mqar --synthetic-examples 20 --validation-fraction 0.01",
+            "fall into train train-answers alone",
+        ),
     ],
 )
 def test_bad_options(options, message, tmp_path, capsys):

@@ -47,16 +47,25 @@ def test_round_trip_without_control_tokens(any_kind):
 
 def test_sentencepiece_is_in_llama_2s_style(files):
     tokenizer = load_tokenizer(files["sentencepiece"])
-    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, None)
+    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
+        0,
+        1,
+        2,
+        None,
+    )
     assert len(tokenizer.encode("2024")) == 5  # the dummy prefix and four digits
     assert len(tokenizer.encode("\n" + 8 * " " + "x")) - len(tokenizer.encode("\nx")) == 1
 
 
 def test_a_vocabulary_is_trained_on_lines_of_any_length(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(["x" * 9000, "consequence " * 9000], 300))
+    (tmp_path / "tokenizer.model").write_bytes(
+        train_sentencepiece(["x" * 9000, "consequence " * 9000], 300)
+    )
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     assert len(tokenizer.encode("consequence consequence")) == 2
-    with pytest.raises(ValueError, match=r"A vocabulary of 300 cannot be trained on this text: it is empty\."):
+    with pytest.raises(
+        ValueError, match=r"A vocabulary of 300 cannot be trained on this text: it is empty\."
+    ):
         train_sentencepiece(["", "\n"], 300)
 
 
@@ -87,7 +96,14 @@ def test_a_stream_of_any_ids_equals_decode(any_kind):
     assert len(broken) > 100
     space = any_kind.encode(" ")[0]
     for _ in range(2000):
-        kinds = (rng.randrange(size), rng.choice(broken), rng.choice(broken), any_kind.eos_id, rng.randrange(3), space)
+        kinds = (
+            rng.randrange(size),
+            rng.choice(broken),
+            rng.choice(broken),
+            any_kind.eos_id,
+            rng.randrange(3),
+            space,
+        )
         ids = [rng.choice(kinds) for _ in range(rng.randrange(12))]
         given, rest = stream(any_kind, ids)
         assert "".join(given) + rest == any_kind.decode(ids), ids
@@ -115,7 +131,10 @@ def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, droppe
     word, *_ = tokenizer.encode("words")
     newline = tokenizer._sp.piece_to_id("<0x0A>")
     rng = random.Random(0)
-    rows = [rng.choices([space, space, word, newline, 1, rng.randrange(tokenizer.vocab_size)], k=8) for _ in range(300)]
+    rows = [
+        rng.choices([space, space, word, newline, 1, rng.randrange(tokenizer.vocab_size)], k=8)
+        for _ in range(300)
+    ]
     for ids in ([space] * 100 + [word, space, word], [newline] * 100 + [word, space, word], *rows):
         given, rest = stream(tokenizer, ids)
         assert "".join(given) + rest == tokenizer.decode(ids), ids
@@ -137,12 +156,18 @@ def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path
     rows = write_rows(tmp_path, TEXTS)
     line = f"--input {rows} --tokenizer {tmp_path} --validation-fraction 0 --output {tmp_path}/out"
     assert prepare_data.main(line.split()) == 0
-    for again in (load_tokenizer(tmp_path), load_tokenizer(str(path)), load_tokenizer(tmp_path / "out")):
+    for again in (
+        load_tokenizer(tmp_path),
+        load_tokenizer(str(path)),
+        load_tokenizer(tmp_path / "out"),
+    ):
         for name in ("sha256", "vocab_size", "bos_id", "eos_id", "pad_id", "unk_id", "data"):
             assert getattr(again, name) == getattr(any_kind, name), name
     corpus = TokenCorpus(tmp_path / "out", verify=True)
     assert corpus.vocab_size == any_kind.vocab_size
-    assert [d.tolist() for d in corpus.shards[0]] == [any_kind.encode(text, add_eos=True) for text in TEXTS if text]
+    assert [d.tolist() for d in corpus.shards[0]] == [
+        any_kind.encode(text, add_eos=True) for text in TEXTS if text
+    ]
 
 
 LLAMA_3 = (  # its pattern: tiktoken's engine needs a stack for spaces in a row, and panics
@@ -167,12 +192,17 @@ def unknown_word(files, folder):
 
 
 @pytest.mark.parametrize(("make", "workers"), [(spaces_for_tiktoken, 2), (unknown_word, 1)])
-def test_a_text_that_the_library_cannot_encode_is_a_bad_document(make, workers, files, tmp_path, capfd):
+def test_a_text_that_the_library_cannot_encode_is_a_bad_document(
+    make, workers, files, tmp_path, capfd
+):
     path, text = make(files, tmp_path)
     rows = write_rows(tmp_path, ["a", "b", text, "a"])
     line = f"--input {rows} --tokenizer {path} --validation-fraction 0 --workers {workers} --output {tmp_path}/out"
     assert prepare_data.main(line.split()) == 2
-    assert "rows.jsonl, line 3, cannot be read: the tokenizer cannot encode this text (" in capfd.readouterr().err
+    assert (
+        "rows.jsonl, line 3, cannot be read: the tokenizer cannot encode this text ("
+        in capfd.readouterr().err
+    )
     assert prepare_data.main([*line.split(), "--skip-bad", "1"]) == 0
     tokenizer = load_tokenizer(path)
     made = [document.tolist() for document in TokenCorpus(tmp_path / "out", verify=True).shards[0]]
@@ -199,7 +229,10 @@ def test_a_control_token_that_the_vocabulary_lacks_is_named(files, tmp_path):
     described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
     (tmp_path / "x.json").write_text(json.dumps(described | {"eos_token": "<end>"}))
     for name in ("tokenizer.json", "x.tiktoken"):
-        with pytest.raises(ValueError, match=f"{name} is not a tokenizer: .*eos_token is '<end>', which is no token"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} is not a tokenizer: .*eos_token is '<end>', which is no token",
+        ):
             load_tokenizer(tmp_path / name)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match=r"no EOS.*tokenizer_config\.json"):
@@ -237,7 +270,9 @@ def test_what_is_no_tokenizer(files, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"{name} is not a tokenizer"):
             load_tokenizer(tmp_path / name)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("requests.get", lambda url: (_ for _ in ()).throw(ConnectionError("no network")))
+    monkeypatch.setattr(
+        "requests.get", lambda url: (_ for _ in ()).throw(ConnectionError("no network"))
+    )
     for name, message in (("mine", "Unknown encoding mine"), ("cl100k_base", "no network")):
         with pytest.raises(ValueError, match=f"{message}(.|\n)*TIKTOKEN_CACHE_DIR"):
             load_tokenizer(f"tiktoken:{name}")

@@ -27,7 +27,9 @@ def fuzz():
     texts = list(TEXTS)
     for _ in range(300):
         texts.append("".join(rng.choices(PARTS, k=rng.randrange(1, 25))))
-        texts.append("".join(map(chr, rng.choices(range(0xD800), k=15) + rng.choices(range(0x300), k=15))))
+        texts.append(
+            "".join(map(chr, rng.choices(range(0xD800), k=15) + rng.choices(range(0x300), k=15)))
+        )
     for path in sorted(Path(json.__file__).parent.parent.glob("*.py"))[:8]:
         text = path.read_text("utf-8", "ignore")
         texts += [text, *text.splitlines()[:100]]
@@ -41,7 +43,9 @@ def exported(request, files, tmp_path_factory):
     tokenizer.write(folder)
     write_for_transformers(tokenizer, folder)
     # What stands beside them in a model's folder: AutoTokenizer reads it, and knows no such model.
-    (folder / "config.json").write_text(json.dumps({"model_type": "interdomain", "vocab_size": 1000}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "interdomain", "vocab_size": 1000})
+    )
     return tokenizer, folder
 
 
@@ -52,10 +56,14 @@ def test_auto_tokenizer_agrees_token_for_token(exported, monkeypatch):
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     texts = fuzz()
     ours = [tokenizer.encode(text) for text in texts]
-    assert [text for text, a, b in zip(texts, ours, loaded(texts).input_ids, strict=True) if a != b] == []
+    assert [
+        text for text, a, b in zip(texts, ours, loaded(texts).input_ids, strict=True) if a != b
+    ] == []
     for text, ids in zip(texts, ours, strict=True):
         assert loaded.decode(ids) == tokenizer.decode(ids), text
-        assert loaded.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == tokenizer.decode(ids)
+        assert loaded.decode(
+            [*ids, tokenizer.eos_id], skip_special_tokens=True
+        ) == tokenizer.decode(ids)
     assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     batch = loaded(["a", TEXTS[12]], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}  # all that the model takes
@@ -85,7 +93,9 @@ def test_control_tokens_keep_their_ids(files, tmp_path, offset, gap, control):
             if gap is not None and place >= gap:
                 place += 1
             f.write(f"{token} {place}\n")
-    described = json.loads(files["tiktoken"].with_suffix(".json").read_text()) | {"special_tokens": control}
+    described = json.loads(files["tiktoken"].with_suffix(".json").read_text()) | {
+        "special_tokens": control
+    }
     (tmp_path / "x.json").write_text(json.dumps(described))
     tokenizer = load_tokenizer(tmp_path / "x.tiktoken")
     write_for_transformers(tokenizer, tmp_path)
@@ -104,12 +114,28 @@ def test_control_tokens_keep_their_ids(files, tmp_path, offset, gap, control):
     ],
 )
 def test_what_has_no_exact_counterpart_is_not_written(tmp_path, option, value):
-    lines = (line for text in read_documents(["stdlib"], max_bytes=20_000) for line in text.splitlines())
-    options = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "vocab_size": 400}
-    options |= {"hard_vocab_limit": False, "remove_extra_whitespaces": False, "minloglevel": 2, option: value}
+    lines = (
+        line for text in read_documents(["stdlib"], max_bytes=20_000) for line in text.splitlines()
+    )
+    options = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "vocab_size": 400,
+    }
+    options |= {
+        "hard_vocab_limit": False,
+        "remove_extra_whitespaces": False,
+        "minloglevel": 2,
+        option: value,
+    }
     prefix = str(tmp_path / "tokenizer")
-    sentencepiece.SentencePieceTrainer.Train(sentence_iterator=lines, model_prefix=prefix, **options)
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=lines, model_prefix=prefix, **options
+    )
     (tmp_path / "out").mkdir()
-    with pytest.raises(NotImplementedError, match=r"only sentencepiece BPE|differs from the original"):
+    with pytest.raises(
+        NotImplementedError, match=r"only sentencepiece BPE|differs from the original"
+    ):
         write_for_transformers(load_tokenizer(tmp_path / "tokenizer.model"), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -36,13 +36,18 @@ class Workspace:
         """In place of torchrun."""
         i = command.index("interdomain.titan.entry")
         number = command[command.index("--nproc-per-node") + 1]
-        output = self.start_ranks(int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :])
+        output = self.start_ranks(
+            int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :]
+        )
         print(output)
         return torchrun.CONTINUE if "The same command continues" in output else 0
 
     def train(self, argv, stop=False):
         """launch.sh's status; with `stop` of a run that is asked to leave before its second step."""
-        config, flags = launch.parse(argv)[0].config, [word for word in argv if not word.endswith(".toml")]
+        config, flags = (
+            launch.parse(argv)[0].config,
+            [word for word in argv if not word.endswith(".toml")],
+        )
         text = (self.path / config).read_text()
         for pattern, value in SMALL.items():
             text = re.sub(pattern, value, text)

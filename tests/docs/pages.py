@@ -34,8 +34,13 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     """In the order of the page; of a notebook its cells of code, without IPython's own commands."""
     if page.suffix == ".ipynb":
-        cells = [cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "code"]
-        return [Block("python", re.sub(r"(?m)^[%!].*", "", "".join(cell["source"])), 1) for cell in cells]
+        cells = [
+            cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "code"
+        ]
+        return [
+            Block("python", re.sub(r"(?m)^[%!].*", "", "".join(cell["source"])), 1)
+            for cell in cells
+        ]
     text = page.read_text()
     return [
         Block(fence[2], textwrap.dedent(fence[3]), text.count("\n", 0, fence.start(3)) + 1)

@@ -49,7 +49,9 @@ def fewer(text):
 def tool_of(command):
     """(module, arguments) of one of our commands, or None."""
     if command[0] == ".venv/bin/interdomain":
-        return importlib.import_module(f"interdomain.tools.{tools.TOOLS[command[1]].stem}"), command[2:]
+        return importlib.import_module(
+            f"interdomain.tools.{tools.TOOLS[command[1]].stem}"
+        ), command[2:]
     if command[0] == "./launch.sh" and command[1:2] != ["test"]:
         return launch, command[1:]
     return None
@@ -71,7 +73,9 @@ def exists(command):
         ):
             assert glob.glob(file), f"{file} does not exist"
         if extras := re.fullmatch(r"\.\[([\w,]+)\]", word):
-            assert set(extras[1].split(",")) <= EXTRAS.keys(), f"{word} names an extra that pyproject.toml lacks"
+            assert set(extras[1].split(",")) <= EXTRAS.keys(), (
+                f"{word} names an extra that pyproject.toml lacks"
+            )
 
 
 def run(text, workspace, tutorial):
@@ -90,10 +94,16 @@ def run(text, workspace, tutorial):
         if module is study and argv[0] == "run":
             parse(study, argv)
             argv = ["plan", argv[1]]
-        if module is convert and "--output" in argv:  # it overwrites nothing, and a page may begin with it
+        if (
+            module is convert and "--output" in argv
+        ):  # it overwrites nothing, and a page may begin with it
             shutil.rmtree(argv[argv.index("--output") + 1], ignore_errors=True)
         if module is not launch:
-            argv = [path for word in argv for path in ("'" not in text and sorted(glob.glob(word))) or [word]]
+            argv = [
+                path
+                for word in argv
+                for path in ("'" not in text and sorted(glob.glob(word))) or [word]
+            ]
             status = module.main(argv)
         elif tutorial and "--dry-run" not in argv:
             status = workspace.train(argv, stop)
@@ -121,7 +131,9 @@ def do(block, page, namespace, workspace):
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not error.code:  # --help, --flags
                 continue
-            raise AssertionError(f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}"
+            ) from error
 
 
 def run_page(page, workspace):
@@ -142,7 +154,9 @@ def after_the_first_run(clone, environment, ranks):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(clone)
         patch.setattr(
-            prepare_data, "main", lambda argv: prepare([*argv, "--max-bytes", "400000", "--vocab-size", "512"])
+            prepare_data,
+            "main",
+            lambda argv: prepare([*argv, "--max-bytes", "400000", "--vocab-size", "512"]),
         )
         run_page(FIRST_RUN, Workspace(clone, ranks))
     return clone
@@ -163,27 +177,39 @@ def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):
 
 
 def test_the_first_run(after_the_first_run):
-    for written in ("data/stdlib/manifest.json", "outputs/debug-softmax/checkpoint", "exports/debug/config.json"):
+    for written in (
+        "data/stdlib/manifest.json",
+        "outputs/debug-softmax/checkpoint",
+        "exports/debug/config.json",
+    ):
         assert (after_the_first_run / written).exists()
 
 
 def test_a_model_card_s_example_runs(workspace, capsys):
     """Before the pages: some register the model in this process, and then transformers asks nothing."""
-    (example,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"]
+    (example,) = [
+        block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"
+    ]
     exec(example.text.replace("path/to/this/folder", "exports/debug"), {})
     assert "Once upon a time" in capsys.readouterr().out
-    (command,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "bash"]
+    (command,) = [
+        block for block in blocks(Path("exports/debug/README.md")) if block.language == "bash"
+    ]
     program, *words = shlex.split(command.text.replace("path/to/this/folder", "exports/debug"))
     assert (program, tools.main([*words, "--max-tokens", "2"])) == ("interdomain", 0)
     assert "Once upon a time" in capsys.readouterr().out
 
 
 OTHER_PAGES = [
-    p for p in PAGES if p not in (README, FIRST_RUN) and any(b.language in ("bash", "python") for b in blocks(p))
+    p
+    for p in PAGES
+    if p not in (README, FIRST_RUN) and any(b.language in ("bash", "python") for b in blocks(p))
 ]
 
 
-@pytest.mark.parametrize("page", [README, *(pytest.param(page, marks=SLOW) for page in OTHER_PAGES)], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [README, *(pytest.param(page, marks=SLOW) for page in OTHER_PAGES)], ids=name_of
+)
 def test_a_page_s_blocks_run(page, workspace):
     run_page(page, workspace)
 
@@ -199,7 +225,9 @@ def test_settings_and_options_that_a_page_names_exist(page, capsys):
             assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in SETTINGS, (
                 f"no setting {section}.{field}"
             )
-    for name, rest in re.findall(rf"`(?:\.venv/bin/interdomain )?({'|'.join(tools.TOOLS)})( [^`]*)`", text):
+    for name, rest in re.findall(
+        rf"`(?:\.venv/bin/interdomain )?({'|'.join(tools.TOOLS)})( [^`]*)`", text
+    ):
         subcommand = re.findall(r"^ ([a-z]+)\b", rest)
         with pytest.raises(SystemExit):
             tools.main([name, *subcommand, "--help"])

@@ -19,7 +19,16 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     path = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(path),
+    ]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +47,9 @@ def test_pictures_and_boxes_on_github_and_on_the_site(site):
         text = prose(page)
         pictures = re.findall(r"<picture>\n.*\n.*\n</picture>", text)
         assert len(pictures) == len(re.findall(r"pictures/[\w-]+-light\.\w+", text)), page
-        assert not re.search(r"^ *(!!!|\?\?\?)", text, re.MULTILINE), f"{page}: GitHub shows this box as plain text"
+        assert not re.search(r"^ *(!!!|\?\?\?)", text, re.MULTILINE), (
+            f"{page}: GitHub shows this box as plain text"
+        )
         html = page_of(site, page) if page.parent != REPOSITORY else ""
         for picture in pictures:
             files = re.findall(r"pictures/[\w-]+-(?:light|dark)\.\w+", picture)
@@ -54,8 +65,15 @@ def test_formulas_on_github_and_on_the_site(site):
         inline = re.findall(r"\$[^$\n]+\$", text)
         # GitHub's Markdown takes a backslash before such a character, and a bar ends a table's cell.
         assert not [formula for formula in inline if re.search(r"\\[^a-zA-Z]|\|", formula)], page
-        html, blocks_of_math = page_of(site, page), [block for block in blocks(page) if block.language == "math"]
+        html, blocks_of_math = (
+            page_of(site, page),
+            [block for block in blocks(page) if block.language == "math"],
+        )
         if page.suffix == ".md":
             assert html.count('class="arithmatex"') == len(inline) + len(blocks_of_math), page
-        fetched = re.findall(r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="(https?:[^"]+)"', html)
-        assert [address for address in fetched if not address.endswith("/es5/tex-chtml.js")] == [], page
+        fetched = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="(https?:[^"]+)"', html
+        )
+        assert [
+            address for address in fetched if not address.endswith("/es5/tex-chtml.js")
+        ] == [], page

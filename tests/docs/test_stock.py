@@ -14,7 +14,10 @@ from interdomain.data.readers import read_documents
 from ..common import REPOSITORY, TIMEOUT
 from .pages import blocks
 
-STORIES = {"a corpus": ("cat > run.toml", 4, "def main("), "TorchTitan's data": ("c4_test.toml", 10, "The ")}
+STORIES = {
+    "a corpus": ("cat > run.toml", 4, "def main("),
+    "TorchTitan's data": ("c4_test.toml", 10, "The "),
+}
 
 
 def checkout(folder):
@@ -26,7 +29,9 @@ def checkout(folder):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet)
+    )
     (folder / "tests/assets/tokenizer").mkdir()
     tokenizer.save(str(folder / "tests/assets/tokenizer/tokenizer.json"))
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
@@ -39,7 +44,9 @@ def checkout(folder):
 def test_a_run_under_torchtitans_own_entry(tmp_path, story):
     begins, last, prompt = STORIES[story]
     page = REPOSITORY / "docs" / "torchtitan.md"
-    (block,) = [block for block in blocks(page) if block.language == "bash" and begins in block.text]
+    (block,) = [
+        block for block in blocks(page) if block.language == "bash" and begins in block.text
+    ]
     if story == "TorchTitan's data":
         checkout(tmp_path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

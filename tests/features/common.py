@@ -67,7 +67,9 @@ def make(case, dtype=torch.float64, parameters=None, device="cpu"):
         leaves |= {"scale": normal(R, dtype=parameters), "shift": normal(H, R, dtype=parameters)}
     rope = None
     if case.rope:
-        angles = torch.rand(*((B,) if case.rope == "rows" else ()), T, 1, R // 2, generator=g, dtype=torch.float64)
+        angles = torch.rand(
+            *((B,) if case.rope == "rows" else ()), T, 1, R // 2, generator=g, dtype=torch.float64
+        )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         rope = tuple(f(2 * math.pi * angles).to(wide).to(device) for f in (torch.cos, torch.sin))
     return {n: x.detach().requires_grad_() for n, x in leaves.items()}, rope, dy
@@ -124,9 +126,12 @@ def literal(case, leaves, rope, dy):
                 z = u[h * R : (h + 1) * R]
                 if rope is not None:
                     cos, sin = (
-                        table.cpu().double()[b] if case.rope == "rows" else table.cpu().double() for table in rope
+                        table.cpu().double()[b] if case.rope == "rows" else table.cpu().double()
+                        for table in rope
                     )
-                    turned = torch.complex(z[: R // 2], z[R // 2 :]) * torch.complex(cos[t, 0], sin[t, 0])
+                    turned = torch.complex(z[: R // 2], z[R // 2 :]) * torch.complex(
+                        cos[t, 0], sin[t, 0]
+                    )
                     z = torch.cat([turned.real, turned.imag])
                 if case.silu:
                     z = z / (1 + torch.exp(-z))

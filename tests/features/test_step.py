@@ -40,7 +40,9 @@ LAYERS = {
     "many": Layer((1, 1, 1), conv=2, rotated=2, silu=2, norm=2, R=64, B=19),
 }
 CASES = [(name, torch.float32) for name in LAYERS]
-CASES += [(name, torch.bfloat16) for name in ("interdomain", "single-query", "head96")] + [("head32", torch.float16)]
+CASES += [(name, torch.bfloat16) for name in ("interdomain", "single-query", "head96")] + [
+    ("head32", torch.float16)
+]
 
 
 def make(layer, dtype, T=1, parameters=None):
@@ -97,7 +99,11 @@ def parts(layer, x, options, past, rope):
                 backend="torch",
             )
         )
-    window = None if past is None else torch.cat([past.double(), x[..., : past.shape[2]]], dim=1)[:, 1 - layer.W :]
+    window = (
+        None
+        if past is None
+        else torch.cat([past.double(), x[..., : past.shape[2]]], dim=1)[:, 1 - layer.W :]
+    )
     return torch.cat(out, dim=2), window
 
 
@@ -180,7 +186,10 @@ def test_compiles_without_a_graph_break():
     [
         (dict(x=X[None]), r"x has shape \(1, 2, 72\); expected \[B, H R\] with R = head_dim = 8"),
         (dict(conv=CONV), "conv and past are given together"),
-        (dict(conv=CONV, past=PAST[:, 1:]), r"past has shapes \(\(2, 2, 48\),\); expected \(\(2, 3, 48\),\)"),
+        (
+            dict(conv=CONV, past=PAST[:, 1:]),
+            r"past has shapes \(\(2, 2, 48\),\); expected \(\(2, 3, 48\),\)",
+        ),
         (dict(rope=(TABLE, TABLE)), r"RoPE \(pairs\) of 0 heads"),
         (dict(silu=10), "SiLU of 10"),
         (dict(norm=(torch.zeros(8), torch.zeros(1, 8))), r"norm has shapes"),

@@ -7,7 +7,11 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from interdomain.features import input_features, input_features_step, ops
 
@@ -25,13 +29,18 @@ def kernels(monkeypatch):
 
 
 # 16 tokens to a program at these sizes: T = 19 leaves three to the second, all of which add to the first one's gradients.
-CASES = [(Case(T=19, B=1, H=1, past=bool(mix.get("W", 4)), **mix), torch.bfloat16) for mix in MIXES.values()]
+CASES = [
+    (Case(T=19, B=1, H=1, past=bool(mix.get("W", 4)), **mix), torch.bfloat16)
+    for mix in MIXES.values()
+]
 # Shorter than the filter; one program; three.
 CASES += [(Case(T=T, B=1, H=2, **MIXES["k"]), torch.float32) for T in (2, 16, 33)]
 CASES += [(Case(T=T, past=True, strided=True, **MIXES["k"]), torch.float32) for T in (1, 17)]
 # Documents that start in either program, one and two tokens before its end among them.
 CASES += [(Case(T=T, B=4, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (4, 33)]
-CASES += [(Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)]  # angles that differ by row
+CASES += [
+    (Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)
+]  # angles that differ by row
 # Tiles that are not full.
 CASES += [(Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 96)]
 CASES += [(Case(T=3, B=1, H=5, R=256, W=3, **MIXES["q"]), torch.float16)]
@@ -66,23 +75,43 @@ def test_zeros_have_no_direction_and_no_nan():
         with torch.no_grad():
             leaves["x"][:, :2] = 0
             leaves["x"][:, 2] *= 1e-7  # below the smallest norm that SiLU's features are divided by
-        assert_agree(run(case, leaves, rope, dy, backend="triton"), run(case, leaves, rope, dy, backend="torch"), 1e-5)
+        assert_agree(
+            run(case, leaves, rope, dy, backend="triton"),
+            run(case, leaves, rope, dy, backend="torch"),
+            1e-5,
+        )
         tokens = leaves["x"].detach()[:, 1:3].flatten(0, 1)
         step = functools.partial(input_features_step, head_dim=case.R, silu=case.H)
-        torch.testing.assert_close(*(step(tokens.clone(), backend=backend) for backend in ("triton", "torch")))
+        torch.testing.assert_close(
+            *(step(tokens.clone(), backend=backend) for backend in ("triton", "torch"))
+        )
 
 
 @pytest.mark.parametrize("mix", ["k", "v"])
 def test_opcheck(mix):
     case = Case(T=5, past=mix == "k", documents=mix == "k", **MIXES[mix])
     leaves, rope, dy = make(case, torch.bfloat16, device=DEVICE)
-    x, weight, bias, past, scale, shift = (leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift"))
+    x, weight, bias, past, scale, shift = (
+        leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift")
+    )
     weight = weight if weight is None else weight.detach().flatten(1).requires_grad_()
-    args = (x, case.R, weight, bias, past, documents(case, DEVICE), *(rope or (None, None)), case.silu, scale)
+    args = (
+        x,
+        case.R,
+        weight,
+        bias,
+        past,
+        documents(case, DEVICE),
+        *(rope or (None, None)),
+        case.silu,
+        scale,
+    )
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.features, (*args, shift, EPS), test_utils=tests)
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-    torch.library.opcheck(ops.features_backward, (dy, *args, EPS, past is not None), test_utils=tests[::2])
+    torch.library.opcheck(
+        ops.features_backward, (dy, *args, EPS, past is not None), test_utils=tests[::2]
+    )
 
 
 def test_under_autocast_and_checkpointing(monkeypatch):
@@ -128,7 +157,15 @@ def test_steps_are_the_sequence():
 def test_step_compiles(name):
     steps.check_compiled(name, "triton")
     x, options, past, rope = steps.make(steps.LAYERS[name], torch.bfloat16)
-    args = x[:, 0], 8, *options.get("conv", (None, None)), past, *rope, options["rotated"], options["silu"]
+    args = (
+        x[:, 0],
+        8,
+        *options.get("conv", (None, None)),
+        past,
+        *rope,
+        options["rotated"],
+        options["silu"],
+    )
     op = torch.ops.interdomain.features_step.default
     args = (*args, *options.get("norm", (None, None)), EPS)
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
@@ -143,5 +180,7 @@ def test_offsets_beyond_int32():
     x = torch.randn(1, period, E, generator=g).bfloat16().cuda()[:, torch.arange(T) % period]
     conv = torch.randn(E, 4, generator=g).cuda(), torch.randn(E, generator=g).cuda()
     y = input_features(x, 64, conv=conv, silu=True, backend="triton")
-    tail = input_features(x[:, -100:], 64, conv=conv, past=x[:, -103:-100], silu=True, backend="triton")
+    tail = input_features(
+        x[:, -100:], 64, conv=conv, past=x[:, -103:-100], silu=True, backend="triton"
+    )
     assert torch.equal(y[:, -100:], tail)

@@ -10,7 +10,9 @@ from interdomain.model.config import FIXED_STATE
 from ..model.common import OPTIONS
 
 CASES = {
-    **{condition: (condition, {}) for condition in ("interdomain", "softmax", "s4d", "dual-linear")},
+    **{
+        condition: (condition, {}) for condition in ("interdomain", "softmax", "s4d", "dual-linear")
+    },
     "all": ("interdomain", OPTIONS["all"]),  # rff, normalised, gated, grouped heads, diagonal C
     "hybrid": ("interdomain", OPTIONS["hybrid"]),
     "window": ("softmax", OPTIONS["window"]),
@@ -19,9 +21,19 @@ CASES = {
     "unconvolved": ("interdomain", OPTIONS["no conv"]),
     "gla-convolved": ("gla", OPTIONS["conv"]),
     "mamba2-unconvolved": ("mamba2", OPTIONS["no conv"]),
-    "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity", readout="hermitian", output_norm="soft")),
+    "kv-identity": (
+        "single-query",
+        dict(n_kv_heads=1, c_form="identity", readout="hermitian", output_norm="soft"),
+    ),
 }
-KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window", "mamba2")  # one of each kind of state
+KINDS = (
+    "interdomain",
+    "softmax",
+    "s4d",
+    "all",
+    "hybrid, window",
+    "mamba2",
+)  # one of each kind of state
 each_case = pytest.mark.parametrize("case", CASES)
 each_kind = pytest.mark.parametrize("case", KINDS)
 
@@ -57,4 +69,6 @@ def padded(rows, side: str, value: int = 9):
         more = torch.full((1, T - row.shape[1]), value)
         return torch.cat([more, row] if side == "left" else [row, more], dim=1)
 
-    return torch.cat([filled(row, value) for row in rows]), torch.cat([filled(row * 0 + 1, 0) for row in rows])
+    return torch.cat([filled(row, value) for row in rows]), torch.cat(
+        [filled(row * 0 + 1, 0) for row in rows]
+    )

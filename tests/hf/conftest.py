@@ -24,7 +24,9 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def expected_version(modules_cache):
-    assert importlib.import_module("transformers").__version__.startswith(os.environ.get(EXPECTED, ""))
+    assert importlib.import_module("transformers").__version__.startswith(
+        os.environ.get(EXPECTED, "")
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -47,9 +47,19 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
     """The folder computes the native model's numbers, and those of the folder here with the package's kernels."""
     cases, tokens = ("interdomain", "all", "s4d", "softmax", "gla"), random_texts(1, 70)
     given = {"folders": {case: str(exported(case)[1]) for case in cases}, "tokens": tokens.tolist()}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], input=json.dumps(given), cwd=tmp_path, capture_output=True, text=True, env=env
+        [sys.executable, "-c", ALONE],
+        input=json.dumps(given),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     rows = [tokenizer.encode(text) for text in ("import os", "def f(x):\n    return")]
@@ -58,7 +68,10 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
         native, model = loaded(case)
         assert ids == rows[0]
         assert torch.equal(torch.tensor(text), greedy(native, tokens, 6)), case
-        assert batch_text == model.generate(batch, attention_mask=mask, max_new_tokens=4, **ON).tolist()
+        assert (
+            batch_text
+            == model.generate(batch, attention_mask=mask, max_new_tokens=4, **ON).tolist()
+        )
         assert abs(loss - model(batch, attention_mask=mask, labels=batch).loss.item()) < 1e-4
 
 
@@ -66,18 +79,45 @@ VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get(VERSION_4), reason=f"{VERSION_4} names no folder with transformers 4")
+@pytest.mark.skipif(
+    not os.environ.get(VERSION_4), reason=f"{VERSION_4} names no folder with transformers 4"
+)
 def test_the_others_on_transformers_4():
     """With one condition of each kind of state, for transformers calls all in the same way; without tests of PyTorch.
 
     The folder: pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", VERSION_4))}
-    env |= {"PYTHONPATH": f"{os.environ[VERSION_4]}{os.pathsep}{env['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST_", VERSION_4))
+    }
+    env |= {
+        "PYTHONPATH": f"{os.environ[VERSION_4]}{os.pathsep}{env['PYTHONPATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     env |= {EXPECTED: "4."}
     others = [case for case in CASES if case not in KINDS]
-    of_torch = ("gradients_and_steps", "turns_of_unequal", "every_bit", "compile", "nothing_of_this_project")
+    of_torch = (
+        "gradients_and_steps",
+        "turns_of_unequal",
+        "every_bit",
+        "compile",
+        "nothing_of_this_project",
+    )
     without = " and ".join(f"not {name}" for name in (*others, *of_torch))
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/hf"]
-    done = subprocess.run([*pytest_here, "-k", without], cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    pytest_here = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "tests/hf",
+    ]
+    done = subprocess.run(
+        [*pytest_here, "-k", without], cwd=REPOSITORY, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr

@@ -17,12 +17,20 @@ def test_layer_types_say_which_layers_have_a_cache_of_keys_and_values():
         "softmax": ["full_attention"] * 4,
     }
     for condition, expected in types.items():
-        assert hf.InterdomainConfig(**to_transformers(build_config("debug", condition))).layer_types == expected
-    assert hf.InterdomainConfig(**to_transformers(hybrid)).layer_types == ["linear_attention", "sliding_attention"] * 2
+        assert (
+            hf.InterdomainConfig(**to_transformers(build_config("debug", condition))).layer_types
+            == expected
+        )
+    assert (
+        hf.InterdomainConfig(**to_transformers(hybrid)).layer_types
+        == ["linear_attention", "sliding_attention"] * 2
+    )
 
 
 def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
-    config = hf.InterdomainConfig(weights={"model.safetensors": "0"}, facts={"step": 400, "validation": {"loss": 2.4}})
+    config = hf.InterdomainConfig(
+        weights={"model.safetensors": "0"}, facts={"step": 400, "validation": {"loss": 2.4}}
+    )
     config.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert not {"weights", "facts"} & saved.keys()
@@ -40,7 +48,10 @@ def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
             {"mixer": "hybrid", "layer_settings": [{"mixer": "softmax"}] * 3},
             "3 conditions.*divide n_layers = 2",
         ),
-        ({"mixer": "hybrid", "layer_settings": [{}, {"readout": "imag"}]}, "readout = 'imag' is unknown"),
+        (
+            {"mixer": "hybrid", "layer_settings": [{}, {"readout": "imag"}]},
+            "readout = 'imag' is unknown",
+        ),
         ({"query_readout": False, "num_key_value_heads": 2}, "n_kv_heads = 2 is not possible"),
         ({"window": 4}, "window"),
         ({"rope_theta": 0.0}, "rope_theta must be positive"),

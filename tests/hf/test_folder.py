@@ -32,8 +32,12 @@ def test_what_a_reader_finds(exported):
     assert sum(len(file.read_text().splitlines()) for file in files) <= 3150
     for file in files:
         tree = ast.parse(file.read_text())
-        if file.name == PLAIN:  # of the package's definitions; none stands twice, so that none has another's function
-            names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        if (
+            file.name == PLAIN
+        ):  # of the package's definitions; none stands twice, so that none has another's function
+            names = [
+                node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            ]
             assert len(names) == len(set(names)) > 40
             texts = "".join((package / module).read_text() for module in MODULES)
             for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
@@ -51,7 +55,9 @@ def test_kernels_of_another_interface_are_not_used(tmp_path, exported, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("interdomain.scan.INTERFACE", 2)
     assert not importlib.import_module("of_another_time.plain_interdomain").HAS_PACKAGE
-    assert "calls interface 1 of the package interdomain, and the installed one has 2" in caplog.text
+    assert (
+        "calls interface 1 of the package interdomain, and the installed one has 2" in caplog.text
+    )
 
 
 @each_kind
@@ -97,7 +103,10 @@ def test_the_package_registers_the_same_classes(tmp_path, exported, package):
     there = load(folder, trust_remote_code=None)
     assert type(there) is hf.InterdomainForCausalLM
     there.save_pretrained(tmp_path / "saved")
-    code = [{file.name: file.read_text() for file in path.glob("*.py")} for path in (tmp_path / "saved", folder)]
+    code = [
+        {file.name: file.read_text() for file in path.glob("*.py")}
+        for path in (tmp_path / "saved", folder)
+    ]
     assert code[0] == code[1]
     tokens = random_texts(1, 9)
     base = AutoModel.from_pretrained(folder)
@@ -117,19 +126,29 @@ def test_added_tokens(tmp_path, exported):
     assert logits.shape == (1, 10, 428)
     torch.testing.assert_close(logits[:, :9, :420], model(tokens), **CLOSE)
     there.save_pretrained(tmp_path / "more")
-    assert load(tmp_path / "more").config.vocab_size == load_model(tmp_path / "more").config.vocab_size == 428
+    assert (
+        load(tmp_path / "more").config.vocab_size
+        == load_model(tmp_path / "more").config.vocab_size
+        == 428
+    )
 
 
 def test_a_new_model_starts_as_the_native_one_does(package):
     """By the package's `initial_value`, with other seeds: what is constant is the same, the rest has the same spread."""
-    options = dict(layers=["interdomain", "s4d", "mamba2", "softmax"], output_gate=True, c_form="diagonal")
+    options = dict(
+        layers=["interdomain", "s4d", "mamba2", "softmax"], output_gate=True, c_form="diagonal"
+    )
     config = build_config("debug", feature_map="favor", normalize=True, **options)
     torch.manual_seed(0)
-    there = package.InterdomainForCausalLM(package.InterdomainConfig(**to_transformers(config), initializer_range=0.04))
+    there = package.InterdomainForCausalLM(
+        package.InterdomainConfig(**to_transformers(config), initializer_range=0.04)
+    )
     for name, tensor in Transformer(config).state_dict().items():
         found = there.state_dict()[stored_name(name)]
         if tensor.unique().numel() == 1 or name.endswith(("log_A_real", "A_imag")):
             assert torch.equal(found, tensor), name
         elif tensor.numel() > 300:
             linear = tensor.ndim == 2 and "ssm" not in name
-            torch.testing.assert_close(found.std(), tensor.std() * (1 + linear), rtol=0.15, atol=0, msg=name)
+            torch.testing.assert_close(
+                found.std(), tensor.std() * (1 + linear), rtol=0.15, atol=0, msg=name
+            )

@@ -25,7 +25,9 @@ def test_padding_leaves_no_trace(native, there, side):
     rows = [random_texts(1, length, seed=length) for length in (3, 14, 1)]
     tokens, mask = padded(rows, side)
     wanted = torch.cat([greedy(native, row, 6)[:, -6:] for row in rows])
-    in_chunks = dict(prefill_chunk_size=5) if side == "left" else {}  # only the last chunk gives a next token
+    in_chunks = (
+        dict(prefill_chunk_size=5) if side == "left" else {}
+    )  # only the last chunk gives a next token
     for options in ({}, dict(use_cache=False), in_chunks):
         text = there.generate(tokens, attention_mask=mask, max_new_tokens=6, **ON, **options)
         assert torch.equal(text[:, 14:], wanted), options
@@ -35,7 +37,9 @@ def test_padding_leaves_no_trace(native, there, side):
 def test_beams(there, monkeypatch):
     cache, moved = code_of(there).InterdomainCache, []
     select = cache.reorder_cache
-    monkeypatch.setattr(cache, "reorder_cache", lambda self, rows: (moved.append(rows.tolist()), select(self, rows)))
+    monkeypatch.setattr(
+        cache, "reorder_cache", lambda self, rows: (moved.append(rows.tolist()), select(self, rows))
+    )
     tokens = random_texts(2, 9)
     options = dict(max_new_tokens=6, num_beams=4, num_return_sequences=3, length_penalty=0.0, **ON)
     found = there.generate(tokens, **options)
@@ -48,7 +52,9 @@ def test_beams(there, monkeypatch):
 def test_a_text_that_goes_on(native, there):
     """Turn by turn with the returned cache: what it has read is not read again, and the text is that of one prompt."""
     read = []
-    hook = there.get_input_embeddings().register_forward_hook(lambda _, args, out: read.append(args[0].shape[1]))
+    hook = there.get_input_embeddings().register_forward_hook(
+        lambda _, args, out: read.append(args[0].shape[1])
+    )
     text, cache = random_texts(2, 12), None
     for turn in range(3):
         wanted = greedy(native, text, 5)
@@ -56,9 +62,17 @@ def test_a_text_that_goes_on(native, there):
         for past in (cache, fork):
             read.clear()
             with torch.inference_mode(turn == 0):
-                out = there.generate(text, past_key_values=past, max_new_tokens=5, return_dict_in_generate=True, **ON)
+                out = there.generate(
+                    text, past_key_values=past, max_new_tokens=5, return_dict_in_generate=True, **ON
+                )
             assert torch.equal(out.sequences, wanted)
-            assert read == [12 if turn == 0 else 5, 1, 1, 1, 1]  # the last token of the turn before, and four new ones
+            assert read == [
+                12 if turn == 0 else 5,
+                1,
+                1,
+                1,
+                1,
+            ]  # the last token of the turn before, and four new ones
         cache = out.past_key_values
         assert cache.get_seq_length() == wanted.shape[1] - 1
         text = torch.cat([wanted, random_texts(2, 4, seed=turn)], dim=1)
@@ -73,7 +87,9 @@ def test_a_mask_that_leaves_out_other_tokens_than_were_left_out(native, there):
     text, mask, cache = random_texts(2, 9), torch.ones(2, 13).long(), None
     mask[0, :3] = 0
     for begin, end in ((0, 6), (6, 9)):
-        cache = there(text[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = there(
+            text[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True
+        )
         cache = cache.past_key_values
     cache.reorder_cache(torch.tensor([1, 0]))
     text = torch.cat([text.flip(0), random_texts(2, 4, seed=3)], dim=1)
@@ -131,7 +147,10 @@ def test_tokens_that_a_wrapper_puts_before_the_text(there, monkeypatch):
             inputs["inputs_embeds"] = there.get_input_embeddings()(text)
         return inputs
 
-    rows, whole = torch.cat([virtual, tokens], dim=1), torch.cat([torch.ones(2, 3).long(), mask], dim=1)
+    rows, whole = (
+        torch.cat([virtual, tokens], dim=1),
+        torch.cat([torch.ones(2, 3).long(), mask], dim=1),
+    )
     wanted = there.generate(rows, attention_mask=whole, max_new_tokens=5, **ON)
     monkeypatch.setattr(there, "prepare_inputs_for_generation", prepare_with_prompt)
     found = there.generate(tokens, attention_mask=mask, max_new_tokens=5, **ON)
@@ -144,7 +163,11 @@ def test_methods_of_a_cache(there):
     there = copy.deepcopy(there).double()
     tokens, token = random_texts(2, 9), random_texts(2, 1, seed=2)
     cache = there(tokens).past_key_values
-    assert (len(cache), cache.batch_size, cache.get_mask_sizes(1, 0)) == (there.config.num_hidden_layers, 2, (10, 0))
+    assert (len(cache), cache.batch_size, cache.get_mask_sizes(1, 0)) == (
+        there.config.num_hidden_layers,
+        2,
+        (10, 0),
+    )
     with pytest.raises(NotImplementedError, match="cannot take tokens back"):
         cache.crop(-1)
     wanted = there(token, past_key_values=copy.deepcopy(cache)).logits
@@ -180,5 +203,7 @@ def test_offloaded_weights(there):
     tokens = random_texts(2, 9)
     with torch.no_grad():
         expected = there(tokens).logits
-        offloaded = accelerate.cpu_offload(copy.deepcopy(there), execution_device=torch.device("cpu"))
+        offloaded = accelerate.cpu_offload(
+            copy.deepcopy(there), execution_device=torch.device("cpu")
+        )
         assert torch.equal(offloaded(tokens).logits, expected)

@@ -23,7 +23,9 @@ def plain(monkeypatch):
         settings = to_transformers(native.config)
         assert from_transformers({**settings, "facts": {}}) == native.config
         model = hf.InterdomainForCausalLM(hf.InterdomainConfig(**settings)).double().eval()
-        model.load_state_dict({stored_name(name): tensor for name, tensor in native.state_dict().items()})
+        model.load_state_dict(
+            {stored_name(name): tensor for name, tensor in native.state_dict().items()}
+        )
         monkeypatch.setattr("interdomain.model.mixers.kernels.HAS_PACKAGE", False)
         return model
 
@@ -54,14 +56,19 @@ def test_logits_gradients_and_steps(plain, condition, option):
             assert cache.states[i][0].shape[2] == (own.mixer.window or 75)
 
 
-@pytest.mark.parametrize("sides", [("left", "left"), ("right", "left"), ("left", "right"), ("right", "right")])
+@pytest.mark.parametrize(
+    "sides", [("left", "left"), ("right", "left"), ("left", "right"), ("right", "right")]
+)
 @each_case
 @torch.no_grad()
 def test_turns_of_unequal_length(plain, case, sides):
     """Padding anywhere, in the first turn and in the next ones, is as if it were not there."""
     condition, overrides = CASES[case]
     native = lively(small_config(condition, **overrides))
-    turns = [[random_tokens(native.config, 1, n, seed=n) for n in lengths] for lengths in ((70, 3), (2, 66), (1, 1))]
+    turns = [
+        [random_tokens(native.config, 1, n, seed=n) for n in lengths]
+        for lengths in ((70, 3), (2, 66), (1, 1))
+    ]
     wanted = [native(torch.cat([turn[row] for turn in turns], dim=1))[0] for row in range(2)]
     model = plain(native)
     cache, mask, found = None, torch.zeros(2, 0), ([], [])
@@ -83,10 +90,14 @@ def test_positions_masks_and_embeddings(loaded):
     assert code_of(model, "plain").HAS_PACKAGE
     tokens, mask = padded([random_texts(1, 5), random_texts(1, 12, seed=2)], "left")
     out = model(tokens, attention_mask=mask)
-    assert torch.equal(model(tokens, attention_mask=mask, logits_to_keep=5).logits, out.logits[:, -5:])
+    assert torch.equal(
+        model(tokens, attention_mask=mask, logits_to_keep=5).logits, out.logits[:, -5:]
+    )
     counted = (mask.cumsum(1) - 1).clamp_min(0)
     assert torch.equal(model(tokens, attention_mask=mask, position_ids=counted).logits, out.logits)
-    assert torch.equal(model(tokens, attention_mask=mask, position_ids=torch.arange(12)[None]).logits, out.logits)
+    assert torch.equal(
+        model(tokens, attention_mask=mask, position_ids=torch.arange(12)[None]).logits, out.logits
+    )
     for wrong in (
         dict(position_ids=torch.arange(12)[None] % 6),
         dict(position_ids=torch.arange(11)[None]),
@@ -106,7 +117,10 @@ def test_positions_masks_and_embeddings(loaded):
         torch.compile(model, backend="eager")(tokens, **packed)
     with pytest.raises(ValueError, match="no packed sequences"):
         model(tokens, cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32))
-    for right in (dict(attention_mask=mask, position_ids=counted), dict(position_ids=torch.arange(12)[None])):
+    for right in (
+        dict(attention_mask=mask, position_ids=counted),
+        dict(position_ids=torch.arange(12)[None]),
+    ):
         assert model.generate(tokens, **right, max_new_tokens=1).shape == (2, 13)
     with pytest.raises(ValueError, match="no packed sequences"):
         model.generate(tokens, **packed, max_new_tokens=1)
@@ -116,7 +130,13 @@ def test_positions_masks_and_embeddings(loaded):
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [("Dynamo", "s4d"), ("Onnx", "hybrid"), ("Onnx", "s4d"), ("Onnx", "gla"), ("Onnx", "gated-deltanet")],
+    [
+        ("Dynamo", "s4d"),
+        ("Onnx", "hybrid"),
+        ("Onnx", "s4d"),
+        ("Onnx", "gla"),
+        ("Onnx", "gated-deltanet"),
+    ],
 )
 @torch.no_grad()
 def test_graphs_of_transformers_exporters(there, case, backend):
@@ -124,7 +144,9 @@ def test_graphs_of_transformers_exporters(there, case, backend):
 
     For ONNX: pip install onnx onnxscript onnxruntime.
     """
-    module = pytest.importorskip(f"transformers.exporters.exporter_{backend.lower()}", reason="transformers 5 has them")
+    module = pytest.importorskip(
+        f"transformers.exporters.exporter_{backend.lower()}", reason="transformers 5 has them"
+    )
     if backend == "Onnx":
         pytest.importorskip("onnxruntime")
     model = copy.deepcopy(there)
@@ -133,12 +155,18 @@ def test_graphs_of_transformers_exporters(there, case, backend):
     tokens, mask = padded([random_texts(1, n, seed=n) for n in (4, 9)], "left")
     config = getattr(module, f"{backend}Config")(dynamic=True)
     inputs = dict(input_ids=tokens, attention_mask=mask)
-    run = getattr(module, f"{backend}Exporter")().export_for_generation(model, inputs, config).runners
+    run = (
+        getattr(module, f"{backend}Exporter")().export_for_generation(model, inputs, config).runners
+    )
     found, wanted, name_of_cache = code_of(model).InterdomainCache(), None, code_of(model).CACHE
     tokens, mask = padded([random_texts(1, n, seed=n) for n in (150, 70, 3)], "left")
     for name, new in (("prefill", tokens), ("decode", tokens[:, :1]), ("decode", tokens[:, 1:2])):
         reference = model(new, attention_mask=mask, past_key_values=wanted)
         out = run[name](input_ids=new, attention_mask=mask, **{name_of_cache: found})
-        found, wanted, seen = out.past_key_values, reference.past_key_values, mask[:, -new.shape[1] :].bool()
+        found, wanted, seen = (
+            out.past_key_values,
+            reference.past_key_values,
+            mask[:, -new.shape[1] :].bool(),
+        )
         torch.testing.assert_close(out.logits[seen], reference.logits[seen], rtol=1e-3, atol=1e-3)
         mask = torch.cat([mask, torch.ones(3, 1).long()], dim=1)

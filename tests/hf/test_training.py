@@ -32,8 +32,12 @@ def test_loss_and_gradients_behind_padding(loaded, case, side):
     out = there.train()(tokens, attention_mask=mask, labels=tokens)
     torch.testing.assert_close(out.loss.double(), sum(losses) / 15, rtol=1e-6, atol=1e-6)
     assert out.past_key_values is None
-    labels = tokens.masked_fill(mask == 0, -100)  # as a collator makes them, and counted as Trainer does
-    counted = there(tokens, attention_mask=mask, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum())
+    labels = tokens.masked_fill(
+        mask == 0, -100
+    )  # as a collator makes them, and counted as Trainer does
+    counted = there(
+        tokens, attention_mask=mask, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum()
+    )
     torch.testing.assert_close(counted.loss, out.loss)
     out.loss.backward()
     wanted = {stored_name(name): p.grad for name, p in native.named_parameters()}
@@ -79,9 +83,14 @@ def test_gradient_checkpointing(there, options):
     found = backward(there, there, **batch())
     assert len(calls) == 1 + 2
     with pytest.raises(ValueError, match="gradient checkpointing reads"):
-        there(random_texts(2, 9), past_key_values=copy.deepcopy(there).eval()(random_texts(2, 9)).past_key_values)
+        there(
+            random_texts(2, 9),
+            past_key_values=copy.deepcopy(there).eval()(random_texts(2, 9)).past_key_values,
+        )
     torch.testing.assert_close(found, wanted)
-    text = there.eval().generate(random_texts(2, 9), max_new_tokens=2, do_sample=False)  # as Trainer evaluates
+    text = there.eval().generate(
+        random_texts(2, 9), max_new_tokens=2, do_sample=False
+    )  # as Trainer evaluates
     assert text.shape == (2, 11)
 
 
@@ -124,7 +133,9 @@ def test_a_cache_under_fsdp2_with_mixed_precision(there, mesh):
     expected = backward(there.train(), in_pieces(there, cache_class()), **inputs)
     there.eval()
     found = backward(sharded.train(), in_pieces(sharded, cache_class()), **inputs)
-    torch.testing.assert_close({name: gradient.full_tensor() for name, gradient in found.items()}, expected)
+    torch.testing.assert_close(
+        {name: gradient.full_tensor() for name, gradient in found.items()}, expected
+    )
 
 
 def in_pieces(model, cache):
@@ -168,19 +179,27 @@ def test_the_recurrence_stays_float32_under_fsdp2(there, mesh):
         rounded(random_texts(2, 9))
     dtypes = []
     sharded = shard(copy.deepcopy(there), mesh, torch.bfloat16)
-    sharded.model.layers[0].attention.wo.register_forward_hook(lambda module, *_: dtypes.append(module.weight.dtype))
+    sharded.model.layers[0].attention.wo.register_forward_hook(
+        lambda module, *_: dtypes.append(module.weight.dtype)
+    )
     sharded(random_texts(2, 9))
     assert dtypes == [torch.bfloat16]
 
 
-@pytest.mark.parametrize("options", [dict(static_graph=True), dict(find_unused_parameters=True)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(static_graph=True), dict(find_unused_parameters=True)], ids=str
+)
 def test_a_cache_under_ddp(loaded, options, mesh, monkeypatch):
     """DDP rebuilds a result of what it can take apart: the cache comes back as it was, with all that it has read."""
     there = copy.deepcopy(loaded("interdomain")[1]).train()
     cache_class = code_of(there).InterdomainCache
-    monkeypatch.delitem(pytree.SUPPORTED_NODES, cache_class, raising=False)  # where another test has exported the model
+    monkeypatch.delitem(
+        pytree.SUPPORTED_NODES, cache_class, raising=False
+    )  # where another test has exported the model
     cache = cache_class()
-    out = torch.nn.parallel.DistributedDataParallel(there, **options)(random_texts(2, 9), past_key_values=cache)
+    out = torch.nn.parallel.DistributedDataParallel(there, **options)(
+        random_texts(2, 9), past_key_values=cache
+    )
     assert out.past_key_values is cache
     assert cache.get_seq_length() == 9
 
@@ -193,7 +212,9 @@ def test_a_cache_of_several_replicas(there, monkeypatch):
 
     there = copy.deepcopy(there).double()
     tokens, more = random_texts(4, 9), random_texts(4, 1, seed=2)
-    joined = SimpleNamespace(apply=lambda device, dim, *tensors: torch.cat(tensors, dim))  # the real one is for GPUs
+    joined = SimpleNamespace(
+        apply=lambda device, dim, *tensors: torch.cat(tensors, dim)
+    )  # the real one is for GPUs
     monkeypatch.setattr(scatter_gather, "Gather", joined)
     out = scatter_gather.gather([there(tokens[:1]), there(tokens[1:])], "cpu")
     wanted = there(tokens)
@@ -212,7 +233,9 @@ def test_a_cache_that_would_be_read_again_is_refused(there, use_reentrant):
     there = copy.deepcopy(there).train()
     for layer in there.model.layers:
         forward = layer.attention.forward
-        layer.attention.forward = functools.partial(checkpoint, forward, use_reentrant=use_reentrant)
+        layer.attention.forward = functools.partial(
+            checkpoint, forward, use_reentrant=use_reentrant
+        )
     loss = there(random_texts(2, 9), use_cache=True).logits.square().mean()
     with pytest.raises(ValueError, match="Activation checkpointing"):
         loss.backward()
@@ -244,7 +267,9 @@ def test_trainer(tmp_path, loaded):
     """A few steps: the loss falls, and what it saves is a folder that loads, with other weights."""
     transformers = importlib.import_module("transformers")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate, of the extra `eval`")
-    pytest.importorskip("datasets", reason="Trainer needs a datasets of its own age, or none", exc_type=ImportError)
+    pytest.importorskip(
+        "datasets", reason="Trainer needs a datasets of its own age, or none", exc_type=ImportError
+    )
     _, there = loaded("interdomain")
     tuned = copy.deepcopy(there)
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in random_texts(8, 16)]
@@ -261,14 +286,18 @@ def test_trainer(tmp_path, loaded):
         eval_strategy="steps",
         eval_steps=6,
     )
-    trainer = transformers.Trainer(model=tuned, args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer = transformers.Trainer(
+        model=tuned, args=arguments, train_dataset=rows, eval_dataset=rows
+    )
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(losses) == 2
     assert losses[1] < losses[0] < 6
     arguments.label_smoothing_factor = 1e-9  # nearly none: the loss of the same labels
     given = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-    smoothed = transformers.Trainer(model=tuned, args=arguments, eval_dataset=rows).compute_loss(tuned, dict(given))
+    smoothed = transformers.Trainer(model=tuned, args=arguments, eval_dataset=rows).compute_loss(
+        tuned, dict(given)
+    )
     torch.testing.assert_close(smoothed, tuned(**given).loss)
     folder = tmp_path / "run" / "checkpoint-12"
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)

@@ -48,9 +48,13 @@ def suite(name: str):
 
 
 common, generation = suite("test_modeling_common"), suite("generation.test_utils")
-common.MODEL_MAPPING_NAMES["interdomain"] = "InterdomainModel"  # by these it chooses labels, and what is not trained
+common.MODEL_MAPPING_NAMES["interdomain"] = (
+    "InterdomainModel"  # by these it chooses labels, and what is not trained
+)
 common.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"
-common.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["interdomain"] = "InterdomainForSequenceClassification"
+common.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["interdomain"] = (
+    "InterdomainForSequenceClassification"
+)
 
 
 class Settings:
@@ -76,14 +80,20 @@ class Settings:
 
 
 class Suite(common.ModelTesterMixin, generation.GenerationTesterMixin):
-    all_model_classes = (hf.InterdomainModel, hf.InterdomainForCausalLM, hf.InterdomainForSequenceClassification)
+    all_model_classes = (
+        hf.InterdomainModel,
+        hf.InterdomainForCausalLM,
+        hf.InterdomainForSequenceClassification,
+    )
     all_generative_model_classes = (hf.InterdomainForCausalLM,)
     has_attentions = False
     test_resize_embeddings = True
     settings: dict = {}  # noqa: RUF012
 
     def setUp(self) -> None:
-        importlib.reload(hf)  # which registers the classes; another fixture of these tests has undone it
+        importlib.reload(
+            hf
+        )  # which registers the classes; another fixture of these tests has undone it
         self.model_tester = Settings(self, **self.settings)
 
     @unittest.skipUnless(WHOLE, "a test of generation")
@@ -91,7 +101,9 @@ class Suite(common.ModelTesterMixin, generation.GenerationTesterMixin):
         self.has_attentions = True  # or it takes the model for one that cannot be padded
         super().test_left_padding_compatibility()
 
-    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config) -> None:
+    def _check_past_key_values_for_generate(
+        self, batch_size, past_key_values, seq_length, config
+    ) -> None:
         assert isinstance(past_key_values, hf.InterdomainCache)
         assert past_key_values.get_seq_length() == seq_length
         assert {len(x) for pair in past_key_values.states.values() for x in pair} == {batch_size}

@@ -17,16 +17,22 @@ from ..titan.runs import AXES, TABLES, Runs, assert_same_run, settings_of
 from ..titan.test_spec import toml_of
 
 pytestmark = pytest.mark.skipif(
-    "INTERDOMAIN_MATRIX" not in os.environ, reason="a quarter of an hour: by request, with INTERDOMAIN_MATRIX=1"
+    "INTERDOMAIN_MATRIX" not in os.environ,
+    reason="a quarter of an hour: by request, with INTERDOMAIN_MATRIX=1",
 )
 
 EVERY = settings_of(
-    {"like": ["validated", "saved", "four", "gradients"], "checkpoint": {"interval": 2}}, TABLES["groups"]
+    {"like": ["validated", "saved", "four", "gradients"], "checkpoint": {"interval": 2}},
+    TABLES["groups"],
 )
 FEATURES = {
     "softmax": {"mixer__condition": "softmax"},
     "s4d": {"mixer__condition": "s4d"},
-    "single-query, grouped": {"mixer__condition": "single-query", "mixer__n_kv_heads": 2, "mixer__output_gate": True},
+    "single-query, grouped": {
+        "mixer__condition": "single-query",
+        "mixer__n_kv_heads": 2,
+        "mixer__output_gate": True,
+    },
     "hybrid": {"mixer__softmax_every": 2, "mixer__window": 16},
     "rff": {"mixer__feature_map": "rff"},
     "documents": {"data__reset_state_at_documents": True},
@@ -56,7 +62,9 @@ def combinations():
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         for degrees in itertools.product(divisors, repeat=len(AXES)):
             if math.prod(degrees) == ranks:
-                yield named(ranks, {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1})
+                yield named(
+                    ranks, {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1}
+                )
     yield named(8, {"pipeline": 2, "context": 2, "tensor": 2})
 
 
@@ -68,7 +76,9 @@ def runs(tmp_path_factory, corpus, short):
     runs = Runs(tmp_path_factory.mktemp("matrix"), {"text": corpus, "short": short}, forks())
     runs.add("1 one", **EVERY)
     for feature, settings in FEATURES.items():
-        runs.add(f"1 {feature}", corpus="short", **EVERY | settings | {"training__local_batch_size": 8})
+        runs.add(
+            f"1 {feature}", corpus="short", **EVERY | settings | {"training__local_batch_size": 8}
+        )
     before = "1 one"
     for name, degrees in COMBINATIONS.items():
         settings = {"same_as": "1 one", **EVERY, **degrees_of(degrees)}
@@ -115,7 +125,9 @@ def check_titan_03(new, runs, name, same_as, degrees, **settings):
     assert_same_run(new, name, runs)
 
 
-@pytest.mark.parametrize("name", [name for name, degrees in COMBINATIONS.items() if degrees.get("pipeline") != 4])
+@pytest.mark.parametrize(
+    "name", [name for name, degrees in COMBINATIONS.items() if degrees.get("pipeline") != 4]
+)
 def test_every_combination_titan_0_3(runs, titan_03, name):
     check_titan_03(titan_03, runs, name, "1 one", COMBINATIONS[name])
 
@@ -124,7 +136,15 @@ def test_every_combination_titan_0_3(runs, titan_03, name):
 @pytest.mark.parametrize("axes", PAIRS)
 def test_features_titan_0_3(runs, titan_03, axes, feature):
     degrees = dict.fromkeys(axes.split(), 2)
-    check_titan_03(titan_03, runs, f"4 {axes}, {feature}", f"1 {feature}", degrees, corpus="short", **FEATURES[feature])
+    check_titan_03(
+        titan_03,
+        runs,
+        f"4 {axes}, {feature}",
+        f"1 {feature}",
+        degrees,
+        corpus="short",
+        **FEATURES[feature],
+    )
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -134,7 +154,14 @@ def test_features_under_every_axis(runs, axes, feature):
     if "pipeline" not in degrees and feature in ("GPipe", "Interleaved1F1B"):
         pytest.skip("a schedule of pipelines")
     name = f"{2 ** len(degrees)} {axes}, {feature}"
-    runs.add(name, corpus="short", same_as=f"1 {feature}", **EVERY, **degrees_of(degrees), **FEATURES[feature])
+    runs.add(
+        name,
+        corpus="short",
+        same_as=f"1 {feature}",
+        **EVERY,
+        **degrees_of(degrees),
+        **FEATURES[feature],
+    )
     assert_same_run(runs, name)
 
 

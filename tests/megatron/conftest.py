@@ -39,14 +39,38 @@ hybrid-layer-pattern hybrid-override-pattern global-batch-size no-weight-decay-c
 mamba-training-ssm-states-dtype hierarchical-context-parallel-sizes mtp-hybrid-override-pattern step-batch-size-schedule
 rampup-batch-size window-attn-skip-freq mrope-section num-attention-heads kv-channels"""
 DEFAULTS = {
-    **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "softmax-type": "vanilla"},
-    **{"rotary-base": 10000, "rotary-percent": 1.0, "num-query-groups": 1, "seed": 1234, "min-lr": 0.0},
-    **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
+    **{
+        "position-embedding-type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "softmax-type": "vanilla",
+    },
+    **{
+        "rotary-base": 10000,
+        "rotary-percent": 1.0,
+        "num-query-groups": 1,
+        "seed": 1234,
+        "min-lr": 0.0,
+    },
+    **{
+        "glu-linear-offset": 0.0,
+        "hidden-dropout": 0.1,
+        "attention-dropout": 0.1,
+        "init-method-std": 0.02,
+    },
     **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine", "optimizer": "adam"},
-    **{"pipeline-model-parallel-size": 1, "tensor-model-parallel-size": 1, "align-grad-reduce": True},
+    **{
+        "pipeline-model-parallel-size": 1,
+        "tensor-model-parallel-size": 1,
+        "align-grad-reduce": True,
+    },
     **{"context-parallel-size": 1, "cp-comm-type": ["p2p"], "attention-backend": AttnBackend.auto},
     **{"cuda-graph-impl": "none"},
-    **{"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "linear-conv-kernel-dim": 4},
+    **{
+        "mamba-state-dim": 128,
+        "mamba-head-dim": 64,
+        "mamba-num-groups": 8,
+        "linear-conv-kernel-dim": 4,
+    },
     **{
         "linear-key-head-dim": 128,
         "linear-value-head-dim": 128,
@@ -54,7 +78,11 @@ DEFAULTS = {
         "linear-num-value-heads": 32,
     },
 }
-NAMES = {"fp8-format": "fp8", "fp4-format": "fp4", "apply-layernorm-1p": "layernorm_zero_centered_gamma"}
+NAMES = {
+    "fp8-format": "fp8",
+    "fp4-format": "fp4",
+    "apply-layernorm-1p": "layernorm_zero_centered_gamma",
+}
 
 
 def _value(text):
@@ -79,7 +107,9 @@ def add_megatron_arguments(parser):
 @pytest.fixture
 def parse(monkeypatch):
     """parse(line): (the arguments as `run` reads them, megatron.training.training); both of Megatron-LM are stand-ins."""
-    arguments, training = (ModuleType(f"megatron.training.{name}") for name in ("arguments", "training"))
+    arguments, training = (
+        ModuleType(f"megatron.training.{name}") for name in ("arguments", "training")
+    )
     arguments.add_megatron_arguments = add_megatron_arguments
     training.OptimizerParamScheduler = OptimizerParamScheduler
     training.train = training.training_log = training.finalize_model_grads = None
@@ -93,7 +123,9 @@ def parse(monkeypatch):
     patches.install()
 
     def parse(line):
-        return arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(line.split()), training
+        return arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(
+            line.split()
+        ), training
 
     return parse
 
@@ -106,7 +138,10 @@ def corpus(tmp_path_factory):
     for i in range(40):
         (texts / f"{i}.txt").write_text(f"Document {i}. " + "abc def ghi jkl " * (i + 1))
     options = ["--vocab-size", "300", "--validation-fraction", "0.2"]
-    assert prepare_data.main(["--input", str(texts), "--output", str(folder / "corpus"), *options]) == 0
+    assert (
+        prepare_data.main(["--input", str(texts), "--output", str(folder / "corpus"), *options])
+        == 0
+    )
     return folder / "corpus"
 
 
@@ -127,7 +162,9 @@ def titan(tmp_path_factory, corpus):
     start = ranks.plain_model("torchtitan").named_parameters()
     assert {name: digest(p) for name, p in start} == seen["initial"]
     batches = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
-    assert [digest(row) for row in batches] == [sample for step in seen["samples"].values() for sample in step]
+    assert [digest(row) for row in batches] == [
+        sample for step in seen["samples"].values() for sample in step
+    ]
     return seen
 
 
@@ -136,4 +173,6 @@ def computed(tmp_path_factory, corpus):
     """(the folder, what each rank has seen)."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks.compute(folder, corpus)
-    return folder, [torch.load(folder / f"seen {rank}.pt", weights_only=False) for rank in range(ranks.RANKS)]
+    return folder, [
+        torch.load(folder / f"seen {rank}.pt", weights_only=False) for rank in range(ranks.RANKS)
+    ]

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from interdomain.patches import one_gloo_thread
 
-FACTORIES = ["arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like"]
+FACTORIES = [
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 
 
 def on_cpu(factory, *args, device=None, **options):
@@ -47,7 +58,9 @@ class FusedAdam(torch.optim.Optimizer):
                 state["exp_avg"].lerp_(p.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
                 root = (state["exp_avg_sq"].sqrt() / (1 - beta2**t) ** 0.5).add_(group["eps"])
-                p.mul_(1 - lr * group["weight_decay"]).addcdiv_(state["exp_avg"], root, value=-lr / (1 - beta1**t))
+                p.mul_(1 - lr * group["weight_decay"]).addcdiv_(
+                    state["exp_avg"], root, value=-lr / (1 - beta1**t)
+                )
 
 
 def install():
@@ -57,7 +70,9 @@ def install():
     cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
     cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    cuda.manual_seed = torch.default_generator.manual_seed  # torch.manual_seed keeps a traceback of each call
+    cuda.manual_seed = (
+        torch.default_generator.manual_seed
+    )  # torch.manual_seed keeps a traceback of each call
     cuda.synchronize = lambda *args, **kwargs: None
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False

@@ -3,13 +3,24 @@
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from interdomain.megatron import DynamicsOnce, Schedule, block_spec, contiguous, overrides, transformer_config
+from interdomain.megatron import (
+    DynamicsOnce,
+    Schedule,
+    block_spec,
+    contiguous,
+    overrides,
+    transformer_config,
+)
 
 # Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and cannot load them.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -55,7 +66,9 @@ class Run:
         torch.manual_seed(1)
         model = make_model(config, spec, megatron)
         self.model = Float16Module(megatron, model) if bf16 else model
-        gradients = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        gradients = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        )
         self.ddp = DistributedDataParallel(megatron, gradients, self.model)
 
         # The recipe of the paper.
@@ -129,12 +142,16 @@ class Run:
 
     def load_weights(self, checkpoint):
         model = self.model.sharded_state_dict(metadata=METADATA.copy())
-        self.model.load_state_dict(dist_checkpointing.load({"model": model}, str(checkpoint))["model"])
+        self.model.load_state_dict(
+            dist_checkpointing.load({"model": model}, str(checkpoint))["model"]
+        )
         self.optimizer.reload_model_params()
 
     def _state(self, loading):
         model = self.model.sharded_state_dict(metadata=METADATA.copy())
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA.copy())
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=METADATA.copy()
+        )
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
 

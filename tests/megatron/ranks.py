@@ -92,10 +92,16 @@ STATE = dict(n_basis=6, state_heads=4)
 # Models of which the first gradients are compared, on two tensor-parallel ranks.
 CASES = {
     **{name: (name, {}) for name in CONDITIONS if name not in ("interdomain", *FIXED_STATE)},
-    "gate, kv2, soft": ("interdomain", dict(output_gate=True, n_kv_heads=2, readout="hermitian", output_norm="soft")),
+    "gate, kv2, soft": (
+        "interdomain",
+        dict(output_gate=True, n_kv_heads=2, readout="hermitian", output_norm="soft"),
+    ),
     "kv2, identity": ("interdomain", dict(n_kv_heads=2, c_form="identity")),
     "gate, s4d": ("s4d", dict(output_gate=True)),
-    "rff, no sequence": ("single-query", dict(feature_map="rff", normalize=True, c_form="diagonal")),
+    "rff, no sequence": (
+        "single-query",
+        dict(feature_map="rff", normalize=True, c_form="diagonal"),
+    ),
     "favor, kv2": ("interdomain", dict(feature_map="favor", normalize=True, n_kv_heads=2)),
     "hermitian": ("interdomain", dict(readout="hermitian")),
     "softmax, kv2": ("softmax", dict(n_kv_heads=2)),
@@ -150,7 +156,9 @@ def run_rank(rank: int, folder: Path) -> None:
     cpu.install()
     stand_ins.install()
     save_from_forks()
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS
+    )
     seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "folds": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
@@ -168,7 +176,9 @@ def run_rank(rank: int, folder: Path) -> None:
         parallel_state.destroy_model_parallel()
         dist.barrier()
         for group in [*dist.distributed_c10d._world.pg_map]:
-            if group is not dist.group.WORLD:  # Gloo's threads wake a hundred times a second for each, used or not
+            if (
+                group is not dist.group.WORLD
+            ):  # Gloo's threads wake a hundred times a second for each, used or not
                 dist.destroy_process_group(group)
     torch.save(seen, folder / f"seen {rank}.pt")
     dist.destroy_process_group()
@@ -195,7 +205,9 @@ def open_run(
         transformer_engine=transformer_engine,
     )
     spec.submodules.self_attention.params |= {"mixers": config.mixers, "tokenizer": tokenizer}
-    settings = {"sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1} | settings
+    settings = {
+        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1
+    } | settings
     return Run(config, spec, **RATES | dict(min_lr=min_lr, warmup_steps=warmup_steps), **settings)
 
 
@@ -221,7 +233,9 @@ def train(folder, name, seen, source, until, *, case="interdomain", **options) -
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
     while run.step < max(until, 1):
         tokens = tokens_of(run.step, folder / "corpus" if case == "torchtitan" else None)
-        with mock.patch.object(InterdomainMixer, "dynamics", side_effect=InterdomainMixer.dynamics) as folds:
+        with mock.patch.object(
+            InterdomainMixer, "dynamics", side_effect=InterdomainMixer.dynamics
+        ) as folds:
             loss = run.gradients(batches_of(tokens))
         seen["folds"].setdefault(name, []).append(folds.call_count)
         if run.step == 0 and name != "bf16":
@@ -279,7 +293,9 @@ def packed_documents(folder: Path) -> list[tuple]:
     run = open_run()
     run.load_weights(folder / "start" / "interdomain" / "release")
     ends = torch.tensor(ENDS, dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T)
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T
+    )
     run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=packed)
     run.gradients([tokens_of(0)[:1]])
     return own_gradients(run)
@@ -321,11 +337,15 @@ def others(folder: Path, seen: dict) -> None:
         tokens = tokens_of(0)[:1, :-1]
         refusal(seen, "inference", lambda: run.model(tokens, None, None, inference_context=context))
     refusal(seen, "heads", lambda: open_run("kv1"))
-    one, other = (open_run(tokenizer=x).model.decoder.layers[0].self_attention for x in ("one", "another"))
+    one, other = (
+        open_run(tokenizer=x).model.decoder.layers[0].self_attention for x in ("one", "another")
+    )
     loaded = {RECORD: other.record.clone()}  # as from a checkpoint, at the end of a sharded load
     refusal(seen, "another tokenizer", lambda: one.load_state_dict(loaded, strict=False))
     refusal(seen, "a norm within in_proj", lambda: open_run("mamba2", kind="interdomain", **ENGINE))
-    refusal(seen, "another mixer", lambda: run.load_weights(folder / "start" / "hermitian" / "release"))
+    refusal(
+        seen, "another mixer", lambda: run.load_weights(folder / "start" / "hermitian" / "release")
+    )
 
 
 def compute(folder: Path, corpus: Path) -> None:

@@ -17,9 +17,15 @@ DELAYED = []  # the linears whose backward_dw was called
 
 class Column(layers.ColumnParallelLinear):
     # These have no default.
-    def __init__(self, *sizes, gather_output, bias, skip_bias_add, is_expert, tp_comm_buffer_name, **others):
+    def __init__(
+        self, *sizes, gather_output, bias, skip_bias_add, is_expert, tp_comm_buffer_name, **others
+    ):
         assert not gather_output
-        options = dict(skip_bias_add=skip_bias_add, is_expert=is_expert, tp_comm_buffer_name=tp_comm_buffer_name)
+        options = dict(
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+        )
         super().__init__(*sizes, bias=bias, **options, **others)
 
     def get_extra_state(self) -> Any:
@@ -37,13 +43,30 @@ class LayerNormColumn(Column):
         self.layer_norm_weight = weight
 
     def forward(self, x):
-        return super().forward(F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon))
+        return super().forward(
+            F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        )
 
 
 class Row(layers.RowParallelLinear):
-    def __init__(self, *sizes, bias, input_is_parallel, skip_bias_add, is_expert, tp_comm_buffer_name, **others):
-        options = dict(skip_bias_add=skip_bias_add, is_expert=is_expert, tp_comm_buffer_name=tp_comm_buffer_name)
-        super().__init__(*sizes, bias=bias, input_is_parallel=input_is_parallel, **options, **others)
+    def __init__(
+        self,
+        *sizes,
+        bias,
+        input_is_parallel,
+        skip_bias_add,
+        is_expert,
+        tp_comm_buffer_name,
+        **others,
+    ):
+        options = dict(
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+        )
+        super().__init__(
+            *sizes, bias=bias, input_is_parallel=input_is_parallel, **options, **others
+        )
 
     get_extra_state, backward_dw = Column.get_extra_state, Column.backward_dw
 

@@ -41,7 +41,9 @@ def test_a_run_becomes_a_folder(leg, computed, tmp_path):
     assert config == ranks.config_of()
     assert (record["facts"]["step"], record["facts"]["condition"]) == (5, "interdomain, n_basis 6")
     tokens = ranks.tokens_of(5)
-    loss = load_model(tmp_path / "out")(tokens[:, :-1], labels=tokens[:, 1:]).item() / (ranks.BATCH * ranks.T)
+    loss = load_model(tmp_path / "out")(tokens[:, :-1], labels=tokens[:, 1:]).item() / (
+        ranks.BATCH * ranks.T
+    )
     assert loss == pytest.approx(seen[-1]["losses"][leg][5][0], rel=3e-3 if leg == "bf16" else 1e-5)
 
 
@@ -53,7 +55,10 @@ def test_a_folder_goes_to_megatron_and_comes_back(case, computed, tmp_path, caps
     run(tmp_path / "folder", "--to-megatron", "--output", tmp_path / "start")
     assert f"start with Megatron's --load {tmp_path / 'start'}" in capsys.readouterr().out
     wanted = ranks.plain_model(case).state_dict()
-    for checkpoint in (MegatronCheckpoint(start / "release"), MegatronCheckpoint(tmp_path / "start" / "release")):
+    for checkpoint in (
+        MegatronCheckpoint(start / "release"),
+        MegatronCheckpoint(tmp_path / "start" / "release"),
+    ):
         assert checkpoint.config == ranks.config_of(case)
         for name, tensor in checkpoint.read([*wanted]).items():
             assert torch.equal(tensor, wanted[name])
@@ -86,14 +91,19 @@ def test_gpt_dataset_reads_a_prepared_corpus(corpus, tmp_path):
         blend_per_split=[(corpus_files(corpus, "train"), None), None, None],
         path_to_cache=str(tmp_path),
         tokenizer=SimpleNamespace(
-            eod=manifest["eos_id"], pad=None, vocab_size=manifest["vocab_size"], unique_identifiers={}
+            eod=manifest["eos_id"],
+            pad=None,
+            vocab_size=manifest["vocab_size"],
+            unique_identifiers={},
         ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    data, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [10, 0, 0], lambda *_: True, config).build()
+    data, _, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [10, 0, 0], lambda *_: True, config
+    ).build()
     found = set()
     for i in range(10):
         tokens = [*data[i]["tokens"].tolist(), data[i]["labels"][-1].item()]

@@ -36,7 +36,9 @@ def computed(start):
     """Parts of the gradients, from each rank."""
     newer = [os.environ[MEGATRON019]] if MEGATRON019 in os.environ else []
     if not newer and not os.path.isdir(f"{INSTALLED}/hybrid"):
-        pytest.skip(f"megatron-core has no HybridModel, and {MEGATRON019} names no folder with 0.19")
+        pytest.skip(
+            f"megatron-core has no HybridModel, and {MEGATRON019} names no folder with 0.19"
+        )
     _, folder = start
     launch(folder / "log", 2, hybrid.__file__, folder, *newer)
     return [torch.load(folder / f"gradients {rank}.pt") for rank in range(2)]
@@ -49,7 +51,9 @@ def test_every_gradient(layout, start, computed):
     model.load_state_dict(start[0].state_dict())
     tokens = ranks.tokens_of(0)
     (model.double()(tokens[:, :-1], labels=tokens[:, 1:]) / (ranks.BATCH * ranks.T)).backward()
-    found = ranks.whole_gradients(model.config, [part for seen in computed for part in seen[layout]], "hybrid")
+    found = ranks.whole_gradients(
+        model.config, [part for seen in computed for part in seen[layout]], "hybrid"
+    )
     for name, p in model.named_parameters():
         assert (found[name] - p.grad).norm() < 1e-4 * p.grad.norm(), name
 
@@ -61,7 +65,9 @@ def test_the_log_counts_the_flops_of_this_model(computed):
 
 @pytest.mark.parametrize("pattern", hybrid.PATTERNS)
 def test_patterns_without_a_folder_are_refused(pattern, computed):
-    assert computed[0][pattern].startswith(f"the layer pattern {pattern!r} is of no model that this project converts.")
+    assert computed[0][pattern].startswith(
+        f"the layer pattern {pattern!r} is of no model that this project converts."
+    )
 
 
 def test_a_checkpoint_becomes_a_folder_and_comes_back(start, corpus, tmp_path, capsys):

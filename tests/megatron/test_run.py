@@ -24,8 +24,16 @@ GLA = "--spec interdomain.megatron.spec gla"
 def test_settings_reach_the_layer(parse, corpus):
     line = f"{GOOD} --data.corpus {corpus} --mixer.rope False --mixer.n_basis 32 --ssm-lr 5e-4 --num-layers 6 --seed 7"
     args, _ = parse(line)
-    assert (args.hidden_size, args.num_layers, args.seq_length, args.position_embedding_type) == (768, 6, 4096, "none")
-    assert (args.train_data_path, args.tokenizer_type) == ([f"{corpus}/train-00000"], "NullTokenizer")
+    assert (args.hidden_size, args.num_layers, args.seq_length, args.position_embedding_type) == (
+        768,
+        6,
+        4096,
+        "none",
+    )
+    assert (args.train_data_path, args.tokenizer_type) == (
+        [f"{corpus}/train-00000"],
+        "NullTokenizer",
+    )
     params = spec.interdomain.submodules.self_attention.params
     assert params["mixers"] == build_config("125M", "interdomain-norope", n_basis=32).mixers
     assert (params["seed"], params["max_seq_len"]) == (7, 4096)
@@ -38,7 +46,9 @@ def test_transformer_impl_names_the_linears(parse, monkeypatch):
     """A hybrid with a baseline of fixed state has its norms before in_proj."""
     stand_ins.install(monkeypatch.setattr)
     for condition, in_proj in (("s4d", stand_ins.LayerNormColumn), ("mamba2", stand_ins.Column)):
-        monkeypatch.setattr(spec, "interdomain", layer_spec(n_layers=2, layers=["interdomain", condition]))
+        monkeypatch.setattr(
+            spec, "interdomain", layer_spec(n_layers=2, layers=["interdomain", condition])
+        )
         for implementation in ("transformer_engine", "local"):  # the last one counts
             parse(f"{GOOD} --transformer-impl {implementation}")
             layer = spec.interdomain.submodules
@@ -55,15 +65,17 @@ def test_the_script_has_the_recipe_of_this_project(parse):
     assert (config, groups.pop("head")) == ("config", {"max_lr": 1})
     (ours,) = groups.values()
     assert ours == {"wd_mult": 0.0, "max_lr": 5e-4, "min_lr": 0.0, "lr_mult": pytest.approx(1 / 6)}
-    assert rates(training.OptimizerParamScheduler, 8, steps=10, warmup=2, floor=1e-5) == pytest.approx(
-        titan_rates(steps=10, warmup=2, floor=1e-5)
-    )
+    assert rates(
+        training.OptimizerParamScheduler, 8, steps=10, warmup=2, floor=1e-5
+    ) == pytest.approx(titan_rates(steps=10, warmup=2, floor=1e-5))
 
 
 def test_the_log_counts_the_flops_of_this_model(parse):
     args, training = parse(f"{GOOD} --group-query-attention --num-query-groups 4")
     args.padded_vocab_size = 1000
-    per_token = train_flops_per_token(build_config("125M", "interdomain", vocab_size=1000, n_kv_heads=4), 4096)
+    per_token = train_flops_per_token(
+        build_config("125M", "interdomain", vocab_size=1000, n_kv_heads=4), 4096
+    )
     assert training.num_floating_point_operations(args, 8) == 8 * 4096 * per_token
     packed = dict(seqlen_squared_sum_in_batch=10**9, total_real_tokens_in_batch=100)
     assert training.num_floating_point_operations(args, 8, **packed) == 100 * per_token
@@ -75,25 +87,34 @@ def test_the_writer_has_the_statistics(parse, monkeypatch):
     written = []
     monkeypatch.setattr(patches, "mixer_statistics", lambda chunks: {f"mixer/{chunks}": 0.5})
     training.get_args = lambda: SimpleNamespace(tensorboard_dir="curves", log_interval=2)
-    training.get_tensorboard_writer = lambda: SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    training.get_tensorboard_writer = lambda: SimpleNamespace(
+        add_scalar=lambda *scalar: written.append(scalar)
+    )
     training.training_log = lambda losses, totals, rate, iteration, *, pg_collection: iteration
     training.train = lambda forward_step, chunks, steps: [
-        training.training_log({}, {}, 1e-3, step, pg_collection=None) for step in range(1, steps + 1)
+        training.training_log({}, {}, 1e-3, step, pg_collection=None)
+        for step in range(1, steps + 1)
     ]
     patches.write_statistics(training)
     assert training.train("forward step", "chunks", 4) == [1, 2, 3, 4]
     assert written == [("mixer/chunks", 0.5, 2), ("mixer/chunks", 0.5, 4)]
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0), (10, 4), (10, 9), (10, 10)])
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0), (10, 4), (10, 9), (10, 10)]
+)
 @pytest.mark.parametrize("floor", [0.0, 1e-5])
 def test_every_step_has_the_learning_rate_of_a_run_of_torchtitan(steps, warmup, floor):
-    assert rates(Schedule, 1, steps, warmup, floor) == pytest.approx(titan_rates(steps, warmup, floor))
+    assert rates(Schedule, 1, steps, warmup, floor) == pytest.approx(
+        titan_rates(steps, warmup, floor)
+    )
 
 
 def rates(schedule, each, steps, warmup, floor):
     optimizer = SimpleNamespace(param_groups=[{"params": [], "max_lr": LR, "min_lr": floor}])
-    decay = dict(start_wd=0.1, end_wd=0.1, wd_incr_steps=1, wd_incr_style="constant", lr_decay_style="cosine")
+    decay = dict(
+        start_wd=0.1, end_wd=0.1, wd_incr_steps=1, wd_incr_style="constant", lr_decay_style="cosine"
+    )
     length = dict(lr_warmup_steps=warmup * each, lr_decay_steps=max(steps, warmup + 1) * each)
     here, seen = schedule(optimizer, init_lr=0.0, max_lr=1.0, min_lr=floor, **length, **decay), []
     for _ in range(steps):
@@ -143,9 +164,17 @@ REFUSED = {  # what comes after GOOD: the words of the error
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused_at_the_start(flags, parse, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # a GPU without Transformer Engine and Apex
+    monkeypatch.setattr(
+        "torch.cuda.is_available", lambda: True
+    )  # a GPU without Transformer Engine and Apex
     monkeypatch.chdir(tmp_path)
-    manifest = {"format": "interdomain-corpus", "format_version": 1, "vocab_size": 514, "answers": {}, "splits": {}}
+    manifest = {
+        "format": "interdomain-corpus",
+        "format_version": 1,
+        "vocab_size": 514,
+        "answers": {},
+        "splits": {},
+    }
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(SystemExit) as ended:
@@ -158,7 +187,8 @@ def test_specs():
     """Every condition after --spec; a setting of the mixer that no model has is refused as everywhere."""
     for condition in CONDITIONS:
         assert (
-            vars(spec)[condition].submodules.self_attention.params["mixers"] == build_config("125M", condition).mixers
+            vars(spec)[condition].submodules.self_attention.params["mixers"]
+            == build_config("125M", condition).mixers
         )
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)
@@ -170,5 +200,7 @@ def test_without_megatron_core_or_with_another(monkeypatch):
     with pytest.raises(ImportError, match="needs megatron-core, the extra `megatron`: pip install"):
         require_megatron()
     monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__="0.15.3"))
-    with pytest.raises(ImportError, match=r"runs with megatron-core 0.16 to 0.19; found 0\.15\.3\."):
+    with pytest.raises(
+        ImportError, match=r"runs with megatron-core 0.16 to 0.19; found 0\.15\.3\."
+    ):
         require_megatron()

@@ -18,29 +18,45 @@ from .conftest import GOOD, SWITCHES
 
 BARE = "--spec interdomain.megatron.spec interdomain"
 # Switches that Megatron's defaults leave out, and --model.size sets.
-MISSING = ["--swiglu", "--disable-bias-linear", "--normalization", "--untie-embeddings-and-output-weights"]
+MISSING = [
+    "--swiglu",
+    "--disable-bias-linear",
+    "--normalization",
+    "--untie-embeddings-and-output-weights",
+]
 MISSING += ["--position-embedding-type", "--attention-dropout", "--hidden-dropout"]
 # A value that is not allowed, where "other" is.
 OTHER = {"transformer_impl": "inference_optimized"}
 NAMES = [(setting.flag, name) for setting in SETTINGS for name in setting.allowed]
-ALONE = {"--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"}  # no flag gives another value
+ALONE = {
+    "--swiglu",
+    "--disable-bias-linear",
+    "--untie-embeddings-and-output-weights",
+}  # no flag gives another value
 
 
 def line_of(flag):
     """A wrong use on the command line."""
     name = flag.strip("-")
-    return flag if name in SWITCHES.split() else f"{flag} {OTHER.get(name.replace('-', '_'), 'other')}"
+    return (
+        flag if name in SWITCHES.split() else f"{flag} {OTHER.get(name.replace('-', '_'), 'other')}"
+    )
 
 
 def layer(**settings):
     config = spec.transformer_config(build_config("debug"))
     for name, value in settings.items():
         setattr(config, name, value)
-    attention, ranks = layer_spec().submodules.self_attention, SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    attention, ranks = (
+        layer_spec().submodules.self_attention,
+        SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    )
     return attention.module(config, attention.submodules, 1, ranks, **attention.params)
 
 
-@pytest.mark.parametrize("flag", [s.flag for s in SETTINGS if s.flag[0] == "-" and s.flag not in ALONE])
+@pytest.mark.parametrize(
+    "flag", [s.flag for s in SETTINGS if s.flag[0] == "-" and s.flag not in ALONE]
+)
 def test_on_the_command_line(flag, parse, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(f"{GOOD} {line_of(flag)}")
@@ -58,7 +74,10 @@ def test_all_that_megatron_s_defaults_lack_is_named_at_once(parse, capsys):
 @pytest.mark.parametrize(
     ("flag", "name", "value"),
     [(f, n, OTHER.get(n, "other")) for f, n in NAMES if n in TransformerConfig.__dataclass_fields__]
-    + [("--swiglu", "activation_func", quick_gelu), ("--attention-backend", "attention_backend", AttnBackend.flash)],
+    + [
+        ("--swiglu", "activation_func", quick_gelu),
+        ("--attention-backend", "attention_backend", AttnBackend.flash),
+    ],
 )
 def test_in_a_training_loop_of_one_s_own(flag, name, value):
     with pytest.raises(ValueError, match=f"^{flag}: {name} = ") as refused:

@@ -20,8 +20,16 @@ LEGS = {name: leg for legs in ranks.LEGS.values() for name, leg in legs.items()}
 PACKED = [f"packed, {tensor} x {context}" for tensor, _, context in ranks.PACKED]
 CASES = {name: options.get("case", "interdomain") for name, (_, _, options) in LEGS.items()}
 CASES |= {name: name for name in ranks.CASES} | dict.fromkeys(PACKED, "interdomain")
-BEGIN = [name for name, (source, _, _) in LEGS.items() if source == "start" and name not in ("bf16", "torchtitan")]
-FLOAT32 = [name for name, (_, until, options) in LEGS.items() if until > 1 and not {"bf16", "case"} & options.keys()]
+BEGIN = [
+    name
+    for name, (source, _, _) in LEGS.items()
+    if source == "start" and name not in ("bf16", "torchtitan")
+]
+FLOAT32 = [
+    name
+    for name, (_, until, options) in LEGS.items()
+    if until > 1 and not {"bf16", "case"} & options.keys()
+]
 
 
 @functools.cache
@@ -50,7 +58,9 @@ def test_every_gradient(name, computed):
     """float32, against the plain model in float64, whose own float32 says how far that may be off."""
     found = gradients_of(computed, name)
     packed = name in PACKED
-    wanted, rounded = (plain_gradients(CASES[name], dtype, packed) for dtype in (torch.float64, torch.float32))
+    wanted, rounded = (
+        plain_gradients(CASES[name], dtype, packed) for dtype in (torch.float64, torch.float32)
+    )
     assert found.keys() == wanted.keys()
     for parameter, gradient in wanted.items():
         limit = 1e-5 + 10 * difference(rounded[parameter], gradient)
@@ -94,7 +104,9 @@ def test_bf16(computed):
     """With float32 SSM parameters and input norms, and from one layout to another."""
     seen = computed[1][-1]  # rank 3 is on the last stage
     one, half, resumed = (seen["losses"][name] for name in ("one", "bf16", "bf16 to pipeline"))
-    assert [loss for loss, _ in half.values()] == pytest.approx([one[step][0] for step in half], rel=3e-3)
+    assert [loss for loss, _ in half.values()] == pytest.approx(
+        [one[step][0] for step in half], rel=3e-3
+    )
     assert resumed[5][0] == pytest.approx(half[5][0], rel=1e-3)
     for name, dtype in seen["dtypes"].items():
         exact = re.search(r"\.core\.(ssm|k_norm|v_norm)\.", name)
@@ -123,9 +135,15 @@ def test_delayed_gradients_of_weights(computed):
     ("case", "words"),
     [
         ("inference", "NotImplementedError: Megatron's inference engines keep keys and values"),
-        ("heads", "ValueError: 4 heads and 1 heads of keys and values cannot be split over 2 ranks."),
+        (
+            "heads",
+            "ValueError: 4 heads and 1 heads of keys and values cannot be split over 2 ranks.",
+        ),
         ("pieces", "ValueError: context-parallel ranks hand a state from piece to piece"),
-        ("a norm within in_proj", "ValueError: mamba2 has products of all heads, which need the input norm"),
+        (
+            "a norm within in_proj",
+            "ValueError: mamba2 has products of all heads, which need the input norm",
+        ),
         ("another tokenizer", "ValueError: the checkpoint is of another tokenizer"),
         ("another mixer", "ValueError: the checkpoint is of another model"),
     ],

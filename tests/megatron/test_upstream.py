@@ -24,7 +24,10 @@ from . import ranks
 from .conftest import add_megatron_arguments
 
 CHECKOUT = os.environ.get("INTERDOMAIN_MEGATRON_LM")
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not CHECKOUT, reason="INTERDOMAIN_MEGATRON_LM names no checkout")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not CHECKOUT, reason="INTERDOMAIN_MEGATRON_LM names no checkout"),
+]
 ARGUMENTS = """--spec interdomain.megatron.spec interdomain --model.size debug --seq-length 64 --transformer-impl local
 --micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --min-lr 1e-5 --lr-warmup-iters 2 --lr-decay-style cosine
 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --eval-iters 1 --eval-interval 3 --log-interval 1
@@ -46,15 +49,29 @@ with open(sys.argv[1], "wb") as f:
 """
 # Of one version alone, or only with another package.
 SOMETIMES = {"--use-mup", "--use-legacy-models", "--hybrid-layer-pattern", "--kitchen-config-file"}
-SOMETIMES |= {"--use-transformer-engine-op-fuser", "--fused-residual-rmsnorm", "--use-grouped-gemm-for-dense-mlp"}
-SOMETIMES |= {"--use-te-activation-func", "--flash-attention-version", "--mamba-training-ssm-states-dtype"}
+SOMETIMES |= {
+    "--use-transformer-engine-op-fuser",
+    "--fused-residual-rmsnorm",
+    "--use-grouped-gemm-for-dense-mlp",
+}
+SOMETIMES |= {
+    "--use-te-activation-func",
+    "--flash-attention-version",
+    "--mamba-training-ssm-states-dtype",
+}
 SOMETIMES |= {"--mtp-hybrid-override-pattern", "--step-batch-size-schedule", "--align-grad-reduce"}
 
 
 def environment(folder):
     (folder / "sitecustomize.py").write_text(SITE)
-    path = os.pathsep.join([str(folder), CHECKOUT, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    path = os.pathsep.join(
+        [str(folder), CHECKOUT, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    )
+    return os.environ | {
+        "PYTHONPATH": path,
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
 
 
 def test_its_parser_has_the_arguments_of_other_tests(tmp_path):
@@ -69,7 +86,14 @@ def test_its_parser_has_the_arguments_of_other_tests(tmp_path):
 
 def train(folder, corpus, *arguments, **settings):
     """The losses that it logs, by step."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     name = "pretrain_hybrid.py" if HYBRID in arguments else "pretrain_gpt.py"
     script = [Path(__file__).with_name("upstream.py"), f"{CHECKOUT}/{name}", *ARGUMENTS.split()]
     command = [*torchrun, *script, "--data.corpus", corpus, *arguments]
@@ -87,7 +111,11 @@ def train(folder, corpus, *arguments, **settings):
 
 
 def minor_version():
-    return int(re.search(r"MINOR = (\d+)", Path(f"{CHECKOUT}/megatron/core/package_info.py").read_text())[1])
+    return int(
+        re.search(r"MINOR = (\d+)", Path(f"{CHECKOUT}/megatron/core/package_info.py").read_text())[
+            1
+        ]
+    )
 
 
 HYBRID = "interdomain.megatron.hybrid"
@@ -104,14 +132,25 @@ def test_it_trains_saves_reshards_and_converts(model, corpus, tmp_path):
         pytest.skip("there is no HybridModel before 0.18")
     half = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
     options = f"{half} --train-iters 6 --save run --load run --tensorboard-dir curves".split()
-    tensor = f"--tensor-model-parallel-size 2 --sequence-parallel --exit-interval 3 {spec} {pattern}"
+    tensor = (
+        f"--tensor-model-parallel-size 2 --sequence-parallel --exit-interval 3 {spec} {pattern}"
+    )
     first = train(tmp_path, corpus, *options, *tensor.split())
-    second = train(tmp_path, corpus, *options, *f"--pipeline-model-parallel-size 2 {spec} {stages}".split())
+    second = train(
+        tmp_path, corpus, *options, *f"--pipeline-model-parallel-size 2 {spec} {stages}".split()
+    )
     assert (list(first), list(second)) == ([1, 2, 3], [4, 5, 6])
     assert second[6] < first[1] - 0.2
     curves = EventAccumulator(str(tmp_path / "curves")).Reload()
     for layer in range(4) if model == "GPTModel" else (0, 2):
-        assert [x.step for x in curves.Scalars(f"mixer/layer_{layer:02d}/c_rms")] == [1, 2, 3, 4, 5, 6]
+        assert [x.step for x in curves.Scalars(f"mixer/layer_{layer:02d}/c_rms")] == [
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+        ]
     arguments = [tmp_path / "run", "--tokenizer", corpus, "--output", tmp_path / "folder"]
     assert convert.main([str(x) for x in arguments]) == 0
 
@@ -132,7 +171,9 @@ def test_ten_steps_go_as_torchtitan_s(layout, corpus, titan, tmp_path):
     """From the same start, with the same batches and settings."""
     hybrid = layout.startswith("hybrid")
     if minor_version() < 18 and (hybrid or layout == "virtual stages"):
-        pytest.skip("no HybridModel, and over gloo the losses of 0.16's pipelines vary between runs")
+        pytest.skip(
+            "no HybridModel, and over gloo the losses of 0.16's pipelines vary between runs"
+        )
     ranks.write_start(tmp_path / "start", "torchtitan", hybrid)
     windows = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
     torch.save(windows, tmp_path / "windows.pt")

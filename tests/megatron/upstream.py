@@ -10,7 +10,9 @@ import torch
 from interdomain.megatron import run
 from tests.megatron import cpu
 
-DEVICE = SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36, multi_processor_count=1)
+DEVICE = SimpleNamespace(
+    major=9, minor=0, name="none", total_memory=1 << 36, multi_processor_count=1
+)
 
 
 class Stream:
@@ -43,7 +45,12 @@ def install():
     cuda.get_device_properties, cuda.get_device_name = lambda *_: DEVICE, lambda *_: "none"
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.memory_stats = lambda *_, **__: collections.defaultdict(int)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *_: None
     cuda.get_rng_state_all, cuda.stream = list, lambda *_: contextlib.nullcontext()
@@ -55,7 +62,9 @@ def install():
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
         windows, read = torch.load(windows), GPTDataset.__getitem__
-        GPTDataset.__getitem__ = lambda self, i: read(self, i) | {"tokens": windows[i, :-1], "labels": windows[i, 1:]}
+        GPTDataset.__getitem__ = lambda self, i: (
+            read(self, i) | {"tokens": windows[i, :-1], "labels": windows[i, 1:]}
+        )
     with contextlib.suppress(ImportError):
         from megatron.legacy import fused_kernels
 

@@ -9,7 +9,15 @@ from interdomain.model.feature_maps import FEATURE_MAPS
 
 THETA, EPS = 500.0, 1e-3  # not the defaults: code that forgets one computes something else
 SMALL = dict(
-    dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128, rope_theta=THETA, norm_eps=EPS
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    head_dim=8,
+    n_basis=6,
+    vocab_size=61,
+    max_seq_len=128,
+    rope_theta=THETA,
+    norm_eps=EPS,
 )
 # Two heads of 16; of Mamba-2, whose keys are 8 wide, four.
 FIXED = dict(n_basis=4)
@@ -33,7 +41,12 @@ OPTIONS = {
     "kv2": dict(n_kv_heads=2),
     "head96": WIDE,
     "all": dict(
-        feature_map="rff", normalize=True, output_gate=True, n_kv_heads=2, c_form="diagonal", readout="hermitian"
+        feature_map="rff",
+        normalize=True,
+        output_gate=True,
+        n_kv_heads=2,
+        c_form="diagonal",
+        readout="hermitian",
     ),
     "hybrid": dict(softmax_every=2),
     "hybrid, window": dict(layers=["softmax", "interdomain-norope"], window=7, n_kv_heads=2),
@@ -56,13 +69,34 @@ OPTIONS |= {
 VARIANTS = [
     *((condition, "plain") for condition in CONDITIONS),
     *(("interdomain", option) for option in OPTIONS if option not in ("plain", "window", "conv")),
-    *(("softmax", "kv2"), ("softmax", "head96"), ("softmax", "window"), ("interdomain-norope", "all")),
-    *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize"), ("single-query", "favor")),
+    *(
+        ("softmax", "kv2"),
+        ("softmax", "head96"),
+        ("softmax", "window"),
+        ("interdomain-norope", "all"),
+    ),
+    *(
+        ("single-query", "identity"),
+        ("single-query", "kv1"),
+        ("single-query", "normalize"),
+        ("single-query", "favor"),
+    ),
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
     *(("gated-deltanet", "hybrid"), ("gla", "conv"), ("mamba2", "no conv")),
 ]
 # The same without switches that no token's place in time can meet: forms of C, feature maps, gates, widths of heads.
-POINTWISE = ("diagonal", "identity", "real", "hermitian", "rff", "elu", "softplus", "gate", "head96", "kv1")
+POINTWISE = (
+    "diagonal",
+    "identity",
+    "real",
+    "hermitian",
+    "rff",
+    "elu",
+    "softplus",
+    "gate",
+    "head96",
+    "kv1",
+)
 IN_TIME = [(condition, option) for condition, option in VARIANTS if option not in POINTWISE]
 
 
@@ -109,7 +143,9 @@ def assert_same_tensors(found, wanted) -> None:
 
 
 def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def positions_of(lengths) -> torch.Tensor:
@@ -124,6 +160,10 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
+        sizes = [
+            x.numel()
+            for x in (out if isinstance(out, tuple | list) else [out])
+            if isinstance(x, torch.Tensor)
+        ]
         self.largest = max(self.largest, *sizes, 0)
         return out

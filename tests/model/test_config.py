@@ -16,7 +16,9 @@ def test_a_model_s_name_and_its_way_through_json(condition, option):
     cell = cell_of(build_config("debug", condition, **overrides), "debug")
     assert cell.condition.split(", ")[0] == " + ".join(overrides.get("layers", [condition]))
     assert set(cell.condition.split(", ")[1:]) == {
-        f"{k} {v}" for k, v in overrides.items() if k not in ("dim", "n_heads", "head_dim", "layers")
+        f"{k} {v}"
+        for k, v in overrides.items()
+        if k not in ("dim", "n_heads", "head_dim", "layers")
     }
     config = build_config("debug", condition, **overrides)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -25,25 +27,44 @@ def test_a_model_s_name_and_its_way_through_json(condition, option):
 
 def test_the_layers_of_a_hybrid():
     """A setting is that of the layers which have it; a pattern need not divide the layers."""
-    config = build_config("125M", "s4d", softmax_every=5, n_kv_heads=3, c_form="diagonal", window=64)
+    config = build_config(
+        "125M", "s4d", softmax_every=5, n_kv_heads=3, c_form="diagonal", window=64
+    )
     assert [layer.mixer.kind for layer in config.layers].count("softmax") == 2
     softmax, s4d = config.layers[9].mixer, config.layers[10].mixer
-    assert (softmax.kind, softmax.n_kv_heads, softmax.window, softmax.c_form) == ("softmax", 3, 64, "full")
-    assert (s4d.kind, s4d.n_kv_heads, s4d.window, s4d.c_form) == ("interdomain", None, None, "diagonal")
-    assert cell_of(config, "125M").condition == "s4d, softmax_every 5, c_form diagonal, n_kv_heads 3, window 64"
+    assert (softmax.kind, softmax.n_kv_heads, softmax.window, softmax.c_form) == (
+        "softmax",
+        3,
+        64,
+        "full",
+    )
+    assert (s4d.kind, s4d.n_kv_heads, s4d.window, s4d.c_form) == (
+        "interdomain",
+        None,
+        None,
+        "diagonal",
+    )
+    assert (
+        cell_of(config, "125M").condition
+        == "s4d, softmax_every 5, c_form diagonal, n_kv_heads 3, window 64"
+    )
     named = build_config("125M", layers=["interdomain", "interdomain", "softmax"] * 2)
     assert named == build_config("125M", "interdomain", softmax_every=3)
     assert build_config("125M", "s4d", layers=["softmax"] * 4) == build_config("125M", "softmax")
 
 
 def test_a_cell_s_name_as_text_and_from_its_own_name():
-    config = build_config("125M", "s4d", n_layers=6, head_dim=96, n_heads=8, a_init="s4d-lin", linear_scale=0.5)
+    config = build_config(
+        "125M", "s4d", n_layers=6, head_dim=96, n_heads=8, a_init="s4d-lin", linear_scale=0.5
+    )
     cell = cell_of(config, "125M")
     assert str(cell) == "125M with n_layers 6, n_heads 8, s4d, linear_scale 0.5, a_init s4d-lin"
     assert cell_of(config, cell.size) == cell  # as a record has it
     assert cell_of(build_config("1.3B", "dual-linear"), "1.3B") == ("1.3B", "dual-linear")
     assert cell_of(config, "mine") == ("mine", cell.condition)
-    assert cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"  # which does not read n_basis
+    assert (
+        cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"
+    )  # which does not read n_basis
 
 
 # Condition, overrides, and what the message must name.
@@ -51,13 +72,25 @@ REFUSED = [
     ("interdomian", {}, "'interdomian'.*interdomain.*s4d-rope"),
     ("interdomain", dict(n_bassis=3), "n_bassis.*vocab_size.*n_basis"),
     ("interdomain", dict(readout="imag"), "mixer.readout.*'imag'.*complex, real, hermitian"),
-    ("interdomain", dict(conv_width=1), "mixer.conv_width must be 0, for no convolution, or at least 2: got 1"),
+    (
+        "interdomain",
+        dict(conv_width=1),
+        "mixer.conv_width must be 0, for no convolution, or at least 2: got 1",
+    ),
     ("interdomain", dict(n_kv_heads=5), "mixer.n_kv_heads must divide n_heads = 12: got 5"),
     ("interdomain", dict(dim=12 * 63, head_dim=63), "head_dim must be even.*63"),
     ("interdomain", dict(n_layers=True), "n_layers must be int: got True"),
-    ("interdomain", dict(c_scale=1.0, c_form="identity"), "mixer.c_scale.*mixer.c_form = 'identity'"),
+    (
+        "interdomain",
+        dict(c_scale=1.0, c_form="identity"),
+        "mixer.c_scale.*mixer.c_form = 'identity'",
+    ),
     ("interdomain", dict(dt_min=0.2), "mixer.dt_min.*0.2 and 0.1"),
-    ("interdomain", dict(feature_map="favor"), "mixer.feature_map = 'favor'.*mixer.normalize = true"),
+    (
+        "interdomain",
+        dict(feature_map="favor"),
+        "mixer.feature_map = 'favor'.*mixer.normalize = true",
+    ),
     ("softmax", dict(output_gate=True), "mixer.output_gate = True.*softmax.*n_kv_heads"),
     ("interdomain", dict(window=4), "mixer.window = 4.*only softmax.*softmax_every"),
     ("interdomain", dict(softmax_every=13), "mixer.softmax_every = 13 .*from 2 to n_layers = 12"),

@@ -17,7 +17,9 @@ STEPS = 5
 def read(model, lengths=(7, 7)):
     """A state after two prompts of these lengths."""
     prompts = [random_tokens(model.config, 1, n, seed=n) for n in lengths]
-    return ModelState.stack([prefill(model, prompt.to(model.output.weight.device), chunk=4)[1] for prompt in prompts])
+    return ModelState.stack(
+        [prefill(model, prompt.to(model.output.weight.device), chunk=4)[1] for prompt in prompts]
+    )
 
 
 def places(state):

@@ -19,10 +19,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files.checkpoint_index import overlapping, read_index, read_tensors, tensor_index, write_tensors
+from interdomain.files.checkpoint_index import (
+    overlapping,
+    read_index,
+    read_tensors,
+    tensor_index,
+    write_tensors,
+)
 from interdomain.files.run_folder import note_folders
 
-TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)}
+TENSORS = {
+    "a": torch.arange(12.0).view(3, 4),
+    "b": torch.arange(5, dtype=torch.bfloat16),
+    "c": torch.tensor(2.5),
+}
 
 
 @pytest.fixture
@@ -40,7 +50,9 @@ def edit_index(checkpoint, change):
 
 def test_round_trip(checkpoint):
     index = tensor_index(checkpoint)
-    assert {name: entry.size for name, entry in index.items()} == {name: t.shape for name, t in TENSORS.items()}
+    assert {name: entry.size for name, entry in index.items()} == {
+        name: t.shape for name, t in TENSORS.items()
+    }
     for name, tensor in read_tensors(checkpoint, list(index)).items():
         assert torch.equal(tensor, TENSORS[name])
         assert tensor.dtype == TENSORS[name].dtype
@@ -92,7 +104,11 @@ def test_no_gadget_is_reached(checkpoint):
         (checkpoint / checkpoints.METADATA).write_bytes(gadget)
         with pytest.raises(ValueError, match=r"is damaged.*(has no place|__class__)"):
             tensor_index(checkpoint)
-    assert (str(Path("here")), PosixPath.__bases__[0], _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value) == (
+    assert (
+        str(Path("here")),
+        PosixPath.__bases__[0],
+        _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value,
+    ) == (
         "here",
         Path,
         1,
@@ -103,7 +119,10 @@ def test_code_in_an_index_never_runs(checkpoint, tmp_path):
     """Neither at the top nor in an entry."""
     trap = tmp_path / "sprung"
     whole = (checkpoint / checkpoints.METADATA).read_bytes()
-    for change in (lambda metadata: Runs(trap), lambda metadata: metadata.state_dict_metadata.update(d=Runs(trap))):
+    for change in (
+        lambda metadata: Runs(trap),
+        lambda metadata: metadata.state_dict_metadata.update(d=Runs(trap)),
+    ):
         edit_index(checkpoint, change)
         for read in (tensor_index, lambda folder: read_tensors(folder, ["a"])):
             with pytest.raises(ValueError, match="has no place in the index"):
@@ -114,7 +133,9 @@ def test_code_in_an_index_never_runs(checkpoint, tmp_path):
     assert trap.exists()
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's, at the code in place of a tensor
+@pytest.mark.filterwarnings(
+    "ignore:Detected pickle protocol"
+)  # torch's, at the code in place of a tensor
 def test_code_in_a_shard_never_runs(tmp_path):
     """A tensor that we read is loaded with weights_only; whatever is beside it is not loaded at all."""
     trap = tmp_path / "sprung"
@@ -224,21 +245,41 @@ def test_a_rank_takes_the_pieces_of_its_tensors(checkpoint):
 
     def cut(metadata):
         place = metadata.storage_data.pop(MetadataIndex("a", torch.Size((0, 0))))
-        pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes.items()]
-        metadata.state_dict_metadata |= {"a": replace(metadata.state_dict_metadata["a"], chunks=pieces)}
+        pieces = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in boxes.items()
+        ]
+        metadata.state_dict_metadata |= {
+            "a": replace(metadata.state_dict_metadata["a"], chunks=pieces)
+        }
         metadata.state_dict_metadata |= {"object": BytesStorageMetadata()}
         for n, piece in enumerate(pieces):
-            metadata.storage_data[MetadataIndex("a", piece.offsets)] = replace(place, relative_path=f"{n}.distcp")
-        metadata.storage_data[MetadataIndex("object")] = replace(place, relative_path="object.distcp")
+            metadata.storage_data[MetadataIndex("a", piece.offsets)] = replace(
+                place, relative_path=f"{n}.distcp"
+            )
+        metadata.storage_data[MetadataIndex("object")] = replace(
+            place, relative_path="object.distcp"
+        )
 
     edit_index(checkpoint, cut)
-    part = overlapping(read_index(checkpoint), {"a": Piece((0, 2), (3, 2)), "c": TENSORS["c"], "object": None})
+    part = overlapping(
+        read_index(checkpoint), {"a": Piece((0, 2), (3, 2)), "c": TENSORS["c"], "object": None}
+    )
     assert part.state_dict_metadata.keys() == {"a", "b", "c", "object"}
-    places = {(key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()}
+    places = {
+        (key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()
+    }
     assert places.pop(("c", ())).endswith(".distcp")
-    assert places == {("a", (0, 2)): "0.distcp", ("a", (1, 2)): "2.distcp", ("object", None): "object.distcp"}
+    assert places == {
+        ("a", (0, 2)): "0.distcp",
+        ("a", (1, 2)): "2.distcp",
+        ("object", None): "object.distcp",
+    }
     assert [chunk.sizes for chunk in part.state_dict_metadata["a"].chunks] == [(1, 2), (2, 2)]
 
-    edit_index(checkpoint, lambda metadata: metadata.storage_data.pop(MetadataIndex("a", torch.Size((1, 0)))) and None)
+    edit_index(
+        checkpoint,
+        lambda metadata: metadata.storage_data.pop(MetadataIndex("a", torch.Size((1, 0)))) and None,
+    )
     with pytest.raises(ValueError, match=r"damaged.*7 pieces and 6 places"):
         read_index(checkpoint)

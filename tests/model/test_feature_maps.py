@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from interdomain.model import Execution
-from interdomain.model.feature_maps import FEATURE_MAPS, MAX_GAIN, PositiveRandomFeatures, divided, feature_map
+from interdomain.model.feature_maps import (
+    FEATURE_MAPS,
+    MAX_GAIN,
+    PositiveRandomFeatures,
+    divided,
+    feature_map,
+)
 from interdomain.model.initialize import initial_value
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
@@ -14,9 +20,13 @@ R = 16
 
 
 def favor(heads: int, width: int = R) -> PositiveRandomFeatures:
-    config = small_config("interdomain", dim=width, n_heads=1, head_dim=width, feature_map="favor", normalize=True)
+    config = small_config(
+        "interdomain", dim=width, n_heads=1, head_dim=width, feature_map="favor", normalize=True
+    )
     module = PositiveRandomFeatures(heads, width)
-    module.frequencies = initial_value("feature_map.frequencies", module.frequencies.shape, config, 0)
+    module.frequencies = initial_value(
+        "feature_map.frequencies", module.frequencies.shape, config, 0
+    )
     return module
 
 
@@ -43,7 +53,10 @@ def test_favor_estimates_the_softmax_kernel_without_bias():
 def test_positive_and_finite_far_from_the_origin(name, dtype):
     """Queries and keys of up to 40 standard deviations, where exp(x) alone overflows; and keys at a random vector itself."""
     module = favor(1, 256) if name == "favor" else feature_map(name, 1, 256)
-    x = normal(1, 9, 1, 256, dtype=dtype) * torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])[:, None, None]
+    x = (
+        normal(1, 9, 1, 256, dtype=dtype)
+        * torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])[:, None, None]
+    )
     if name == "favor":
         x[0, -1, 0] = module.frequencies[0, 0] * 256**0.5  # where the exponent of a key is largest
     x = x.to(dtype).requires_grad_()
@@ -58,7 +71,9 @@ def test_positive_and_finite_far_from_the_origin(name, dtype):
 
 def test_the_denominator_is_held_only_where_the_output_would_be_too_large():
     o, v = normal(2, 50, 4, 9), normal(2, 50, 2, 9, seed=1)
-    o[..., -1] *= 10 ** torch.linspace(-6, 1, 50)[:, None]  # denominators from far too small to large, of both signs
+    o[..., -1] *= (
+        10 ** torch.linspace(-6, 1, 50)[:, None]
+    )  # denominators from far too small to large, of both signs
     found, quotient = divided(o, v), o[..., :-1] / o[..., -1:]
     allowed = MAX_GAIN * v[..., :-1].abs().mean(-1, keepdim=True).repeat_interleave(2, dim=2)
     size = quotient.abs().mean(-1, keepdim=True)
@@ -70,7 +85,9 @@ def test_the_denominator_is_held_only_where_the_output_would_be_too_large():
     assert torch.equal(divided(o, v[:1, :1, :1].float()), torch.zeros(1, 1, 1, 8))
 
 
-@pytest.mark.parametrize("options", [dict(feature_map=name) for name, xi in FEATURE_MAPS.items() if xi])
+@pytest.mark.parametrize(
+    "options", [dict(feature_map=name) for name, xi in FEATURE_MAPS.items() if xi]
+)
 def test_no_scale_matters(options):
     """Exactly: of C, of the features or of the values, by powers of two. The first token's output is its value."""
     model = lively(small_config("interdomain", normalize=True, **options), torch.float32)
@@ -98,4 +115,6 @@ def test_no_scale_matters(options):
 
 def test_the_triton_kernel_is_refused_for_a_map_that_it_does_not_have():
     with pytest.raises(ValueError, match=r"mixer\.feature_map = 'rff': the kernel has silu alone"):
-        InterdomainMixer(small_config("interdomain", feature_map="rff"), Execution(features="triton"))
+        InterdomainMixer(
+            small_config("interdomain", feature_map="rff"), Execution(features="triton")
+        )

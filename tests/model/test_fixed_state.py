@@ -77,7 +77,9 @@ def assert_same(run, given, documents=None, tolerance=1e-10):
     gradients = []
     for out in (found, wanted):
         weighted = [(x * normal(*x.shape, seed=9, dtype=x.dtype)).sum() for x in out]
-        gradients.append(torch.autograd.grad(sum(weighted), tensors, allow_unused=True, materialize_grads=True))
+        gradients.append(
+            torch.autograd.grad(sum(weighted), tensors, allow_unused=True, materialize_grads=True)
+        )
     for a, b in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
         assert (a - b).abs().max() <= tolerance * max(1, b.abs().max())
 
@@ -94,13 +96,19 @@ def test_strong_gates_in_float32(kind, strength):
     """Some channels forget all in a token, others nothing: e^(sum over a chunk) is no float32, nor is its inverse."""
     given = inputs(kind, 130, torch.float32)
     strong = torch.rand(given["log_decay"].shape, generator=torch.Generator().manual_seed(1)) < 0.3
-    given["log_decay"] = torch.where(strong, given["log_decay"] * strength, given["log_decay"] / 100)
+    given["log_decay"] = torch.where(
+        strong, given["log_decay"] * strength, given["log_decay"] / 100
+    )
     leaves = {name: None if x is None else x.requires_grad_() for name, x in given.items()}
     found, S = recurrence(**leaves)
-    wanted, end = per_token(**{name: None if x is None else x.detach().double() for name, x in given.items()})
+    wanted, end = per_token(
+        **{name: None if x is None else x.detach().double() for name, x in given.items()}
+    )
     for a, b in ((found, wanted), (S, end)):
         assert (a - b).abs().max() < 1e-5 * b.abs().max()
-    for g in torch.autograd.grad((found.sum() + S.sum()), [x for x in leaves.values() if x is not None]):
+    for g in torch.autograd.grad(
+        (found.sum() + S.sum()), [x for x in leaves.values() if x is not None]
+    ):
         assert g.isfinite().all()
 
 
@@ -131,7 +139,9 @@ def literal(mixer, condition, x):
         gate = x @ W("gate_down") @ W("gate_up") + mixer.gate_bias
         decay = (torch.sigmoid(gate).log() / 16).unflatten(-1, (-1, K))
     else:
-        q = q / ((q.square().sum(-1, keepdim=True) + 1e-6 / K).sqrt() * K**0.5)  # q is divided by sqrt(K) above
+        q = q / (
+            (q.square().sum(-1, keepdim=True) + 1e-6 / K).sqrt() * K**0.5
+        )  # q is divided by sqrt(K) above
         k, beta = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt(), torch.sigmoid(x @ W("wb"))
     if condition == "gated-deltanet":
         decay = -mixer.ssm.A_log.exp() * (1 + (x @ W("wa") + mixer.ssm.dt_bias).exp()).log()
@@ -157,9 +167,13 @@ def test_products(condition):
     """Torch's count of products, in whole chunks; the triangular system, which torch does not see, is half of a product."""
     config, T = small_config(condition), 128
     model, flops = Transformer(config), forward_flops_per_token(config, T)
-    once, twice = (counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T))
+    once, twice = (
+        counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T)
+    )
     wanted = flops["linear"] + flops["head"] + flops["mixer"]
-    if condition == "gla":  # pairs of blocks: half of the scores, and of each token with itself no product
+    if (
+        condition == "gla"
+    ):  # pairs of blocks: half of the scores, and of each token with itself no product
         wanted -= 2 * config.n_layers * 32 * 64 - 2 * config.n_layers * 32 * 63 / 2
     if condition == "mamba2":  # one head's scores serve all
         assert flops["mixer"] == 2 * config.n_layers * (64 * 8 + 64 * 64 + 2 * 8 * 64)
@@ -170,14 +184,22 @@ def test_products(condition):
 
 def test_what_does_not_fit_is_refused():
     for condition, options, words in (
-        ("gla", dict(n_basis=6), r"4 n_basis = 24 wide, which must divide dim = 128\. Set one of 1, 2, 4, 8, 16, 32,"),
+        (
+            "gla",
+            dict(n_basis=6),
+            r"4 n_basis = 24 wide, which must divide dim = 128\. Set one of 1, 2, 4, 8, 16, 32,",
+        ),
         ("mamba2", dict(state_heads=3), "state_heads must divide 2 dim = 256: got 3"),
         (
             "deltanet",
             dict(output_gate=True),
             "output_gate.*no switches but mixer.n_basis, mixer.state_heads, mixer.conv",
         ),
-        ("interdomain", dict(state_heads=2), "state_heads = 2 is not possible: it is for gla, mamba2"),
+        (
+            "interdomain",
+            dict(state_heads=2),
+            "state_heads = 2 is not possible: it is for gla, mamba2",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             build_config("debug", condition, **options)
@@ -192,13 +214,17 @@ def stand_in(monkeypatch):
 
     def function(*names):
         def run(*tensors, scale, initial_state, output_final_state, cu_seqlens=None):
-            given = dict.fromkeys(("q", "k", "v", "log_decay", "beta")) | dict(zip(names, tensors, strict=True))
+            given = dict.fromkeys(("q", "k", "v", "log_decay", "beta")) | dict(
+                zip(names, tensors, strict=True)
+            )
             assert (scale, output_final_state) == (1.0, True)
             if cu_seqlens is None:
                 return per_token(**given, initial_state=initial_state)
             outputs, states = [], []
             for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-                document = {name: None if x is None else x[:, start:end] for name, x in given.items()}
+                document = {
+                    name: None if x is None else x[:, start:end] for name, x in given.items()
+                }
                 o, S = per_token(**document, initial_state=initial_state[i : i + 1])
                 outputs.append(o)
                 states.append(S)
@@ -218,13 +244,17 @@ def stand_in(monkeypatch):
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # the comparison is in float64
-    monkeypatch.setattr(fla_kernels, "chosen", lambda device, dtype, backend: (backend not in fla_kernels.PLAIN, ""))
+    monkeypatch.setattr(
+        fla_kernels, "chosen", lambda device, dtype, backend: (backend not in fla_kernels.PLAIN, "")
+    )
 
 
 @pytest.mark.parametrize("kind", FIXED_STATE)
 def test_the_op_around_the_package(stand_in, kind):
     assert_same(recurrence, inputs(kind, 33))
-    documents = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([3, 1, 29])).expand(2, -1)
+    documents = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([3, 1, 29])).expand(
+        2, -1
+    )
     assert_same(recurrence, inputs(kind, 33), documents + torch.tensor([[0], [1]]))
 
 

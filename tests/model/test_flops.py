@@ -34,7 +34,10 @@ def test_products_of_the_model(condition, option):
     T = 128
     with sdpa_kernel(SDPBackend.MATH):  # the form whose products torch counts
         model = Transformer(config)
-        lengths = [counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T, 3 * T)]
+        lengths = [
+            counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64)))
+            for t in (T, 2 * T, 3 * T)
+        ]
     flops = forward_flops_per_token(config, T)
     # Beyond what grows with T^2 (softmax's scores and values, whole squares) ...
     square = (lengths[2] - 2 * lengths[1] + lengths[0]) / (2 * T * T)
@@ -43,14 +46,18 @@ def test_products_of_the_model(condition, option):
     if softmax:
         # ... of which the causal half, with its diagonal, is needed: (T + 1) / 2 keys per query.
         assert square == 2 * 2 * softmax * config.dim
-        others = 0 if softmax == 2 else forward_flops_per_token(small_config(condition), T)["mixer"] / 2
+        others = (
+            0 if softmax == 2 else forward_flops_per_token(small_config(condition), T)["mixer"] / 2
+        )
         assert flops["mixer"] - others == square * (T + 1) / 2
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
 def test_states_are_as_large_as_said(condition, option):
     config = small_config(condition, **OPTIONS[option])
-    for layer, state in zip(config.layers, Transformer(config).init_state(3, 7).layers, strict=True):
+    for layer, state in zip(
+        config.layers, Transformer(config).init_state(3, 7).layers, strict=True
+    ):
         if layer.mixer.kind == "softmax":
             tokens = 7 if layer.mixer.window is None else 1
             assert sum(x.numel() for x in (state.k, state.v)) == 3 * tokens * state_size(layer)
@@ -89,10 +96,18 @@ def test_every_condition_has_its_own_count(condition):
     if condition != "softmax":
         hybrid, softmax = (
             forward_flops_per_token(c, 4096)
-            for c in (build_config("125M", condition, softmax_every=3), build_config("125M", "softmax"))
+            for c in (
+                build_config("125M", condition, softmax_every=3),
+                build_config("125M", "softmax"),
+            )
         )
-        assert all(hybrid[part] == (8 * flops[part] + 4 * softmax[part]) / 12 for part in ("linear", "conv", "mixer"))
-    if condition == "interdomain":  # a shared state saves its updates only: 2M (R + D) per state head
+        assert all(
+            hybrid[part] == (8 * flops[part] + 4 * softmax[part]) / 12
+            for part in ("linear", "conv", "mixer")
+        )
+    if (
+        condition == "interdomain"
+    ):  # a shared state saves its updates only: 2M (R + D) per state head
         less = forward_flops_per_token(build_config("125M", condition, n_kv_heads=1), 4096)["mixer"]
         assert flops["mixer"] - less == 2 * 12 * 11 * 2 * 64 * 2 * 64
 

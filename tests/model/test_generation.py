@@ -75,7 +75,9 @@ def test_a_prompt_does_not_depend_on_its_neighbours(condition):
         together = rows(model, prompts, max_tokens=10, sampling=sampling, seed=4)
         alone = [rows(model, [p], max_tokens=10, sampling=sampling, seed=4)[0] for p in prompts]
         assert together == alone
-        assert together[::-1] == rows(model, prompts[::-1], max_tokens=10, sampling=sampling, seed=4)
+        assert together[::-1] == rows(
+            model, prompts[::-1], max_tokens=10, sampling=sampling, seed=4
+        )
 
 
 def test_a_seed_gives_a_text():
@@ -96,9 +98,13 @@ def test_a_stop_token_ends_its_row_alone():
     stop = next(t for t in free[0] if t not in free[1])
     end = free[0].index(stop) + 1
     steps = list(generate(model, prompts, max_tokens=30, seed=1, stop=stop))
-    assert [step[0] for step in steps] == free[0][:end] + [None] * (30 - end)  # the stop token itself is given out
+    assert [step[0] for step in steps] == free[0][:end] + [None] * (
+        30 - end
+    )  # the stop token itself is given out
     assert [step[1] for step in steps] == free[1]
-    assert len(list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))) == end  # once all have ended
+    assert (
+        len(list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))) == end
+    )  # once all have ended
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=3, top_p=0.5)], ids=str)
@@ -137,7 +143,12 @@ DRAWS = 4000
 def test_sampling(sampling, wanted):
     """Within five standard deviations; what has no probability is never drawn."""
     generators = [torch.Generator().manual_seed(i) for i in range(DRAWS)]
-    drawn = torch.bincount(sample(PROBABILITIES.log().expand(DRAWS, -1), sampling, generators), minlength=5) / DRAWS
+    drawn = (
+        torch.bincount(
+            sample(PROBABILITIES.log().expand(DRAWS, -1), sampling, generators), minlength=5
+        )
+        / DRAWS
+    )
     for f, w in zip(drawn.tolist(), torch.tensor(wanted).tolist(), strict=True):
         assert f == w if w in (0, 1) else abs(f - w) < 5 * math.sqrt(w * (1 - w) / DRAWS)
 
@@ -157,5 +168,7 @@ def test_what_cannot_be_is_refused():
             list(generate(model, prompts, max_tokens=3))
     with pytest.raises(ValueError, match="for a state of 2"):
         prefill(model, torch.arange(5)[None], model.init_state(2))
-    with pytest.raises(ValueError, match="one of each row"):  # a graph would copy one token to both rows
+    with pytest.raises(
+        ValueError, match="one of each row"
+    ):  # a graph would copy one token to both rows
         Decoder(model, model.init_state(2)).step(torch.tensor([1]))

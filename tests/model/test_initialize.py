@@ -44,7 +44,9 @@ def test_a_hybrid_s_layers_start_as_their_models_do():
     for layer, kind in enumerate(("softmax", "single-query")):
         settings = own if layer else dict(n_kv_heads=2)
         alone = initialized(small_config(kind, **settings))
-        assert_same_tensors(found.layers[str(layer)].state_dict(), alone.layers[str(layer)].state_dict())
+        assert_same_tensors(
+            found.layers[str(layer)].state_dict(), alone.layers[str(layer)].state_dict()
+        )
 
 
 def test_a_value_depends_on_seed_and_name_alone():
@@ -104,7 +106,9 @@ S4D_INV = [64 / math.pi * (64 / (2 * n + 1) - 1) for n in range(64)]
 RULES = {
     r"(wo|w2)\.weight": normal(0.02 / math.sqrt(2 * LAYERS)),
     r"(tok_embeddings|output|wq|wk|wv|wg|w1|w3)\.weight": normal(0.02),
-    r"_conv\.(weight|bias)": uniform(-0.5, 0.5),  # 1 / sqrt(width 4), as torch.nn.Conv1d(groups=channels)
+    r"_conv\.(weight|bias)": uniform(
+        -0.5, 0.5
+    ),  # 1 / sqrt(width 4), as torch.nn.Conv1d(groups=channels)
     r"norm\.weight": equal(1.0),
     r"norm\.bias": equal(0.0),
     r"log_dt": uniform(math.log(1e-3), math.log(1e-1)),

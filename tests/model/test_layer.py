@@ -11,12 +11,26 @@ from torch.utils.checkpoint import checkpoint
 from interdomain import InterdomainAttention
 from interdomain.model import CONDITIONS, Transformer
 
-from .common import EPS, OPTIONS, THETA, assert_exact, positions_of, random_tokens, small_config, variant
+from .common import (
+    EPS,
+    OPTIONS,
+    THETA,
+    assert_exact,
+    positions_of,
+    random_tokens,
+    small_config,
+    variant,
+)
 
 
 @pytest.mark.parametrize(
     ("condition", "option"),
-    [("interdomain", "plain"), ("interdomain", "all"), ("interdomain-norope", "kv2"), ("s4d", "gate")],
+    [
+        ("interdomain", "plain"),
+        ("interdomain", "all"),
+        ("interdomain-norope", "kv2"),
+        ("s4d", "gate"),
+    ],
 )
 def test_it_is_a_layer_of_the_decoder(condition, option):
     """With the decoder's weights it computes what the decoder's layer does: whole, packed, and in pieces of any length."""
@@ -27,7 +41,9 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
     attention = model.layers["0"].attention
     layer.mixer.load_state_dict(attention.state_dict())
     seen = []
-    attention.register_forward_hook(lambda _, args, out: seen.extend([args[0].detach(), out.detach()]))
+    attention.register_forward_hook(
+        lambda _, args, out: seen.extend([args[0].detach(), out.detach()])
+    )
     tokens, positions = random_tokens(model.config, 2, 20), positions_of(((3, 17), (12, 8)))
     with torch.no_grad():
         model(tokens)
@@ -41,7 +57,10 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
 
 
 def test_what_no_layer_has_is_refused():
-    for options, words in ((dict(n_bassis=3), "n_bassis.*n_basis"), (dict(kind="softmax"), "kind.*n_basis")):
+    for options, words in (
+        (dict(n_bassis=3), "n_bassis.*n_basis"),
+        (dict(kind="softmax"), "kind.*n_basis"),
+    ):
         with pytest.raises(ValueError, match=words):
             InterdomainAttention(32, 4, **options)
     layer = InterdomainAttention(32, 4)
@@ -58,7 +77,9 @@ def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant
         y.sum().backward()
     state = layer.init_state(2)
     wanted = torch.autograd.grad(layer(x, copy.copy(state)).sum(), x)[0]
-    y = checkpoint(lambda x: layer(x, copy.copy(state)), x, use_reentrant=use_reentrant)  # nothing is advanced
+    y = checkpoint(
+        lambda x: layer(x, copy.copy(state)), x, use_reentrant=use_reentrant
+    )  # nothing is advanced
     y.sum().backward()
     torch.testing.assert_close(x.grad, wanted)
 
@@ -76,17 +97,23 @@ def test_copies_of_a_state_go_their_own_ways(duplicate, condition):
     assert_exact(found, wanted)
     assert (state.position.tolist(), state.length) == ([5, 5], 5)
     weight = model.layers["0"].attention.wv.weight
-    gradients = [torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, wanted)]
+    gradients = [
+        torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, wanted)
+    ]
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("kind", [lambda: InterdomainAttention(32, 4), lambda: Transformer(small_config("softmax"))])
+@pytest.mark.parametrize(
+    "kind", [lambda: InterdomainAttention(32, 4), lambda: Transformer(small_config("softmax"))]
+)
 def test_constructors_initialise(kind):
     """From the global generator, as PyTorch's own: the same after the same seed, another module otherwise."""
     weights = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
-        weights.append(next(p for name, p in kind().named_parameters() if name.endswith("wq.weight")))
+        weights.append(
+            next(p for name, p in kind().named_parameters() if name.endswith("wq.weight"))
+        )
     assert torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[1])
     before = torch.get_rng_state()

@@ -43,7 +43,11 @@ def gradients(function, hidden, weight, labels, scale=1 / 37):
 def test_equals_the_plain_loss(shape, ignored, compiled):
     """Pieces that divide the tokens and that do not, fewer tokens than one; all tokens ignored."""
     given = inputs(*shape, ignored=ignored)
-    by_pieces = torch.compile(summed_cross_entropy, backend="aot_eager") if compiled else summed_cross_entropy
+    by_pieces = (
+        torch.compile(summed_cross_entropy, backend="aot_eager")
+        if compiled
+        else summed_cross_entropy
+    )
     for found, wanted in zip(gradients(by_pieces, *given), gradients(plain, *given), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -52,7 +56,9 @@ def test_without_gradients():
     hidden, weight, labels = inputs(3, 11)
     wanted = plain(hidden, weight, labels)
     with torch.no_grad():
-        torch.testing.assert_close(summed_cross_entropy(hidden, weight, labels), wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            summed_cross_entropy(hidden, weight, labels), wanted, rtol=1e-12, atol=0
+        )
     for frozen in (0, 1):  # a frozen head, as adapters have it; frozen layers
         given = [x.detach().requires_grad_(i != frozen) for i, x in enumerate((hidden, weight))]
         summed_cross_entropy(*given, labels).backward()
@@ -66,7 +72,10 @@ def test_bfloat16_is_as_close_as_the_plain_loss(autocast):
     """The same products, sums in float32: what differs from float64 is no more than with whole logits."""
     torch.manual_seed(0)
     exact = inputs(4, 160)
-    given = [x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for x in exact[:2]]
+    given = [
+        x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
+        for x in exact[:2]
+    ]
     exact = [x.detach().double().requires_grad_() for x in given]
     labels = inputs(4, 160)[2]
 
@@ -75,7 +84,9 @@ def test_bfloat16_is_as_close_as_the_plain_loss(autocast):
             found = gradients(function, *given, labels)
         assert [x.dtype for x in found] == [torch.float32, given[0].dtype, given[1].dtype]
         wanted = gradients(plain, *exact, labels)
-        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+        return [
+            ((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)
+        ]
 
     for ours, theirs in zip(errors(summed_cross_entropy), errors(plain), strict=True):
         assert ours < 1.5 * theirs + 1e-6
@@ -95,4 +106,6 @@ def test_of_the_model():
     tokens, labels = torch.randint(V, (2, 2, 13))
     ours = torch.autograd.grad(model(tokens, labels=labels), [*model.parameters()])
     plain = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(ours, torch.autograd.grad(plain, [*model.parameters()]), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        ours, torch.autograd.grad(plain, [*model.parameters()]), rtol=1e-9, atol=1e-12
+    )

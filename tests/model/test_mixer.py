@@ -33,8 +33,13 @@ def short_conv(x, conv):
 def rotate(x):
     """RoPE: channel i and its partner R/2 + i are one complex number, turned by t * THETA^(-2i/R). x [B, T, H, R]."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[1])[:, None] * THETA ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    angle = torch.arange(x.shape[1])[:, None] * THETA ** (
+        -2 * torch.arange(half, dtype=torch.float64) / (2 * half)
+    )
+    turned = (
+        torch.complex(x[..., :half], x[..., half:])
+        * torch.polar(torch.ones_like(angle), angle)[:, None]
+    )
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
@@ -54,7 +59,12 @@ def positive_features(x, frequencies, query):
     """FAVOR+; a query's are relative to the largest of them."""
     own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
     R = x.shape[-1]
-    y = torch.exp(torch.einsum("bthr,hfr->bthf", x, own) - x.square().sum(-1, keepdim=True) / (2 * R**0.5)) / R**0.5
+    y = (
+        torch.exp(
+            torch.einsum("bthr,hfr->bthf", x, own) - x.square().sum(-1, keepdim=True) / (2 * R**0.5)
+        )
+        / R**0.5
+    )
     return y / y.max(-1, keepdim=True).values / R**0.5 if query else y
 
 
@@ -112,7 +122,9 @@ def run(mixer, x, head_dim):
     return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, THETA, x.dtype))
 
 
-BY_THE_LETTER = [v for v in VARIANTS if v[0] not in ("softmax", *FIXED_STATE) and "hybrid" not in v[1]]
+BY_THE_LETTER = [
+    v for v in VARIANTS if v[0] not in ("softmax", *FIXED_STATE) and "hybrid" not in v[1]
+]
 
 
 @pytest.mark.parametrize(("condition", "option"), BY_THE_LETTER)
@@ -133,11 +145,15 @@ def test_by_the_letter(condition, option):
             assert (found - wanted).abs().max() / wanted.abs().max() < tolerance
 
 
-@pytest.mark.parametrize(("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")])
+@pytest.mark.parametrize(
+    ("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")]
+)
 def test_what_training_asks_of_the_scan(condition, scan, monkeypatch):
     """No final state, which activation checkpointing would keep; float32 dynamics under autocast; `recompute` as it is set."""
     calls, run = [], getattr(mixer, scan)
-    monkeypatch.setattr(mixer, scan, lambda *args, **kw: calls.append((args, kw)) or run(*args, **kw))
+    monkeypatch.setattr(
+        mixer, scan, lambda *args, **kw: calls.append((args, kw)) or run(*args, **kw)
+    )
     for recompute in (True, False):
         model = Transformer(small_config(condition), Execution(recompute=recompute))
         with torch.autocast("cpu", torch.bfloat16):

@@ -11,7 +11,11 @@ PAPER = {  # table 3
     "s4d": (135_425_424, 377_385_344, 781_523_328, 1_352_455_936),
 }
 # At 125M. The last has interdomain's parameters, and a norm of 64 in each of 12 layers.
-OTHERS = {"single-query": 135_462_288, "dual-linear": 135_379_344, "interdomain-paired": 135_416_208 + 12 * 64}
+OTHERS = {
+    "single-query": 135_462_288,
+    "dual-linear": 135_379_344,
+    "interdomain-paired": 135_416_208 + 12 * 64,
+}
 # Beside embeddings, feed-forward and norms, a layer of width d with H heads has: GLA 5 d^2 of matrices, 2 x 16 d + d of the
 # gate, d / H of the norm; DeltaNet 4 d^2, H d for beta, 4 taps on 3 d; gated DeltaNet another d^2, H d and 2 H; Mamba-2 6 d^2,
 # for B and C 2 x 128 d, H d, 5 numbers on 2 d + 256 channels, 3 H, a norm over 2 d.
@@ -51,7 +55,10 @@ def test_switches():
     assert count("125M", "interdomain", c_form="diagonal") == whole - 12 * 12 * 2 * (M**2 - M)
     assert count("125M", "interdomain", c_form="identity") == whole - 12 * 12 * 2 * M**2
     assert count("125M", "interdomain", feature_map="rff") == whole - 12 * (2 * 64 + 2 * 768)
-    softmax, hybrid = count("125M", "softmax"), count("125M", "interdomain", softmax_every=3, window=512)
+    softmax, hybrid = (
+        count("125M", "softmax"),
+        count("125M", "interdomain", softmax_every=3, window=512),
+    )
     assert hybrid == softmax + 8 * (whole - softmax) // 12 == 134_979_424
     eleven_heads = 2 * 768 * 704 + 5 * 704 + 2 * 704 + 11 * (1 + 2 * M + 2 * M**2)
     assert count("125M", "interdomain", n_kv_heads=1) == whole - 12 * eleven_heads

@@ -33,9 +33,15 @@ def test_dtypes(condition):
     for name, module in model.named_modules():
         module.register_forward_hook(note(name))
     loss = model(TOKENS, labels=TOKENS)
-    assert loss.dtype == out["tok_embeddings"] == out["layers.0"] == out["layers.1"] == FLOAT32  # the residual stream
+    assert (
+        loss.dtype == out["tok_embeddings"] == out["layers.0"] == out["layers.1"] == FLOAT32
+    )  # the residual stream
     assert into["layers.0.attention_norm"] == into["layers.1.ffn_norm"] == into["norm"] == FLOAT32
-    assert {out[name] for name in out if name.split(".")[-1] in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")} == {BF16}
+    assert {
+        out[name]
+        for name in out
+        if name.split(".")[-1] in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+    } == {BF16}
     assert model(TOKENS).dtype == BF16
     assert all(p.dtype == FLOAT32 for p in model.parameters())
     loss.backward()

@@ -109,10 +109,19 @@ DAMAGE = {
     ),
     "config no JSON": (lambda f: (f / CONFIG).write_text("{"), "config.json is damaged"),
     "newer version": (lambda f: edit_json(f / CONFIG, format_version=3), "version 3"),
-    "other size": (lambda f: edit_json(f / CONFIG, num_hidden_layers=3), r"layers\.2\..*is missing"),
-    "one bit of the weights": (lambda f: flip_a_bit(f / WEIGHTS), "model.safetensors.*checksum differs"),
+    "other size": (
+        lambda f: edit_json(f / CONFIG, num_hidden_layers=3),
+        r"layers\.2\..*is missing",
+    ),
+    "one bit of the weights": (
+        lambda f: flip_a_bit(f / WEIGHTS),
+        "model.safetensors.*checksum differs",
+    ),
     "truncated weights": (lambda f: truncate(f / WEIGHTS, -100), "truncated or damaged"),
-    "tensor unknown": (lambda f: edit_weights(f, extra=torch.zeros(1)), "extra is .*says nothing of it"),
+    "tensor unknown": (
+        lambda f: edit_weights(f, extra=torch.zeros(1)),
+        "extra is .*says nothing of it",
+    ),
     "tensor of another shape": (
         lambda f: edit_weights(f, **{"model.norm.weight": torch.zeros(3)}),
         r"norm.weight is \[3\], the configuration says \[32\]",
@@ -124,7 +133,10 @@ DAMAGE = {
 }
 for name, value in dict(hidden_size=2**40, weights=[1]).items():
     wrong = {name: value}
-    DAMAGE[str(wrong)] = (lambda f, wrong=wrong: edit_json(f / CONFIG, **wrong), "config.json is damaged")
+    DAMAGE[str(wrong)] = (
+        lambda f, wrong=wrong: edit_json(f / CONFIG, **wrong),
+        "config.json is damaged",
+    )
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -16,7 +16,15 @@ from interdomain.model.shard import Part, shard_of, split_dimension
 from interdomain.patches import one_gloo_thread
 
 from ..ranks import forks
-from .common import OPTIONS, assert_same_tensors, lively, positions_of, random_tokens, small_config, variant
+from .common import (
+    OPTIONS,
+    assert_same_tensors,
+    lively,
+    positions_of,
+    random_tokens,
+    small_config,
+    variant,
+)
 
 T = 64
 # Documents begin two tokens before a shard, one before, with one, and in the midst of the first; one goes through all shards,
@@ -65,13 +73,19 @@ def stages_of(model):
         stage = meta_model(model.config)
         for name in ("tok_embeddings", "norm", "output"):
             setattr(stage, name, getattr(model, name) if name in names else None)
-        stage.layers = nn.ModuleDict({k: layer for k, layer in model.layers.items() if f"layers.{k}" in names})
+        stage.layers = nn.ModuleDict(
+            {k: layer for k, layer in model.layers.items() if f"layers.{k}" in names}
+        )
         stages.append(stage)
     return stages
 
 
 def part_of(mesh):
-    return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()) if mesh and mesh.size() > 1 else None
+    return (
+        Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+        if mesh and mesh.size() > 1
+        else None
+    )
 
 
 def distribute(model, mesh):
@@ -82,7 +96,9 @@ def distribute(model, mesh):
         dim = split_dimension(model, name)
         if dim is not None:
             whole = module.weight.detach()
-            module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+            module.weight = nn.Parameter(
+                distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+            )
             module._buffers["local_weight"] = module.weight.to_local()
 
 
@@ -131,7 +147,9 @@ def hidden(mesh):
     tokens = random_tokens(model.config, 2, T)
     with torch.profiler.profile() as profile:
         model(tokens, labels=tokens).backward()
-    names = [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
+    names = [
+        event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)
+    ]
     started = [i for i, name in enumerate(names) if name == "_c10d_functional::all_to_all_single"]
     waited = [i for i, name in enumerate(names) if name == "_c10d_functional::wait_tensor"]
     assert all(start < wait for start, wait in zip(started, waited, strict=True))
@@ -152,7 +170,9 @@ def collectives(mesh):
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     one_gloo_thread()
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS
+    )
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options._threads == 1
     meshes = {}
     for c, t in TOPOLOGIES:
@@ -163,7 +183,10 @@ def run_rank(rank, folder):
         patch.setattr(loss, "piece_tokens", lambda vocab_size: 50)  # several pieces
         for case, topology in itertools.product(CASES, TOPOLOGIES):
             if runs(case, topology):
-                found = summed(loss_and_gradients(case, meshes[topology], staged=topology == (2, 2)), *meshes[topology])
+                found = summed(
+                    loss_and_gradients(case, meshes[topology], staged=topology == (2, 2)),
+                    *meshes[topology],
+                )
                 if rank == 0:
                     torch.save(found, folder / f"{case} on {topology}.pt")
         if rank < 2:  # the first ranks of tensor parallelism
@@ -172,7 +195,9 @@ def run_rank(rank, folder):
             torch._dynamo.reset()
             torch.save(collectives(tp), folder / f"collectives {rank}.pt")
         if rank % 2 == 0:  # two shards
-            found = summed(loss_and_gradients(COMPILED_SHARDS, (cp, None), compiled="aot_eager"), cp, None)
+            found = summed(
+                loss_and_gradients(COMPILED_SHARDS, (cp, None), compiled="aot_eager"), cp, None
+            )
             torch.save(found, folder / f"{COMPILED_SHARDS} on {rank}, compiled.pt")
         torch.save(hidden(cp), folder / f"hidden {rank}.pt")
     dist.destroy_process_group()
@@ -211,7 +236,10 @@ def test_collectives_are_seen(computed):
     """Each way: four of each of two layers, the embedding's and the head's; and the normalisers of the loss's three pieces."""
     for rank in range(2):
         counts = torch.load(computed / f"collectives {rank}.pt", weights_only=False)
-        assert counts == {"c10d_functional.all_gather_into_tensor": 13, "c10d_functional.reduce_scatter_tensor": 10}
+        assert counts == {
+            "c10d_functional.all_gather_into_tensor": 13,
+            "c10d_functional.reduce_scatter_tensor": 10,
+        }
 
 
 def test_stages_are_the_model_to_the_bit():

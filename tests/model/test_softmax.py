@@ -32,10 +32,18 @@ def rms(x, norm):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("T", [5, 7, 14, 40])  # in a window of 7, one, two, and several blocks with a rest
+@pytest.mark.parametrize(
+    "T", [5, 7, 14, 40]
+)  # in a window of 7, one, two, and several blocks with a rest
 @pytest.mark.parametrize(
     ("condition", "option"),
-    [("softmax", "plain"), ("softmax", "kv2"), ("softmax", "window"), ("s4d", "hybrid"), ("s4d", "hybrid, window")],
+    [
+        ("softmax", "plain"),
+        ("softmax", "kv2"),
+        ("softmax", "window"),
+        ("s4d", "hybrid"),
+        ("s4d", "hybrid, window"),
+    ],
 )
 def test_by_the_letter(condition, option, T):
     model = variant(condition, option)
@@ -43,13 +51,17 @@ def test_by_the_letter(condition, option, T):
     x = model.tok_embeddings.weight[tokens]
     for layer, own in zip(model.layers.values(), model.config.layers, strict=True):
         y, mixer = rms(x, layer.attention_norm), layer.attention
-        x = x + (plain(mixer, y, own.mixer.window) if own.mixer.kind == "softmax" else literal(mixer, y))
+        x = x + (
+            plain(mixer, y, own.mixer.window) if own.mixer.kind == "softmax" else literal(mixer, y)
+        )
         y, mlp = rms(x, layer.ffn_norm), layer.feed_forward
         a = y @ mlp.w1.weight.T
         x = x + (a * torch.sigmoid(a) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
     wanted = rms(x, model.norm) @ model.output.weight.T
     # The recurrence's bound on the decay differs from the letter (`test_mixer`).
-    torch.testing.assert_close(model(tokens), wanted, rtol=0, atol=1e-10 if condition == "softmax" else 1e-6)
+    torch.testing.assert_close(
+        model(tokens), wanted, rtol=0, atol=1e-10 if condition == "softmax" else 1e-6
+    )
 
 
 @torch.no_grad()

@@ -45,7 +45,9 @@ class TestTime:
             end, state = model.init_state(2, capacity=90), model.init_state(2, capacity=90)
             addresses = [x.data_ptr() for x in tensors_of(state)]
             at_once = model(tokens, end)
-            pieces = [model(piece, state) for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1)]
+            pieces = [
+                model(piece, state) for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1)
+            ]
             assert [x.data_ptr() for x in tensors_of(state)] == addresses  # in place
             assert_exact(model(tokens, model.init_state(2), last=3), at_once[:, -3:])
         assert_exact(at_once, whole)
@@ -67,7 +69,9 @@ class TestTime:
             # A stack can be stacked again, as a server does when a request joins a running batch.
             stacked = ModelState.stack([ModelState.stack(states[:2]), *states[2:]])
             together = [model(piece, stacked) for piece in pieces]
-            alone = [model(torch.cat([p, more[i : i + 1]], dim=1))[:, -6:] for i, p in enumerate(prompts)]
+            alone = [
+                model(torch.cat([p, more[i : i + 1]], dim=1))[:, -6:] for i, p in enumerate(prompts)
+            ]
         assert_exact(torch.cat(together, dim=1), torch.cat(alone))
         assert stacked.position.tolist() == [9, 76, 7, 18]
 
@@ -77,12 +81,17 @@ class TestTime:
         tokens = random_tokens(model.config, 2, 80)
         packed = model(tokens, positions=positions_of(lengths))
         alone = torch.stack(
-            [torch.cat([model(x[None])[0] for x in row.split(n)]) for row, n in zip(tokens, lengths, strict=True)]
+            [
+                torch.cat([model(x[None])[0] for x in row.split(n)])
+                for row, n in zip(tokens, lengths, strict=True)
+            ]
         )
         assert_exact(packed, alone)
         assert (packed - model(tokens)).abs().max() > 1e-3
         weights = normal(*packed.shape, seed=2)
-        found, wanted = (torch.autograd.grad((x * weights).sum(), [*model.parameters()]) for x in (packed, alone))
+        found, wanted = (
+            torch.autograd.grad((x * weights).sum(), [*model.parameters()]) for x in (packed, alone)
+        )
         for a, b in zip(found, wanted, strict=True):
             # Relative to the largest: near a zero of the normalised form's denominator, gradients reach 1e5.
             assert (a - b).abs().max() <= 1e-8 * b.abs().max().clamp_min(1)
@@ -101,7 +110,9 @@ def test_documents_that_begin_in_their_middle(condition, kind):
     assert_exact(model(tokens, positions=positions.to(kind)), wanted)
 
 
-@pytest.mark.parametrize("positions", [torch.arange(4.0)[None], torch.arange(3)[None], [[0, 1, 2, 3]]])
+@pytest.mark.parametrize(
+    "positions", [torch.arange(4.0)[None], torch.arange(3)[None], [[0, 1, 2, 3]]]
+)
 def test_positions_of_another_type_or_shape_are_refused(positions):
     model = variant("interdomain")
     with pytest.raises(ValueError, match=r"positions are .*expected integers \[1, 4\]"):
@@ -111,7 +122,9 @@ def test_positions_of_another_type_or_shape_are_refused(positions):
 def test_a_state_of_packed_documents_is_refused():
     model = variant("interdomain")
     with pytest.raises(ValueError, match="leave one out"):
-        model(random_tokens(model.config, 1, 4), model.init_state(1), positions=torch.arange(4)[None])
+        model(
+            random_tokens(model.config, 1, 4), model.init_state(1), positions=torch.arange(4)[None]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

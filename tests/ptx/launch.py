@@ -36,12 +36,17 @@ def follow(code: Kernel, passed, programs, shared) -> Findings:
 
     def value(x):
         if isinstance(x, torch.Tensor):
-            return pointers[x.untyped_storage().data_ptr()] * SPAN + x.storage_offset() * x.element_size()
+            return (
+                pointers[x.untyped_storage().data_ptr()] * SPAN
+                + x.storage_offset() * x.element_size()
+            )
         return x
 
     opcodes = " ".join(i.opcode for block in code.blocks for i in block)
     widths = re.findall(r"\b(?:ld|st)\.shared\S*?\.[busf](\d+)\b", opcodes)
-    granule = min([4, *(int(x) // 8 for x in widths)])  # the narrowest access to shared memory, 4 bytes at most
+    granule = min(
+        [4, *(int(x) // 8 for x in widths)]
+    )  # the narrowest access to shared memory, 4 bytes at most
     findings = Findings()
     for program in sorted(set(programs)):
         memory = Global(storages, code.constants)
@@ -65,7 +70,10 @@ class Followed:
         key = repr((launch, self.capability))
         if key not in self.compiled:
             compiled = triton_budget.compile_launch(launch, self.capability)
-            self.compiled[key] = parse(compiled.asm["ptx"]), triton_budget.report(launch, compiled, self.capability)
+            self.compiled[key] = (
+                parse(compiled.asm["ptx"]),
+                triton_budget.report(launch, compiled, self.capability),
+            )
         code, report = self.compiled[key]
         values = dict(zip(self.kernel.arg_names, args, strict=False))
         passed = [values[n] for n in launch[1]]  # what is no constant, in order
@@ -79,7 +87,11 @@ def emulated(capability, only=""):
     with pytest.MonkeyPatch.context() as patch:
         for name, kernel in vars(triton_launch).copy().items():
             if name.endswith("_kernel"):
-                followed = Followed(kernel, capability, findings) if only in ("", name) else mock.MagicMock()
+                followed = (
+                    Followed(kernel, capability, findings)
+                    if only in ("", name)
+                    else mock.MagicMock()
+                )
                 patch.setattr(triton_launch, name, followed)
         patch.setattr(triton_plan, "capability", lambda device: divmod(capability, 10))
         patch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))

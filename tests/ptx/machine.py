@@ -16,7 +16,21 @@ from .parse import Instruction, Kernel
 
 FLOATS = {"f16", "f32", "f64", "bf16", "bf16x2", "f16x2", "tf32"}
 # Of the slow path of sine and cosine, and of numbers in pairs; local memory holds nothing else.
-IGNORED = {"call", "clz", "addc", "subc", "madc", "shf", "fma", "mma", "ex2", "lg2", "sqrt", "rsqrt", "rcp"}
+IGNORED = {
+    "call",
+    "clz",
+    "addc",
+    "subc",
+    "madc",
+    "shf",
+    "fma",
+    "mma",
+    "ex2",
+    "lg2",
+    "sqrt",
+    "rsqrt",
+    "rcp",
+}
 OPERATIONS = {}
 
 
@@ -38,7 +52,16 @@ def wrap(x, kind):
 
 
 class Machine:
-    def __init__(self, kernel: Kernel, memory: Global, parameters, program, shared, granule, findings: Findings):
+    def __init__(
+        self,
+        kernel: Kernel,
+        memory: Global,
+        parameters,
+        program,
+        shared,
+        granule,
+        findings: Findings,
+    ):
         """parameters: their values; program: its number; shared: bytes."""
         self.kernel, self.memory, self.n = kernel, memory, kernel.threads
         self.shared = Shared(shared, self.n, granule, findings)
@@ -47,7 +70,11 @@ class Machine:
         self.parameters |= dict.fromkeys(
             kernel.parameters[len(parameters) :], 0
         )  # pointers to scratch that is not there
-        self.registers = {"%tid.x": self.threads, "%ctaid.x": np.full(self.n, program), "%laneid": self.threads % 32}
+        self.registers = {
+            "%tid.x": self.threads,
+            "%ctaid.x": np.full(self.n, program),
+            "%laneid": self.threads % 32,
+        }
         self.symbols = {"global_smem": SHARED_BASE, **memory.symbols}
         self.copies, self.copy_groups = [], np.zeros(self.n, int)
         self.products, self.product_groups = [], np.zeros(self.n // 32, int)
@@ -58,7 +85,11 @@ class Machine:
             where = at == block
             at[where] = block + 1
             if block not in compiled:
-                compiled[block] = [(i, run) for i in self.kernel.blocks[block] if (run := self.compile(i)) is not None]
+                compiled[block] = [
+                    (i, run)
+                    for i in self.kernel.blocks[block]
+                    if (run := self.compile(i)) is not None
+                ]
             for i, run in compiled[block]:
                 self.shared.now += 1
                 active = where
@@ -70,7 +101,12 @@ class Machine:
     def compile(self, i: Instruction):
         """A function of the mask of active threads; None for what computes numbers only."""
         name, *rest = i.opcode.split(".")
-        if name in IGNORED or "local" in rest or "cc" in rest or (FLOATS & {*rest} and name != "wgmma"):
+        if (
+            name in IGNORED
+            or "local" in rest
+            or "cc" in rest
+            or (FLOATS & {*rest} and name != "wgmma")
+        ):
             return None
 
         def refuse(w):
@@ -101,7 +137,9 @@ class Machine:
         return np.uint64(number % 2**64).astype(np.int64)
 
     def vector(self, text):
-        return [None if x.strip() == "_" else self.read(x.strip()) for x in text.strip("{}").split(",")]
+        return [
+            None if x.strip() == "_" else self.read(x.strip()) for x in text.strip("{}").split(",")
+        ]
 
     def address(self, text):
         """A function of threads -> the addresses of [register + offset] or [symbol + offset]."""
@@ -121,7 +159,9 @@ def integers(function):
         d, args = m.register(i.operands[0]), [m.read(x) for x in i.operands[1:]]
         if kind == "pred":
             return lambda w: np.copyto(d, function(*(np.not_equal(x, 0) for x in args)), where=w)
-        return lambda w: np.copyto(d, wrap(function(*(wrap(x, kind) for x in args)), f"u{kind[1:]}"), where=w)
+        return lambda w: np.copyto(
+            d, wrap(function(*(wrap(x, kind) for x in args)), f"u{kind[1:]}"), where=w
+        )
 
     return make
 
@@ -138,7 +178,13 @@ def quotient(a, b):
 
 INTEGERS = {
     **{name: getattr(operator, name) for name in ("add", "sub", "neg", "xor")},
-    **{"and": operator.and_, "or": operator.or_, "not": np.invert, "min": np.minimum, "max": np.maximum},
+    **{
+        "and": operator.and_,
+        "or": operator.or_,
+        "not": np.invert,
+        "min": np.minimum,
+        "max": np.maximum,
+    },
     **{"div": quotient, "rem": lambda a, b: a - quotient(a, b) * b, "abs": np.abs},
     "shl": lambda a, n: np.where(n > 63, 0, a << np.minimum(n, 63)),
 }
@@ -154,8 +200,14 @@ def op_select(m, i, rest):
 
 @operation("bfe")
 def op_extract(m, i, rest):
-    d, a, (at, bits) = m.register(i.operands[0]), m.read(i.operands[1]), (int(x, 0) for x in i.operands[2:])
-    return lambda w: np.copyto(d, wrap(wrap(a >> at, f"{rest[0][0]}{bits}"), f"u{rest[0][1:]}"), where=w)
+    d, a, (at, bits) = (
+        m.register(i.operands[0]),
+        m.read(i.operands[1]),
+        (int(x, 0) for x in i.operands[2:]),
+    )
+    return lambda w: np.copyto(
+        d, wrap(wrap(a >> at, f"{rest[0][0]}{bits}"), f"u{rest[0][1:]}"), where=w
+    )
 
 
 @operation("prmt")
@@ -178,7 +230,11 @@ def op_shift_right(m, i, rest):
 
     def run(w):
         x, by = wrap(a, rest[0]), np.minimum(n, 63)
-        x = x >> by if rest[0][0] == "s" or bits < 64 else (unsigned(x) >> unsigned(by)).view(np.int64)
+        x = (
+            x >> by
+            if rest[0][0] == "s" or bits < 64
+            else (unsigned(x) >> unsigned(by)).view(np.int64)
+        )
         np.copyto(d, wrap(x, f"u{bits}"), where=w)
 
     return run
@@ -202,7 +258,9 @@ def op_multiply(m, i, rest):
 @operation("cvt", "cvta")
 def op_convert(m, i, rest):
     d, a = m.register(i.operands[0]), m.read(i.operands[1])
-    return lambda w: np.copyto(d, wrap(wrap(a, rest[-1]), "u" + rest[-2][1:]) if len(rest) == 2 else a, where=w)
+    return lambda w: np.copyto(
+        d, wrap(wrap(a, rest[-1]), "u" + rest[-2][1:]) if len(rest) == 2 else a, where=w
+    )
 
 
 COMPARE = {x: getattr(operator, x) for x in ("eq", "ne", "lt", "le", "gt", "ge")}
@@ -268,7 +326,9 @@ def op_shuffle(m, i, rest):
         warps = m.groups(w, 32, i)
         n = by[warps] & 31
         j = {"up": lane - n, "down": lane + n, "bfly": lane ^ n, "idx": n}[rest[1]]
-        out[warps] = np.take_along_axis(value[warps], np.where((j >= 0) & (j < 32), j, lane), axis=1)
+        out[warps] = np.take_along_axis(
+            value[warps], np.where((j >= 0) & (j < 32), j, lane), axis=1
+        )
 
     return run
 
@@ -279,7 +339,11 @@ def op_shuffle(m, i, rest):
 @operation("ld", "st")
 def op_access(m, i, rest):
     """ld and st, of vectors, too. -1 is what a register of a float stores."""
-    load, space, width = i.opcode.startswith("ld"), rest[0].split("::")[0], int(re.sub(r"\D", "", rest[-1])) // 8
+    load, space, width = (
+        i.opcode.startswith("ld"),
+        rest[0].split("::")[0],
+        int(re.sub(r"\D", "", rest[-1])) // 8,
+    )
     registers, address = i.operands if load else i.operands[::-1]
     if space == "param":
         name = address.strip("[] ")
@@ -306,9 +370,13 @@ def op_access(m, i, rest):
         for k, x in enumerate(values):
             part = index[:, k * width : (k + 1) * width]
             if load and x is not None:
-                x[threads] = np.ascontiguousarray(memory[part]).view(f"u{width}")[:, 0].astype(np.int64)
+                x[threads] = (
+                    np.ascontiguousarray(memory[part]).view(f"u{width}")[:, 0].astype(np.int64)
+                )
             elif not load:
-                bits = np.broadcast_to(x, m.n)[threads].astype(f"i{width}" if width == 8 else np.int64)
+                bits = np.broadcast_to(x, m.n)[threads].astype(
+                    f"i{width}" if width == 8 else np.int64
+                )
                 memory[part] = bits.astype(np.int64).view(np.uint8).reshape(-1, 8)[:, :width]
 
     return run
@@ -386,7 +454,11 @@ def tile(rows, swizzle, transposed):
     none = 0 * (r + k)
     if not transposed:
         far = k // 8
-        return r % 8 * wide + k % 8 * 2 + (16 * far if swizzle else 0), (none if swizzle else far + none), r // 8 + none
+        return (
+            r % 8 * wide + k % 8 * 2 + (16 * far if swizzle else 0),
+            (none if swizzle else far + none),
+            r // 8 + none,
+        )
     if swizzle == 0:
         return r % 8 * 2 + k % 8 * 16 + none, k // 8 + none, r // 8 + none
     return r % (wide // 2) * 2 + k % 8 * wide + none, r // (wide // 2) + none, k // 8 + none
@@ -428,7 +500,9 @@ def op_wgmma(m, i, rest):
         """Granules that one warp group reads through a matrix descriptor."""
         bits = m.register(descriptor).reshape(-1, GROUP)[group]
         if (bits != bits[0]).any() or bits[0] >> 49 & 7:
-            raise Fault(f"a matrix descriptor that differs among threads, or with a base offset: {i}")
+            raise Fault(
+                f"a matrix descriptor that differs among threads, or with a base offset: {i}"
+            )
         start, leading, stride = ((int(bits[0]) >> shift & 0x3FFF) * 16 for shift in (0, 16, 32))
         swizzle = (0, 128, 64, 32)[int(bits[0]) >> 62 & 3]
         inside, l, s = tile(rows, swizzle, transposed)

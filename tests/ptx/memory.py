@@ -33,7 +33,10 @@ class Global:
         """(the tensor's bytes, indices [accesses, size]); the accesses must lie in one tensor and be aligned."""
         piece = int(address[0] >> 33) - 1
         offset = address - (piece + 1) * SPAN
-        inside = 0 <= piece < len(self.pieces) and ((offset >= 0) & (offset + size <= len(self.pieces[piece]))).all()
+        inside = (
+            0 <= piece < len(self.pieces)
+            and ((offset >= 0) & (offset + size <= len(self.pieces[piece]))).all()
+        )
         if not inside:
             raise Fault(f"an access outside of the tensor: {where}")
         if (offset % size).any():
@@ -48,9 +51,18 @@ class Shared:
         n = len(self.bytes) // granule
         self.writer, self.wrote = np.full(n, -1), np.full(n, -1)
         self.first, self.last, self.read = np.zeros(n, int), np.zeros(n, int), np.full(n, -1)
-        self.copying, self.multiplied = np.zeros(n, int), np.zeros(n, int)  # cp.async into it, wgmma out of it
-        self.copied, self.now = np.zeros(n, bool), 0  # whether cp.async wrote it; time in instructions
-        self.barrier, self.fence = np.zeros(threads, int), np.zeros(threads, int)  # times of the last ones
+        self.copying, self.multiplied = (
+            np.zeros(n, int),
+            np.zeros(n, int),
+        )  # cp.async into it, wgmma out of it
+        self.copied, self.now = (
+            np.zeros(n, bool),
+            0,
+        )  # whether cp.async wrote it; time in instructions
+        self.barrier, self.fence = (
+            np.zeros(threads, int),
+            np.zeros(threads, int),
+        )  # times of the last ones
 
     def place(self, address, size, where):
         """Byte offsets of `size` bytes at these addresses."""
@@ -72,8 +84,14 @@ class Shared:
         self.findings.add(kind, where, np.count_nonzero((when >= self.barrier[me]) & elsewhere))
 
     def on_read(self, g, me, where):
-        self.findings.add("shared memory that nothing has written is read", where, np.count_nonzero(self.writer[g] < 0))
-        self.findings.add("read before cp.async is waited for", where, np.count_nonzero(self.copying[g]))
+        self.findings.add(
+            "shared memory that nothing has written is read",
+            where,
+            np.count_nonzero(self.writer[g] < 0),
+        )
+        self.findings.add(
+            "read before cp.async is waited for", where, np.count_nonzero(self.copying[g])
+        )
         kind = "read of what another thread wrote since the last barrier"
         self._unordered(kind, self.wrote[g], self.writer[g], self.writer[g], me, where)
         self.note_read(g, me, me)
@@ -81,7 +99,11 @@ class Shared:
     def on_product(self, g, first, where):
         """wgmma reads for all threads of a warp group, past the cache of what they wrote themselves."""
         add, me = self.findings.add, np.full(len(g), first)
-        add("shared memory that nothing has written is read", where, np.count_nonzero(self.writer[g] < 0))
+        add(
+            "shared memory that nothing has written is read",
+            where,
+            np.count_nonzero(self.writer[g] < 0),
+        )
         add("read before cp.async is waited for", where, np.count_nonzero(self.copying[g]))
         late = np.count_nonzero(self.wrote[g] >= self.barrier[me])
         add("read of what another thread wrote since the last barrier", where, late)
@@ -93,13 +115,19 @@ class Shared:
         fresh = self.read[g] < self.barrier[first]
         low = np.where(fresh, first, np.minimum(self.first[g], first))
         high = np.where(fresh, last, np.maximum(self.last[g], last))
-        self.first[g[::-1]] = low[::-1]  # of threads that read one granule at once, the first one stays
+        self.first[g[::-1]] = low[
+            ::-1
+        ]  # of threads that read one granule at once, the first one stays
         self.last[g] = high  # and the last
         self.read[g] = self.now
 
     def on_write(self, g, me, where):
-        self.findings.add("write to what cp.async still fills", where, np.count_nonzero(self.copying[g]))
-        self.findings.add("write to what wgmma still reads", where, np.count_nonzero(self.multiplied[g]))
+        self.findings.add(
+            "write to what cp.async still fills", where, np.count_nonzero(self.copying[g])
+        )
+        self.findings.add(
+            "write to what wgmma still reads", where, np.count_nonzero(self.multiplied[g])
+        )
         kind = "write to what another thread wrote since the last barrier"
         self._unordered(kind, self.wrote[g], self.writer[g], self.writer[g], me, where)
         kind = "write to what another thread read since the last barrier"

@@ -41,10 +41,18 @@ def parse(ptx: str) -> Kernel:
                 blocks.append([])
             labels[text[:-1]] = len(blocks) - 1
         elif text.startswith(".reg .pred"):
-            predicates |= {name.split("<")[0].strip() for name in text.removeprefix(".reg .pred").split(",")}
-        elif not text.startswith("."):  # other directives declare registers and local memory, or are for debuggers
-            guard, opcode, operands = re.fullmatch(r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL).groups()
-            operands = tuple(x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands))
+            predicates |= {
+                name.split("<")[0].strip() for name in text.removeprefix(".reg .pred").split(",")
+            }
+        elif not text.startswith(
+            "."
+        ):  # other directives declare registers and local memory, or are for debuggers
+            guard, opcode, operands = re.fullmatch(
+                r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL
+            ).groups()
+            operands = tuple(
+                x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands)
+            )
             blocks[-1].append(Instruction(guard or "", opcode, operands, line, source))
             if opcode.split(".")[0] in ("bra", "ret"):
                 blocks.append([])
@@ -68,7 +76,9 @@ def _statements(ptx: str, start: int):
             at = at if pending else line
             *complete, pending = f"{pending} {text}".split(";")
             for statement in complete:
-                statement = re.sub(r"^[\s{}]+", "", statement).strip()  # braces of a scope; a vector's come later
+                statement = re.sub(
+                    r"^[\s{}]+", "", statement
+                ).strip()  # braces of a scope; a vector's come later
                 if statement:
                     yield at, source, statement
             pending = pending.strip()

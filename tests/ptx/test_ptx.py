@@ -74,7 +74,8 @@ COPY = """
 
 
 @pytest.mark.parametrize(
-    ("wait", "value", "found"), [(0, -7, set()), (1, (1 << 32) - 1, {"read before cp.async is waited for"})]
+    ("wait", "value", "found"),
+    [(0, -7, set()), (1, (1 << 32) - 1, {"read before cp.async is waited for"})],
 )
 def test_asynchronous_copies(wait, value, found):
     out, kinds = run(COPY.format(wait=f"cp.async.wait_group {wait};"), threads=32)
@@ -125,7 +126,10 @@ def test_shared_memory_that_nothing_has_written():
     [
         ("frob.b32 %r7, %r1;", "the emulator has no frob.b32"),
         ("st.global.b32 [%rd2+512], %r1;", "outside of the tensor"),
-        ("cvt.u32.u64 %r7, %rd1; cvt.u64.u32 %rd3, %r7; ld.global.b32 %r8, [%rd3];", "outside of the tensor"),
+        (
+            "cvt.u32.u64 %r7, %rd1; cvt.u64.u32 %rd3, %r7; ld.global.b32 %r8, [%rd3];",
+            "outside of the tensor",
+        ),
         ("st.shared.b32 [%r4+4092], %r1;", "outside of shared memory"),
         ("setp.lt.u32 %p1, %r1, 7; @%p1 bra $L; bar.sync 0;\n$L:\n", "not all threads"),
     ],
@@ -175,14 +179,28 @@ ROWS = {  # beside what is followed. R x D x M; of each kernel the launch that d
     (80, "bf16"): ["64x64x64:ragged+most", "features/96x96x64:k+past+documents"],
     (89, "fp32"): ["step/128x129x128:G2"],
 }
-SCAN = ("contract", "expand", "mix", "adjoint", "tables", "chain", "sum", "contract_step", "expand_step")
-KERNELS = {f"{name}_kernel" for name in (*SCAN, "forward", "backward", "step")}  # the last three are of the features
+SCAN = (
+    "contract",
+    "expand",
+    "mix",
+    "adjoint",
+    "tables",
+    "chain",
+    "sum",
+    "contract_step",
+    "expand_step",
+)
+KERNELS = {
+    f"{name}_kernel" for name in (*SCAN, "forward", "backward", "step")
+}  # the last three are of the features
 
 
 @COMPILED
 def test_the_other_kernels_keep_the_budget(compiler, monkeypatch):
     monkeypatch.setattr(triton_plan, "capability", None)
-    arguments = [x for (capability, dtype), shapes in ROWS.items() for x in (str(capability), dtype, *shapes)]
+    arguments = [
+        x for (capability, dtype), shapes in ROWS.items() for x in (str(capability), dtype, *shapes)
+    ]
     reports = [*triton_budget.reports(*arguments)]
     assert {r["kernel"] for r in reports if r["capability"] == 90} == KERNELS
     assert not [r for r in reports if triton_budget.exceeds(r)]
@@ -192,10 +210,22 @@ def test_the_other_kernels_keep_the_budget(compiler, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "case", "kinds"),
     [
-        (90, Case(T=128, B=2, R=64, D=64, M=64, state=False), {}),  # wgmma, whole chunks, as in training
-        (90, Case(T=150, B=2, R=64, D=64, M=64), {"documents": True}),  # three chunks, the last one ragged
+        (
+            90,
+            Case(T=128, B=2, R=64, D=64, M=64, state=False),
+            {},
+        ),  # wgmma, whole chunks, as in training
+        (
+            90,
+            Case(T=150, B=2, R=64, D=64, M=64),
+            {"documents": True},
+        ),  # three chunks, the last one ragged
         (90, Case(T=70, B=2, R=64, D=64, M=64), {"linear": True}),
-        (80, Case(T=70, B=2, R=16, D=16), {}),  # mma and cp.async, W in a pass of its own; small, which compiles fast
+        (
+            80,
+            Case(T=70, B=2, R=16, D=16),
+            {},
+        ),  # mma and cp.async, W in a pass of its own; small, which compiles fast
     ],
     ids=str,
 )
@@ -212,6 +242,10 @@ def test_the_race_that_one_stage_avoids(compiler, monkeypatch):
     """Triton loads the next chunk of 32 over what wgmma still reads, if a plan for sm_90 has chunks of 32 and two stages."""
     make_plan = triton_chunkwise.make_plan
     plan = dict(chunk=32, mix=(8192, 4, 2), held=False)
-    monkeypatch.setattr(triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(**plan))
+    monkeypatch.setattr(
+        triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(**plan)
+    )
     found = followed(90, Case(T=100, H=1, R=64, D=64, M=64), only="mix_kernel")
-    assert "write to what wgmma still reads" in {kind for _, findings in found for kind, _ in findings}
+    assert "write to what wgmma still reads" in {
+        kind for _, findings in found for kind, _ in findings
+    }

@@ -34,7 +34,9 @@ def error(got, expected, measure):
     got, expected = got.detach().double(), expected.detach().double()
     if measure == "max":
         return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()
-    return ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp_min(1e-300)).item()
+    return (
+        (got - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp_min(1e-300)
+    ).item()
 
 
 def assert_agree(got, expected, tolerance):
@@ -43,7 +45,9 @@ def assert_agree(got, expected, tolerance):
     assert got.keys() == expected.keys()
     # `not <` instead of `>`: a NaN must fail.
     wrong = {name: f"{value:.1e}" for name, value in errors.items() if not value < bound}
-    assert not wrong, f"beyond {bound:.0e} ({measure}): {wrong}; all: { {n: f'{e:.1e}' for n, e in errors.items()} }"
+    assert not wrong, (
+        f"beyond {bound:.0e} ({measure}): {wrong}; all: { {n: f'{e:.1e}' for n, e in errors.items()} }"
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ def make(case):
         return torch.exp(math.log(low) + u * (math.log(high) - math.log(low)))
 
     dt = log_uniform(1e-3, 1e-1, H)
-    if case.decay == "s4d":  # the initialisation; one head at the largest step, 128 radians per token
+    if (
+        case.decay == "s4d"
+    ):  # the initialisation; one head at the largest step, 128 radians per token
         dt[0] = 0.1
         log_A_real = torch.full((H, M), math.log(0.5), dtype=torch.float64)
         n = torch.arange(M, dtype=torch.float64)
@@ -154,14 +160,18 @@ def paper(case, linear):
         outputs = reference.paper_linear(z, *dynamics, leaves["c"], initial_state=state)
     else:
         tokens = (leaves[n] for n in "qkv")
-        outputs = reference.paper_scan(*tokens, *dynamics, readout=case.readout, initial_state=state)
+        outputs = reference.paper_scan(
+            *tokens, *dynamics, readout=case.readout, initial_state=state
+        )
     return results(outputs, cotangents, leaves, linear)
 
 
 def run_case(case, linear, run):
     """The same of `run(*tokens, log_decay, mixing or readout, initial_state)`."""
     leaves, cotangents = leaves_of(case, "k", "v", "c" if linear else "q")
-    tokens = [torch.cat((leaves["k"], leaves["v"]), dim=-1)] if linear else [leaves[n] for n in "qkv"]
+    tokens = (
+        [torch.cat((leaves["k"], leaves["v"]), dim=-1)] if linear else [leaves[n] for n in "qkv"]
+    )
     outputs = run(*tokens, *tables(leaves, case.readout), leaves.get("initial_state"))
     return results(outputs, cotangents, leaves, linear)
 

@@ -17,7 +17,9 @@ from ..common import REPOSITORY
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-on_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+on_kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1"
+)
 
 
 def poison(monkeypatch):
@@ -61,6 +63,8 @@ def pretend_gpu(monkeypatch):
 def in_process(*command, **environment):
     """The output of a Python process, started in the repository with these variables; the process must succeed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
-    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout

@@ -22,7 +22,10 @@ def zeros(*shape, **kwargs):
 
 FAST = torch.cat((QUERY["log_decay"].detach()[:, :5], torch.full((2, 1, 2), -1.37)), dim=1)
 QUERY_ERRORS = [
-    ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference"),
+    (
+        {"backend": "cuda"},
+        "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference",
+    ),
     ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
     ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
     ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
@@ -32,10 +35,19 @@ QUERY_ERRORS = [
         r"real part of -1\.37 per token; 'chunkwise' takes -1\.36 and above in torch\.float32.*'fft' take any",
     ),
     ({"mixing": zeros(2, 6, 6)}, r"mixing has shape \(2, 6, 6\); expected \(2, 12, 12\)"),
-    ({"initial_state": zeros(2, 2, 6, 6, 2)}, r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)"),
-    ({"q": zeros(2, 5, 6, 4, dtype=torch.float64)}, "k is torch.float32; allowed .*: torch.float64"),
+    (
+        {"initial_state": zeros(2, 2, 6, 6, 2)},
+        r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)",
+    ),
+    (
+        {"q": zeros(2, 5, 6, 4, dtype=torch.float64)},
+        "k is torch.float32; allowed .*: torch.float64",
+    ),
     ({"mixing": zeros(2, 12, 12, device="meta")}, "mixing is on meta; the first input is on cpu"),
-    ({n: QUERY[n][:, :0] for n in "qkv"}, r"k has shape \(2, 0, 2, 4\); there must be at least one of each"),
+    (
+        {n: QUERY[n][:, :0] for n in "qkv"},
+        r"k has shape \(2, 0, 2, 4\); there must be at least one of each",
+    ),
 ]
 LINEAR_ERRORS = [
     ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),

@@ -69,7 +69,10 @@ def test_float32(backend, case, decay, chunk, linear, monkeypatch):
     if decay is not None:
         with torch.no_grad():
             inputs["log_decay"][..., 0] = decay
-    got, expected = run_op(inputs, cotangents, linear, backend=backend), exact(inputs, cotangents, linear)
+    got, expected = (
+        run_op(inputs, cotangents, linear, backend=backend),
+        exact(inputs, cotangents, linear),
+    )
     assert_agree(got, expected, "float32")
     if backend == "fft":  # measured: 3e-7, and 1e-6 in dw at the bound
         assert max(error(got[n], expected[n], "rms") for n in got) < 2e-6
@@ -82,7 +85,9 @@ def test_the_final_state_of_fft_takes_no_rounding_from_the_transforms():
         inputs["log_decay"][..., 0] = -0.2
         inputs["k"][:, 5] *= 1e6
     _, state = scan.interdomain_scan(**inputs, backend="fft")
-    _, expected = scan.interdomain_scan(**{n: x.double() for n, x in inputs.items()}, backend="reference")
+    _, expected = scan.interdomain_scan(
+        **{n: x.double() for n, x in inputs.items()}, backend="reference"
+    )
     assert error(state, expected, "rms") < 1e-6
 
 
@@ -93,7 +98,10 @@ def test_half_precision_inputs(backend, linear):
     dtype = torch.bfloat16
     case = Case(T=70, G=3, R=16, D=16, M=32, decay="s4d")
     inputs, cotangents = op_inputs(case, torch.float32, dtype, linear)
-    got, expected = run_op(inputs, cotangents, linear, backend=backend), exact(inputs, cotangents, linear)
+    got, expected = (
+        run_op(inputs, cotangents, linear, backend=backend),
+        exact(inputs, cotangents, linear),
+    )
     rounded = {n for n, x in got.items() if x.dtype == dtype}
     assert rounded == ({"out", "dz"} if linear else {"out", "dq", "dk", "dv"})
     for names, tolerance in ((rounded, "bfloat16"), (got.keys() - rounded, "float32")):

@@ -6,7 +6,16 @@ import torch
 from interdomain import scan
 from interdomain.scan import chunkwise_layout
 
-from .common import BACKENDS, Case, assert_agree, function, gradients, linear_or_query, op_inputs, run_op
+from .common import (
+    BACKENDS,
+    Case,
+    assert_agree,
+    function,
+    gradients,
+    linear_or_query,
+    op_inputs,
+    run_op,
+)
 
 # Per sequence, the first tokens of documents: on the boundaries of chunks of 16 and between them, and one after the
 # other. The first sequence continues its initial state, the second begins anew; the third is one document, which continues.
@@ -30,7 +39,10 @@ def one_by_one(inputs, cotangents, documents, linear=False):
     for b, numbers in enumerate(documents.tolist()):
         pieces, firsts = [], [t for t, n in enumerate(numbers) if t == 0 or n != numbers[t - 1]]
         for start, stop in zip(firsts, (*firsts[1:], len(numbers)), strict=True):
-            piece = {n: x[b : b + 1, start:stop] if n in ("q", "k", "v", "z") else x for n, x in inputs.items()}
+            piece = {
+                n: x[b : b + 1, start:stop] if n in ("q", "k", "v", "z") else x
+                for n, x in inputs.items()
+            }
             state = piece.pop("initial_state", None)
             if state is not None and numbers[start] == 0:
                 piece["initial_state"] = state[b : b + 1]
@@ -56,9 +68,18 @@ def test_documents_one_by_one(backend, linear, monkeypatch):
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (torch.zeros(3, 69, dtype=torch.int32), r"expected int32 or int64 of shape \[B, T\] = \(3, 70\)"),
-        (torch.zeros(3, 70, dtype=torch.bool), r"torch.bool of shape \(3, 70\); expected int32 or int64"),
-        (torch.zeros(3, 70, dtype=torch.int32, device="meta"), "documents is on meta and k .* on cpu"),
+        (
+            torch.zeros(3, 69, dtype=torch.int32),
+            r"expected int32 or int64 of shape \[B, T\] = \(3, 70\)",
+        ),
+        (
+            torch.zeros(3, 70, dtype=torch.bool),
+            r"torch.bool of shape \(3, 70\); expected int32 or int64",
+        ),
+        (
+            torch.zeros(3, 70, dtype=torch.int32, device="meta"),
+            "documents is on meta and k .* on cpu",
+        ),
     ],
 )
 def test_refusals(documents, message):

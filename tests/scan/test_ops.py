@@ -12,7 +12,16 @@ from interdomain import scan
 from interdomain.scan import ops
 from interdomain.scan.library import tag_caches
 
-from .common import BACKENDS, Case, assert_agree, function, gradients, linear_or_query, op_inputs, run_op
+from .common import (
+    BACKENDS,
+    Case,
+    assert_agree,
+    function,
+    gradients,
+    linear_or_query,
+    op_inputs,
+    run_op,
+)
 from .test_documents import packed
 
 CASE = Case(T=20, G=3, R=4, D=3, M=4)
@@ -23,17 +32,23 @@ CASE = Case(T=20, G=3, R=4, D=3, M=4)
 def test_opcheck(linear, state):
     """With a state, documents and a final state in fp32, or none of them in bf16."""
     case = Case(T=20, G=1 if linear else 3, R=4, D=3, M=4, state=state)
-    inputs, (d_out, d_state) = op_inputs(case, torch.float32, torch.float32 if state else torch.bfloat16, linear)
+    inputs, (d_out, d_state) = op_inputs(
+        case, torch.float32, torch.float32 if state else torch.bfloat16, linear
+    )
     args = (*inputs.values(), *(() if state else (None,)), "chunkwise")
     documents = packed(case.T)[:1] if state else None
-    op, backward = (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
+    op, backward = (
+        (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
+    )
     args_and_flags = (*args, *(() if linear else (False,)), documents, state)
     torch.library.opcheck(op, args_and_flags)
     _, *others = op(*args_and_flags)  # what a checkpointing policy that lists the op keeps
     assert sum(x.numel() for x in others) == (d_state.numel() if state else 0)
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     for d_final in (d_state, None):
-        torch.library.opcheck(backward, (d_out, d_final, *args), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            backward, (d_out, d_final, *args), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +60,9 @@ def test_compiles_without_a_graph_break(backend, linear):
     block = functools.partial(function(linear), backend=backend)
 
     def tables_and_scan(log_decay, **inputs):
-        theta = scan.decay_exponent(torch.ones_like(log_decay[:, 0, 0]), (-log_decay[..., 0]).log(), log_decay[..., 1])
+        theta = scan.decay_exponent(
+            torch.ones_like(log_decay[:, 0, 0]), (-log_decay[..., 0]).log(), log_decay[..., 1]
+        )
         return block(log_decay=theta, **inputs)
 
     compiled = torch.compile(tables_and_scan, fullgraph=True, backend="aot_eager", dynamic=linear)
@@ -68,7 +85,9 @@ def test_one_head_after_the_other(linear, monkeypatch):
         results = []
         for tokens in (1, 10**6):
             monkeypatch.setattr(ops, "BY_HEAD", tokens)
-            results.append(run_op(inputs, cotangents, linear, backend="chunkwise", documents=documents))
+            results.append(
+                run_op(inputs, cotangents, linear, backend="chunkwise", documents=documents)
+            )
         assert_agree(*results, "float64")
 
 
@@ -110,7 +129,9 @@ def test_derivatives_that_are_refused():
     with torch.no_grad():
         with pytest.raises(NotImplementedError, match="backend='reference' of the scan"):
             torch.func.jvp(run, (q,), (q,))
-        torch.testing.assert_close(torch.vmap(run)(torch.stack([q, 2 * q])), torch.stack([run(q), 2 * run(q)]))
+        torch.testing.assert_close(
+            torch.vmap(run)(torch.stack([q, 2 * q])), torch.stack([run(q), 2 * run(q)])
+        )
         value, tangent = torch.func.jvp(functools.partial(run, backend="reference"), (q,), (q,))
     torch.testing.assert_close(tangent, value)  # o is linear in q
     for transform in (torch.func.grad(lambda q: run(q).sum()), lambda q: torch.func.vjp(run, q)):

@@ -19,7 +19,9 @@ def attention_form(q, k, v, dt, A, C, readout, normalize, initial_state):
     gain = (torch.exp(theta) - 1) / A
     lag = torch.arange(T)[:, None] - torch.arange(T)
     decay = torch.exp(theta[..., None, None] * lag.clamp_min(0)) * (lag >= 0)  # [H, M, T, T]
-    basis = torch.einsum("hmn,hn,hntj->hmtj", C, gain, decay)  # the token at j as basis function m sees it at t
+    basis = torch.einsum(
+        "hmn,hn,hntj->hmtj", C, gain, decay
+    )  # the token at j as basis function m sees it at t
     u = torch.einsum("bthr,bjhr,hmtj->bhtm", q.to(A.dtype), k.to(A.dtype), basis)
     gamma = torch.einsum("hmtj,bjhd->bhtmd", basis, v.to(A.dtype))
     if initial_state is not None:
@@ -44,16 +46,22 @@ def attention_form(q, k, v, dt, A, C, readout, normalize, initial_state):
 def test_paper_scan_is_its_matrix_form(readout, normalize, state):
     leaves, cotangents = leaves_of(Case(T=9, B=2, G=2, R=4, D=3, M=5, state=state), "q", "k", "v")
     if state and normalize:
-        leaves["initial_state"] = torch.randn(2, 2, 5, 8, 2, dtype=torch.float64, requires_grad=True)
+        leaves["initial_state"] = torch.randn(
+            2, 2, 5, 8, 2, dtype=torch.float64, requires_grad=True
+        )
 
     def run(form):
         A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
         args = (*(leaves[n] for n in ("q", "k", "v", "dt")), A, paper_C(leaves, A))
-        o = form(*args, readout=readout, normalize=normalize, initial_state=leaves.get("initial_state"))
+        o = form(
+            *args, readout=readout, normalize=normalize, initial_state=leaves.get("initial_state")
+        )
         grads = torch.autograd.grad((o * cotangents["o"]).sum(), list(leaves.values()))
         return {"o": o, **dict(zip(leaves, grads, strict=True))}
 
-    assert_agree(run(lambda *a, **k: reference.paper_scan(*a, **k)[0]), run(attention_form), "float64")
+    assert_agree(
+        run(lambda *a, **k: reference.paper_scan(*a, **k)[0]), run(attention_form), "float64"
+    )
 
 
 def test_paper_linear_is_its_convolution():

@@ -34,7 +34,9 @@ def on_a_rank(name, linear, rank, size, call):
     inputs, (d_out, d_state) = op_inputs(CASES[name], torch.float64, linear=linear)
     length = CASES[name].T // size
     mine = slice(rank * length, (rank + 1) * length)
-    inputs = {n: (x[:, mine] if n in "qkvz" else x).detach().requires_grad_() for n, x in inputs.items()}
+    inputs = {
+        n: (x[:, mine] if n in "qkvz" else x).detach().requires_grad_() for n, x in inputs.items()
+    }
     documents = documents_of(name)
     if documents is not None:
         documents = documents[:, mine] - (documents[:, mine.start - 1, None] if rank else 0)
@@ -45,7 +47,9 @@ def on_a_rank(name, linear, rank, size, call):
 
 def run_rank(rank, folder):
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", store=distributed.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(f"{folder}/store", 4), rank=rank, world_size=4
+    )
     groups = {4: distributed.group.WORLD, 2: distributed.new_group([0, 1])}
     results = {}
     sizes = (2, 4) if rank < 2 else (4,)
@@ -89,7 +93,9 @@ def test_shards_are_the_whole(name, size, linear, ranks):
     received = case.B * (2 * 16 * rows * (case.R + case.D) + 8)  # of each other rank; float64
     expected = one_rank(name, linear, size)
     results, traffic = zip(*(seen[name, linear, size] for seen in ranks[:size]), strict=True)
-    assert [*traffic] == [{"alltoall": 2 * (size - 1) * received}] * size  # one exchange forward, one backward
+    assert [*traffic] == [
+        {"alltoall": 2 * (size - 1) * received}
+    ] * size  # one exchange forward, one backward
     got = {"states": torch.stack([one["state"] for one in results])}
     for n in results[0].keys() - {"state"}:
         of_ranks = [one[n] for one in results]

@@ -21,7 +21,9 @@ def steps(linear, tokens, tables, state):
 def test_steps_are_the_paper_s_loop(case, linear):
     def run(*args):
         *tokens, theta, table, state = args
-        state = theta.new_zeros(case.B, case.H, case.M, case.R + case.D, 2) if state is None else state
+        state = (
+            theta.new_zeros(case.B, case.H, case.M, case.R + case.D, 2) if state is None else state
+        )
         return steps(linear, tokens, (theta, table), state)
 
     assert_agree(run_case(case, linear, run), paper(case, linear), "float64")
@@ -77,4 +79,6 @@ def test_decay_is_rounded_once():
     """128 radians per token included."""
     theta = op_inputs(Case(T=1, M=64, decay="s4d"), torch.float32)[0]["log_decay"].detach()
     exact = torch.view_as_complex(theta.double()).exp()
-    torch.testing.assert_close(scan.decay_factor(theta).double(), torch.view_as_real(exact), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        scan.decay_factor(theta).double(), torch.view_as_real(exact), rtol=1e-7, atol=1e-9
+    )

@@ -20,10 +20,15 @@ def test_check_kernels(group):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
+@pytest.mark.skipif(
+    INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU"
+)
 def test_in_the_interpreter():
     pytest.importorskip("triton")
-    files = [f"tests/{name}.py" for name in ("scan/test_triton_scan", "scan/test_triton_step", "features/test_triton")]
+    files = [
+        f"tests/{name}.py"
+        for name in ("scan/test_triton_scan", "scan/test_triton_step", "features/test_triton")
+    ]
     tests = [*files, f"{__file__}::test_the_rehearsal_runs"]
     options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
     assert "skipped" not in in_process("-m", "pytest", *options, *tests, TRITON_INTERPRET="1")
@@ -32,6 +37,19 @@ def test_in_the_interpreter():
 @pytest.mark.skipif(not INTERPRETED, reason="runs in test_in_the_interpreter's process")
 def test_the_rehearsal_runs(tmp_path):
     page = tmp_path / "page.md"
-    options = ["--table", str(page), "--seeds", "1", "--only", "layer", "step:", "bfloat16", "mode=interdomain"]
+    options = [
+        "--table",
+        str(page),
+        "--seeds",
+        "1",
+        "--only",
+        "layer",
+        "step:",
+        "bfloat16",
+        "mode=interdomain",
+    ]
     assert rehearse.main(options) == 0
-    assert "| layer step: triton B=2 T=4 H=4 d=64 M=64 bfloat16 mode=interdomain | 1 | 2.0e-02 |" in page.read_text()
+    assert (
+        "| layer step: triton B=2 T=4 H=4 d=64 M=64 bfloat16 mode=interdomain | 1 | 2.0e-02 |"
+        in page.read_text()
+    )

@@ -12,7 +12,17 @@ import torch
 from interdomain import scan
 from interdomain.scan import ops
 
-from .common import Case, assert_agree, error, exact, function, gradients, linear_or_query, op_inputs, run_op
+from .common import (
+    Case,
+    assert_agree,
+    error,
+    exact,
+    function,
+    gradients,
+    linear_or_query,
+    op_inputs,
+    run_op,
+)
 from .devices import DEVICE, on_kernels, use_kernels
 from .test_documents import STARTS, one_by_one, packed
 
@@ -52,7 +62,9 @@ def on_device(inputs, cotangents=()):
 
 def run(inputs, cotangents, linear=False, **options):
     """On DEVICE: outputs and gradients, brought back."""
-    return {n: x.cpu() for n, x in run_op(*on_device(inputs, cotangents), linear, **options).items()}
+    return {
+        n: x.cpu() for n, x in run_op(*on_device(inputs, cotangents), linear, **options).items()
+    }
 
 
 def check(case, dtype, linear=False, expected=None, **options):
@@ -68,13 +80,22 @@ def check(case, dtype, linear=False, expected=None, **options):
     ("case", "dtype"),
     [
         (Case(T=1, B=2, H=1, R=16, D=16), BF16),  # one token: nearly all of every tile is masked
-        (Case(T=33, H=2, R=4, D=5, readout="hermitian", state=False), FP32),  # no pointer to a state; W's lower half
-        (Case(T=65, B=2, H=1, G=2, R=16, D=17, readout="real"), BF16),  # a chunk of one token; heads that share a state
+        (
+            Case(T=33, H=2, R=4, D=5, readout="hermitian", state=False),
+            FP32,
+        ),  # no pointer to a state; W's lower half
+        (
+            Case(T=65, B=2, H=1, G=2, R=16, D=17, readout="real"),
+            BF16,
+        ),  # a chunk of one token; heads that share a state
         # Whole chunks and full tiles: compiled without masks. Sums over all of time: bf16 sums would show.
         (Case(T=128, H=1, G=2, R=16, D=16, decay="weak"), BF16),
         (Case(T=20, H=1, R=96, D=96), FP32),  # widths that are no powers of two
         (Case(T=70, H=1, R=40, D=70, M=64, decay="s4d"), BF16),  # 128 radians per token; R is not D
-        (Case(T=20, H=1, R=32, D=24, M=128, decay="s4d"), FP32),  # the largest M has plans of its own
+        (
+            Case(T=20, H=1, R=32, D=24, M=128, decay="s4d"),
+            FP32,
+        ),  # the largest M has plans of its own
     ],
     ids=str,
 )
@@ -98,16 +119,33 @@ def test_tables_hold_phases_of_thousands_of_radians():
     from interdomain.scan.triton_plan import make_plan
 
     inputs, _ = op_inputs(Case(T=1, H=1, M=64, decay="s4d"), FP32)
-    theta, w = inputs["log_decay"].detach().to(DEVICE), 1 / torch.arange(1, 129, device=DEVICE)[None]
-    tables = Launches.build(make_plan(theta.device, FP32, 64, 0), theta, T=90, chunks=2, readout=w)  # chunks of 16
-    z = torch.view_as_complex(theta.double())[:, None] * torch.arange(-16, 65, device=DEVICE)[:, None]
+    theta, w = (
+        inputs["log_decay"].detach().to(DEVICE),
+        1 / torch.arange(1, 129, device=DEVICE)[None],
+    )
+    tables = Launches.build(
+        make_plan(theta.device, FP32, 64, 0), theta, T=90, chunks=2, readout=w
+    )  # chunks of 16
+    z = (
+        torch.view_as_complex(theta.double())[:, None]
+        * torch.arange(-16, 65, device=DEVICE)[:, None]
+    )
     power, w = torch.exp(z)[0], torch.complex(*w.double()[0].chunk(2))
     E, T, i = power[8:24], power[range(24, 8, -1)], torch.arange(16, device=DEVICE)
     D = (w * power[16 + (i[:, None] - i).clamp_min(0)]).sum(-1).real.tril()
     step, segments = power[[16 + 9, 16 + 16]], power[[16 + 32, 16 + 26]]
     complex_tables = (
-        *((tables.E[0], E), (tables.t[0], T), (tables.t_conj[0], T.conj()), (tables.t_conj_T[0].mT, T.conj())),
-        *((tables.rows[0], E * w), (tables.step[0], step), (tables.power[:, 0].mT.flatten(1), segments)),
+        *(
+            (tables.E[0], E),
+            (tables.t[0], T),
+            (tables.t_conj[0], T.conj()),
+            (tables.t_conj_T[0].mT, T.conj()),
+        ),
+        *(
+            (tables.rows[0], E * w),
+            (tables.step[0], step),
+            (tables.power[:, 0].mT.flatten(1), segments),
+        ),
     )
     for got, expected in complex_tables:
         assert error(got, torch.cat((expected.real, expected.imag), dim=-1), "max") < 1e-6
@@ -117,7 +155,9 @@ def test_tables_hold_phases_of_thousands_of_radians():
 @linear_or_query
 def test_at_the_decay_bound(linear):
     """Tables span |Lambda|^-32 to |Lambda|^32; what lies above the diagonal holds up to e^63 and must not be read."""
-    inputs, cotangents = op_inputs(Case(T=70, H=1, G=1 if linear else 2, R=16, D=16), FP32, BF16, linear)
+    inputs, cotangents = op_inputs(
+        Case(T=70, H=1, G=1 if linear else 2, R=16, D=16), FP32, BF16, linear
+    )
     with torch.no_grad():
         inputs["log_decay"][..., 0] = -scan.MAX_DECAY_PER_TOKEN
     got = run(inputs, cotangents, linear, backend="chunkwise")
@@ -145,7 +185,10 @@ def test_states_and_their_gradients_are_summed_in_fp32(name, scale, small_chunks
     inputs, cotangents = op_inputs(Case(T=64, H=1, R=16, D=16, decay="weak"), FP32, BF16)
     start = inputs["initial_state"] if name == "state" else cotangents[1]
     start.data *= scale
-    got, expected = run(inputs, cotangents, backend="chunkwise")[name], exact(inputs, cotangents)[name]
+    got, expected = (
+        run(inputs, cotangents, backend="chunkwise")[name],
+        exact(inputs, cotangents)[name],
+    )
     alone = inputs | {n: torch.zeros_like(inputs[n]) for n in "qkv"}
     carried = exact(alone, cotangents)[name]
     assert error(got - carried, expected - carried, "rms") < 6e-3
@@ -156,8 +199,18 @@ def test_states_and_their_gradients_are_summed_in_fp32(name, scale, small_chunks
     [
         ("dmixing", False, None, slice(0)),
         ("dreadout", True, None, slice(0)),
-        ("dlog_decay", False, -1.0, slice(16, 32)),  # within chunks: over one that nobody reads, all is forgotten
-        ("dlog_decay", False, -1e-6, slice(48)),  # of the initial state alone: the costate and its derivative
+        (
+            "dlog_decay",
+            False,
+            -1.0,
+            slice(16, 32),
+        ),  # within chunks: over one that nobody reads, all is forgotten
+        (
+            "dlog_decay",
+            False,
+            -1e-6,
+            slice(48),
+        ),  # of the initial state alone: the costate and its derivative
     ],
     ids=str,
 )
@@ -170,14 +223,19 @@ def test_gradients_are_summed_in_fp32(name, linear, decay, unread, small_chunks)
             inputs[n][:, unread] = 0
     small, large = d_out.clone(), 1000 * d_out
     small[:, 32:], large[:, :32] = 0, 0
-    both, alone = (run(inputs, (d, 0 * d_state), linear, backend="chunkwise")[name] for d in (small + large, large))
+    both, alone = (
+        run(inputs, (d, 0 * d_state), linear, backend="chunkwise")[name]
+        for d in (small + large, large)
+    )
     expected = exact(inputs, (small, 0 * d_state), linear)[name]
     assert error(both.double() - alone, expected, "rms") < 6e-3
 
 
 def test_held_operands_give_the_same_gradients(kernels, monkeypatch):
     """Slow modes and tokens of one sign: lags add up in dlog_decay, and roundings do not."""
-    inputs, (d_out, d_state) = op_inputs(Case(T=128, H=1, R=16, D=16, M=32, decay="weak", state=False), FP32, BF16)
+    inputs, (d_out, d_state) = op_inputs(
+        Case(T=128, H=1, R=16, D=16, M=32, decay="weak", state=False), FP32, BF16
+    )
     inputs = {n: x.detach().abs() if n in "qkv" else x.detach() for n, x in inputs.items()}
     inputs["log_decay"][..., 1] /= 100
     results = []
@@ -225,12 +283,20 @@ def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monke
     inputs, (d_out, d_state) = problem(case, dtype, linear)
     cotangents = d_out, torch.zeros_like(d_state)
     numbers = packed(80, ((0, 20, 45), (0, 33, 64))) if documents else None
-    expected = one_by_one(inputs, cotangents, numbers, linear) if documents else exact(inputs, cotangents, linear)
+    expected = (
+        one_by_one(inputs, cotangents, numbers, linear)
+        if documents
+        else exact(inputs, cotangents, linear)
+    )
     shards = []
     for t in (slice(40), slice(40, 80)):
         mine = {n: (x[:, t] if n in "qkvz" else x) for n, x in inputs.items()}
         mine, (d_shard,) = on_device(mine, (d_out[:, t],))
-        local = None if numbers is None else (numbers[:, t] - numbers[:, max(t.start or 0, 1) - 1, None]).to(DEVICE)
+        local = (
+            None
+            if numbers is None
+            else (numbers[:, t] - numbers[:, max(t.start or 0, 1) - 1, None]).to(DEVICE)
+        )
         out, state = function(linear)(**mine, documents=local, group="shards", backend="chunkwise")
         shards.append((mine, d_shard, out, state))
     grads = [gradients((out,), (d_shard,), mine) for mine, d_shard, out, _ in reversed(shards)]
@@ -289,10 +355,16 @@ def test_strided_inputs():
     inputs, cotangents = on_device(inputs, cotangents)
     inputs = {n: x.detach() for n, x in inputs.items()}
     projection = torch.stack([inputs[n] for n in "qkv"], dim=3)  # with strides of three
-    one_in = {n: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for n, x in inputs.items()}
+    one_in = {
+        n: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for n, x in inputs.items()
+    }
     transposed = {"k": inputs["k"].mT.contiguous().mT}
     for other in (dict(zip("qkv", projection.unbind(3), strict=True)), one_in, transposed):
-        got = run_op({n: x.requires_grad_() for n, x in (inputs | other).items()}, cotangents, backend="chunkwise")
+        got = run_op(
+            {n: x.requires_grad_() for n, x in (inputs | other).items()},
+            cotangents,
+            backend="chunkwise",
+        )
         assert_agree({n: x.cpu() for n, x in got.items()}, expected, "float32")
 
 
@@ -301,7 +373,9 @@ def test_offsets_beyond_32_bits():
     T, stride = 70, 1 << 25
     inputs, (d_out, d_state) = problem(Case(T=T, H=1, R=16, D=16), BF16)
     expected = exact(inputs, (d_out, d_state))
-    memory = torch.empty_strided((4, 1, T, 1, 16), (16, T * stride, stride, 16, 1), dtype=BF16, device=DEVICE)
+    memory = torch.empty_strided(
+        (4, 1, T, 1, 16), (16, T * stride, stride, 16, 1), dtype=BF16, device=DEVICE
+    )
     memory.copy_(torch.stack([inputs["q"], inputs["k"], inputs["v"], d_out]))
     q, k, v, d_out = memory
     inputs, (d_state,) = on_device(inputs | {"q": q, "k": k, "v": v}, (d_state,))
@@ -317,7 +391,9 @@ def test_recompute_is_a_matter_of_memory_only(kernels, small_chunks, monkeypatch
     results = []
     for recompute in (True, False):
         saved, options = [], dict(recompute=recompute, backend="chunkwise", documents=documents)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x) or x, lambda x: x
+        ):
             outputs = scan.interdomain_scan(**inputs, **options)
         results.append((*outputs, *gradients(outputs, cotangents, inputs).values()))
         known = {x.data_ptr() for x in (*inputs.values(), documents)}
@@ -338,7 +414,11 @@ def test_w_in_a_pass_of_its_own_rounds_the_same_numbers(kernels, monkeypatch):
 @linear_or_query
 def test_opcheck(linear):
     """Shapes and dtypes are those that the fake implementations say."""
-    inputs, _ = on_device(*op_inputs(Case(T=5, H=1, G=1 if linear else 2, R=4, D=3), FP32, BF16, linear))
+    inputs, _ = on_device(
+        *op_inputs(Case(T=5, H=1, G=1 if linear else 2, R=4, D=3), FP32, BF16, linear)
+    )
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    op, args = (ops.linear_scan, ("chunkwise",)) if linear else (ops.scan, ("chunkwise", True))  # `a` is kept
+    op, args = (
+        (ops.linear_scan, ("chunkwise",)) if linear else (ops.scan, ("chunkwise", True))
+    )  # `a` is kept
     torch.library.opcheck(op, (*inputs.values(), *args), test_utils=tests)

@@ -35,7 +35,10 @@ def problem(case, dtype, linear):
     ("case", "dtype"),
     [
         (Case(T=1, B=2, R=16, D=16, readout="hermitian"), torch.float32),
-        (Case(T=1, B=2, G=2, R=6, D=7, M=24, decay="strong"), torch.float64),  # masks on every side; the algebra
+        (
+            Case(T=1, B=2, G=2, R=6, D=7, M=24, decay="strong"),
+            torch.float64,
+        ),  # masks on every side; the algebra
         (Case(T=1, B=2, H=1, R=64, D=64, M=64, decay="s4d"), torch.float16),
         (Case(T=1, H=1, G=2, R=128, D=129, M=128, decay="s4d"), torch.bfloat16),
     ],
@@ -46,7 +49,9 @@ def test_step_is_the_plain_step(case, linear, dtype, monkeypatch):
     (tokens, tables, state), step = problem(case, dtype, linear), step_of(linear)
     with monkeypatch.context() as patch:
         patch.setattr(ops, "KERNEL_DEVICES", ())
-        out, new = step(**{n: x.double() for n, x in (tokens | tables).items()}, state=state.double())
+        out, new = step(
+            **{n: x.double() for n, x in (tokens | tables).items()}, state=state.double()
+        )
     calls = [(tables, False), (tables | {"decay": scan.decay_factor(tables["log_decay"])}, True)]
     if not linear and case.readout == "complex":
         calls.append((tables | {"mixing": tables["mixing"][:, : case.M]}, True))
@@ -64,7 +69,10 @@ def test_step_is_the_plain_step(case, linear, dtype, monkeypatch):
 @linear_or_query
 def test_strides(linear):
     """Tokens whose numbers do not lie side by side; a state that is a view is copied, or refused where it is overwritten."""
-    (tokens, tables, state), step = problem(Case(T=1, B=2, R=8, D=8), torch.float32, linear), step_of(linear)
+    (tokens, tables, state), step = (
+        problem(Case(T=1, B=2, R=8, D=8), torch.float32, linear),
+        step_of(linear),
+    )
     spread = {n: torch.stack((x, x), dim=-1)[..., 0] for n, x in tokens.items()}
     wide = torch.cat((state, state), dim=3)[:, :, :, :16]
     expected = step(**tokens, **tables, state=state)
@@ -77,14 +85,19 @@ def test_strides(linear):
 @linear_or_query
 def test_autograd_and_opcheck(linear):
     """No kernel where a gradient is recorded; to overwrite the state later does not change it."""
-    (tokens, tables, state), step = problem(Case(T=1, B=2, R=8, D=9), torch.float32, linear), step_of(linear)
+    (tokens, tables, state), step = (
+        problem(Case(T=1, B=2, R=8, D=9), torch.float32, linear),
+        step_of(linear),
+    )
     before = state.clone()
     recorded = tables | {"log_decay": tables["log_decay"].clone().requires_grad_()}
     out, _ = step(**tokens, **recorded, state=state)
     assert out.requires_grad
     step(**tokens, **tables, state=state, inplace=True)
     (gradient,) = torch.autograd.grad(out.sum(), recorded["log_decay"])
-    (wanted,) = torch.autograd.grad(step(**tokens, **recorded, state=before)[0].sum(), recorded["log_decay"])
+    (wanted,) = torch.autograd.grad(
+        step(**tokens, **recorded, state=before)[0].sum(), recorded["log_decay"]
+    )
     assert wanted.any()
     assert torch.equal(gradient, wanted)
     op = torch.ops.interdomain.linear_step_ if linear else torch.ops.interdomain.scan_step_

@@ -29,7 +29,9 @@ def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
 )
 def test_refusals(inputs, M, message, pretend_gpu, caplog):
     inputs = fake_inputs(**inputs)
-    with pytest.raises(ValueError, match=f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"):
+    with pytest.raises(
+        ValueError, match=f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"
+    ):
         scan._choose("chunkwise", inputs, M)
     assert scan._choose("chunkwise-torch", inputs, M) == "chunkwise-torch"
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
@@ -41,7 +43,9 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
         assert scan._choose("auto", fake_inputs(D=65), 64) == "chunkwise"
         assert scan._choose("auto", fake_inputs(torch.float32), 128) == "chunkwise"
-        assert scan._choose("auto", fake_inputs(D=300)[2:], 64) == "chunkwise"  # the linear readout has no width
+        assert (
+            scan._choose("auto", fake_inputs(D=300)[2:], 64) == "chunkwise"
+        )  # the linear readout has no width
     assert "'auto' is chunkwise (Triton kernels)" in caplog.text
 
 
@@ -57,13 +61,18 @@ def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"), [({"PATH": ""}, "Failed to find C compiler"), ({"CC": "/bin/false"}, "the compiler failed")]
+    ("compiler", "said"),
+    [({"PATH": ""}, "Failed to find C compiler"), ({"CC": "/bin/false"}, "the compiler failed")],
 )
 def test_a_machine_without_a_compiler_says_so(compiler, said, monkeypatch, tmp_path):
     """Triton's launcher is C, compiled on the machine that has the GPU."""
     pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.delenv("CC", raising=False)
-    for name, value in {**compiler, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}.items():
+    for name, value in {
+        **compiler,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_LIBCUDA_PATH": str(tmp_path),
+    }.items():
         monkeypatch.setenv(name, value)
     problem = triton_support.cannot_launch.__wrapped__()
     assert said in problem
@@ -84,7 +93,8 @@ def test_nothing_imports_triton_before_it_runs():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "tokens", "segments"), [(256, 4096, 1), (128, 4096, 2), (32, 32768, 8), (4, 4096, 8), (1, 500, 1)]
+    ("sequences", "tokens", "segments"),
+    [(256, 4096, 1), (128, 4096, 2), (32, 32768, 8), (4, 4096, 8), (1, 500, 1)],
 )
 def test_segment_rule(sequences, tokens, segments):
     """Two programs for each of 132 multiprocessors, no segment under 8 chunks of 64, as few as fill the GPU."""
@@ -102,7 +112,10 @@ def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
         plan = plans.make_plan(torch.device("cpu"), torch.bfloat16, M, width)
         tiles = [x for x in plan if isinstance(x, tuple)]
         assert (plan.fused is not None) == (capability[0] == 9 and width <= 64 and M <= 64)
-        assert all(warps <= 4 and (capability[0] not in (10, 11) or stages == 1) for _, warps, stages in tiles)
+        assert all(
+            warps <= 4 and (capability[0] not in (10, 11) or stages == 1)
+            for _, warps, stages in tiles
+        )
 
 
 @pytest.mark.parametrize("M", [1, 24, 64, 256])
@@ -110,6 +123,9 @@ def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
 def test_no_warp_holds_a_copy_of_another_s_numbers(width, M):
     """It would load them when the other one may have stored: a step updates the state in place. No interpreter shows it."""
     triton_step = pytest.importorskip("interdomain.scan.triton_step")
-    for tiles in (triton_step.contract_tiles(width, M), *(triton_step.expand_tiles(n, width, M) for n in (1, 4096))):
+    for tiles in (
+        triton_step.contract_tiles(width, M),
+        *(triton_step.expand_tiles(n, width, M) for n in (1, 4096)),
+    ):
         numbers = 2 * tiles["BM"] * tiles.get("BC", tiles.get("BD"))
         assert tiles["num_warps"] == 1 or numbers >= 32 * tiles["num_warps"]

@@ -39,7 +39,9 @@ TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
+def described(
+    kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants
+):
     """The arguments that determine the code of a launch, as Triton's specialization sees them."""
     signature, divisible = {}, []
     for parameter, value in zip(kernel.params, args, strict=False):
@@ -58,7 +60,12 @@ def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fu
             if value % 16:
                 continue
         divisible.append(parameter.name)
-    options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
+    options = dict(
+        num_warps=num_warps,
+        num_stages=num_stages,
+        maxnreg=maxnreg,
+        enable_fp_fusion=enable_fp_fusion,
+    )
     return kernel, signature, divisible, constants, options
 
 
@@ -79,7 +86,10 @@ class Recorder:
 
 def recorded(module, run):
     """The launches of this module's kernels by `run()`."""
-    launched, kernels = [], {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    launched, kernels = (
+        [],
+        {name: value for name, value in vars(module).items() if name.endswith("_kernel")},
+    )
     for name, kernel in kernels.items():
         setattr(module, name, Recorder(kernel, launched))
     run()
@@ -101,14 +111,18 @@ def scan_launches(dtype, R, D, M, kinds, G):
         if shards:
             module.final_state((z,), theta, kw.get("documents"))
         module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, **forward)
-        module.linear_backward(z, d_final, z, theta, torch.zeros(H, 2 * M), state, leave=exchange, **kw)
+        module.linear_backward(
+            z, d_final, z, theta, torch.zeros(H, 2 * M), state, leave=exchange, **kw
+        )
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
         inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state)
         if shards:
             module.final_state((k, v), theta, kw.get("documents"))
         module.scan_forward(*inputs, **forward)
-        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), d_final, *inputs, leave=exchange, **kw)
+        module.scan_backward(
+            torch.zeros(B, T, H * G, D, dtype=dtype), d_final, *inputs, leave=exchange, **kw
+        )
 
 
 def step_launches(dtype, R, D, M, kinds, G):
@@ -117,7 +131,9 @@ def step_launches(dtype, R, D, M, kinds, G):
     for B, rows in ((2, 2 * M), (128, M)):
         state = torch.zeros(B, 2, M, R + D, 2)
         if "linear" in kinds:
-            triton_step.linear_one_step(torch.zeros(B, 2, R + D, dtype=dtype), decay, torch.zeros(2, 2 * M), state)
+            triton_step.linear_one_step(
+                torch.zeros(B, 2, R + D, dtype=dtype), decay, torch.zeros(2, 2 * M), state
+            )
         else:
             q, k, v = (torch.zeros(B, 2 * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
             triton_step.scan_step(q, k, v, decay, torch.zeros(2, rows, 2 * M), state)
@@ -125,10 +141,15 @@ def step_launches(dtype, R, D, M, kinds, G):
 
 def features_launches(dtype, R, kinds):
     """One forward and backward of a projection of [B 2, T 64, H 16, R]."""
-    mix, more = next(x for x in kinds if x in MIXES), {x: True for x in ("past", "documents") if x in kinds}
+    mix, more = (
+        next(x for x in kinds if x in MIXES),
+        {x: True for x in ("past", "documents") if x in kinds},
+    )
     case = Case(T=64, H=16, R=R, **MIXES[mix], **more)
     leaves, rope, dy = make(case, dtype)
-    x, weight, bias, past, scale, shift = (leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift"))
+    x, weight, bias, past, scale, shift = (
+        leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift")
+    )
     weight = weight if weight is None else weight.flatten(1)
     args = x, R, weight, bias, past, documents(case), *(rope or (None, None)), case.silu, scale
     features_launch.forward(*args, shift, EPS)
@@ -157,7 +178,9 @@ def launches(capability, dtype, shape):
     }[family]
     launched = recorded(module, run)
     if "sweeps" in kinds:
-        launched = [x for x in launched if any(x[3].get(out, "") is None for out in ("p_o", "p_dv"))]
+        launched = [
+            x for x in launched if any(x[3].get(out, "") is None for out in ("p_o", "p_dv"))
+        ]
     return most(launched) if "most" in kinds else launched
 
 
@@ -165,7 +188,9 @@ def most(launches):
     """The launch of each kernel that uses the most of its options; the first of several."""
     best = {}
     for launch in launches:
-        does = sum(value is True for value in launch[3].values()) - sum(value is None for value in launch[3].values())
+        does = sum(value is True for value in launch[3].values()) - sum(
+            value is None for value in launch[3].values()
+        )
         if does > best.get(launch[0].__name__, (-99,))[0]:
             best[launch[0].__name__] = does, launch
     return [launch for _, launch in best.values()]
@@ -190,8 +215,17 @@ def report(launch, compiled, capability):
         with open(path + ".ptx", "w") as file:
             file.write(ptx)
         architecture = re.search(r"\.target\s+(\w+)", ptx).group(1)
-        command = [get_ptxas(capability).path, "-v", "--regAllocOptLevel=2", "-arch", architecture, path + ".ptx"]
-        log = subprocess.run([*command, "-o", path + ".cubin"], capture_output=True, text=True, check=True).stderr
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            "--regAllocOptLevel=2",
+            "-arch",
+            architecture,
+            path + ".ptx",
+        ]
+        log = subprocess.run(
+            [*command, "-o", path + ".cubin"], capture_output=True, text=True, check=True
+        ).stderr
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     return {
         "kernel": launch[0].__name__,
@@ -201,7 +235,9 @@ def report(launch, compiled, capability):
         "spill": max(int(stores), int(loads)),
         "shared": compiled.metadata.shared,
         # Transpositions of registers. Those of loaded tiles are views of shared memory and not counted.
-        "transposed": len(re.findall(r"tt\.trans [^\n]*order = array<i32: 1, 0>", compiled.asm["ttgir"])),
+        "transposed": len(
+            re.findall(r"tt\.trans [^\n]*order = array<i32: 1, 0>", compiled.asm["ttgir"])
+        ),
         # ptxas waits for every wgmma before the next one (C7515) where it cannot tell that registers are not touched.
         "serialized": re.findall(r"[^\n]*serialized[^\n]*", log),
     }
@@ -213,7 +249,9 @@ def exceeds(report) -> bool:
     spill, shared = OTHERS.get(family, (SPILL[report["dtype"]], SHARED[report["capability"]]))
     # On Hopper, transpositions of registers are what compilers get wrong. Elsewhere loaded tiles take that path, too.
     hopper = (report["capability"], report["dtype"], family) == (90, "bf16", "")
-    too_many = report["registers"] > REGISTERS or report["spill"] > spill or report["shared"] > shared
+    too_many = (
+        report["registers"] > REGISTERS or report["spill"] > spill or report["shared"] > shared
+    )
     return bool(too_many or (hopper and report["transposed"]) or report["serialized"])
 
 

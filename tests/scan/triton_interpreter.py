@@ -87,6 +87,8 @@ def repair(monkeypatch) -> None:
 
     def create_splat(self, shape, arg):
         # A comparison of scalars calls itself an integer there, and a mask made of one is refused.
-        return splat(self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
+        return splat(
+            self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg
+        )
 
     monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)

@@ -55,7 +55,9 @@ def corpus(tmp_path_factory):
 def short(tmp_path_factory):
     """Documents of 24 words, made up: every Python has the same, and in every batch some end."""
     folder, draw = tmp_path_factory.mktemp("short"), random.Random(1)
-    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 6))) for _ in range(500)]
+    words = [
+        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 6))) for _ in range(500)
+    ]
     lines = [json.dumps({"text": " ".join(draw.choices(words, k=24))}) for _ in range(1000)]
     (folder / "short.jsonl").write_text("\n".join(lines))
     return prepared(folder / "tiny", str(folder / "short.jsonl"))

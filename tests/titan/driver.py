@@ -42,16 +42,22 @@ from torchtitan.tools.logging import init_logger
 
 NEW = torchtitan.__version__ == "0.3.0"
 if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
-    torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
+    torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(
+        timeout, group
+    )
 
     def of_micro_batches(whole):
         """A schedule's step that also takes its micro-batches one by one."""
 
         def step(self, *args, arg_mbs=None, kwarg_mbs=(), target_mbs=None, target=None, **others):
-            args = tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True)) if arg_mbs else args
+            args = (
+                tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True)) if arg_mbs else args
+            )
             names = kwarg_mbs[0] if kwarg_mbs else ()
             others |= {name: torch.cat([one[name] for one in kwarg_mbs]) for name in names}
-            return whole(self, *args, target=torch.cat(target_mbs) if target_mbs else target, **others)
+            return whole(
+                self, *args, target=torch.cat(target_mbs) if target_mbs else target, **others
+            )
 
         return step
 
@@ -74,7 +80,9 @@ def whole(tensor):
 
 
 def digest(tensor):
-    return hashlib.sha256(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def watch(trainer, probes, spoil, seen):
@@ -83,7 +91,11 @@ def watch(trainer, probes, spoil, seen):
     seen |= {"log": {}, "validation": {}, "samples": {}, "states": {}}
     seen["initial"] = {name: digest(p) for name, p in named.items()}
 
-    logger, loader, train_step = trainer.metrics_processor.logger, trainer.dataloader, trainer.train_step
+    logger, loader, train_step = (
+        trainer.metrics_processor.logger,
+        trainer.dataloader,
+        trainer.train_step,
+    )
     log, take = logger.log, getattr(loader, "_take", None)  # TorchTitan's loader has none
 
     def scalars(found, step):
@@ -95,19 +107,29 @@ def watch(trainer, probes, spoil, seen):
     def samples(batches):
         batch = take(batches)
         rows = torch.cat([batch[0]["input"][:, :1], batch[1]], dim=1).numpy()
-        seen["samples"].setdefault(trainer.step, []).extend(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
+        seen["samples"].setdefault(trainer.step, []).extend(
+            hashlib.sha256(row.tobytes()).hexdigest() for row in rows
+        )
         return batch
 
     def step(batches):
         try:
             with counted() if "traffic" in probes else contextlib.nullcontext({}) as received:
-                with profile() if "order" in probes and "order" not in seen else contextlib.nullcontext() as profiled:
+                with (
+                    profile()
+                    if "order" in probes and "order" not in seen
+                    else contextlib.nullcontext() as profiled
+                ):
                     train_step(batches)
         finally:  # it may end the run
             if "states" in probes:
                 every = named | trainer.optimizers.state_dict()
-                tensors = sorted((name, digest(x)) for name, x in every.items() if isinstance(x, torch.Tensor))
-                seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+                tensors = sorted(
+                    (name, digest(x)) for name, x in every.items() if isinstance(x, torch.Tensor)
+                )
+                seen["states"][trainer.step] = hashlib.sha256(
+                    json.dumps(tensors).encode()
+                ).hexdigest()
         seen.setdefault("traffic", sum(received.values()))
         if profiled:
             events = sorted(profiled.events(), key=lambda event: event.time_range.start)
@@ -197,7 +219,9 @@ def run(job):
     }
     trainer.close()
     calls = compiled.call_args_list
-    seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]
+    seen["compiled"] = [
+        call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)
+    ]
     torch._dynamo.reset()
     return seen
 

@@ -36,4 +36,6 @@ def answer(arguments):
 
 if __name__ == "__main__":
     os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "OWN_DATA": "."}
-    print(json.dumps([answer(arguments) for arguments in json.loads(Path(sys.argv[1]).read_text())]))
+    print(
+        json.dumps([answer(arguments) for arguments in json.loads(Path(sys.argv[1]).read_text())])
+    )

@@ -42,7 +42,9 @@ def flags(corpus, folder, toml=TINY, **settings):
     arguments = ["--job.config_file", str(toml)]
     for name, value in given.items():
         section, _, field = name.partition(".")
-        if isinstance(value, bool) and section != "mixer":  # [mixer]'s switches have three values: unset is None
+        if (
+            isinstance(value, bool) and section != "mixer"
+        ):  # [mixer]'s switches have three values: unset is None
             arguments.append(f"--{section}.{'' if value else 'no-'}{field}")
         else:
             arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
@@ -90,7 +92,13 @@ def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):
 
     plan: of disturbed.py, for each start. largest: bytes of a file.
     """
-    options = ["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", "--local-ranks-filter=0"]
+    options = [
+        "--standalone",
+        "--nproc-per-node=2",
+        "--run-path",
+        "--start-method=fork",
+        "--local-ranks-filter=0",
+    ]
     program = [str(Path(__file__).parent / "disturbed.py"), str(plan), *flags]
     ours, theirs = forks().Pipe(duplex=False)
     arguments = [*options, f"--max-restarts={restarts}", *program]
@@ -132,7 +140,9 @@ RUNS = read_runs("runs")
 def batches(ranks, settings):
     """Sizes for eight sequences in a step, which a pipeline gets in four micro-batches."""
     axes = ("pipeline", "context", "tensor")
-    pipeline, context, tensor = (settings.get(f"parallelism__{AXES[axis]}_degree", 1) for axis in axes)
+    pipeline, context, tensor = (
+        settings.get(f"parallelism__{AXES[axis]}_degree", 1) for axis in axes
+    )
     local = 8 * pipeline * context * tensor // ranks
     if pipeline > 1:
         local //= 4
@@ -153,8 +163,18 @@ class Runs:
 
     def add(self, name, **given):
         """given: settings of tiny.toml or of the file `toml`, written section__name, and what runs.toml lists beside them."""
-        job = {"probes": [], "spoil": None, "stops": False, "stock": False, "output": str(self.folder / name)}
-        others = {"corpus": "text", "toml": TINY, "of": None, "same_as": None, "near": 1e-5} | job | given
+        job = {
+            "probes": [],
+            "spoil": None,
+            "stops": False,
+            "stock": False,
+            "output": str(self.folder / name),
+        }
+        others = (
+            {"corpus": "text", "toml": TINY, "of": None, "same_as": None, "near": 1e-5}
+            | job
+            | given
+        )
         settings = batches(int(name.split()[0]), given)
         for setting in given:
             if "__" in setting:
@@ -227,7 +247,9 @@ class Runs:
 def continue_from(checkpoint, folder):
     """A folder as if its run, which saved this checkpoint, was killed in a later save."""
     shutil.copytree(checkpoint, folder / "checkpoint" / checkpoint.name)
-    of_all_checkpoints = checkpoint.parent.parent / "interdomain.json"  # TorchTitan's trainer writes it
+    of_all_checkpoints = (
+        checkpoint.parent.parent / "interdomain.json"
+    )  # TorchTitan's trainer writes it
     if of_all_checkpoints.exists():
         shutil.copy(of_all_checkpoints, folder)
     (folder / "checkpoint" / "step-5").mkdir(exist_ok=True)
@@ -253,7 +275,9 @@ def assert_same_run(runs, name, others=None):
     for step, scalars in every[0]["log"].items():
         for quantity in ("loss", "grad_norm", "n_tokens_seen"):
             assert {seen["log"][step][quantity] for seen in every} == {scalars[quantity]}
-            assert scalars[quantity] == pytest.approx(theirs["log"][step][quantity], rel=tolerance), (step, quantity)
+            assert scalars[quantity] == pytest.approx(
+                theirs["log"][step][quantity], rel=tolerance
+            ), (step, quantity)
         # Of the piece of the batch with the highest loss, if several ranks have a piece.
         assert scalars["loss_metrics/global_max_loss"] >= scalars["loss"] * (1 - tolerance)
     samples = dict(zip(theirs["log"], others.samples(reference), strict=True))
@@ -262,15 +286,24 @@ def assert_same_run(runs, name, others=None):
     assert bool(validated) == runs.settings[name].get("validation__enable", False)
     for step in validated.keys() & theirs["validation"].keys():
         for tag, expected in theirs["validation"][step].items():
-            if re.match("loss" if job["stock"] else "loss|validation_position|validation_metrics/accuracy", tag):
+            if re.match(
+                "loss" if job["stock"] else "loss|validation_position|validation_metrics/accuracy",
+                tag,
+            ):
                 near = {"abs": 0.011} if "accuracy" in tag else {"rel": tolerance}  # of few answers
                 assert validated[step][tag] == pytest.approx(expected, **near), (step, tag)
     if first == 1:
         assert runs.whole(name, "initial") == theirs["initial"]
         if "gradients" in every[0]:
-            assert_close(runs.whole(name, "gradients"), others.whole(reference, "gradients"), max(1e-5, tolerance))
+            assert_close(
+                runs.whole(name, "gradients"),
+                others.whole(reference, "gradients"),
+                max(1e-5, tolerance),
+            )
     # By the same names, weights and optimizer state, whole: what `convert` reads and every topology continues from.
-    ours, reference = (finished_steps(one / "checkpoint") for one in (runs.at(name), others.at(reference)))
+    ours, reference = (
+        finished_steps(one / "checkpoint") for one in (runs.at(name), others.at(reference))
+    )
     for step in ours.keys() & reference.keys() & {*steps}:
         assert_close(*tensors_of(ours[step], reference[step]), max(1e-4, 10 * tolerance))
 
@@ -280,7 +313,10 @@ def tensors_of(*checkpoints):
     indices = [tensor_index(folder) for folder in checkpoints]
     assert "optimizer.state.output.weight.exp_avg" in indices[0]
     assert all(index.keys() == indices[0].keys() for index in indices)
-    return [read_tensors(folder, list(index)) for folder, index in zip(checkpoints, indices, strict=True)]
+    return [
+        read_tensors(folder, list(index))
+        for folder, index in zip(checkpoints, indices, strict=True)
+    ]
 
 
 def assert_same_tensors(ours, reference):

@@ -52,7 +52,10 @@ class Run:
         vars(config).update({"enable": True, "interval": 1, **settings})
         self.model, self.trainer = torch.nn.Linear(300, width), State()
         self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
-        record = {name: {} for name in (*SIDECAR_FACTS, "tokenizer")} | {"size": "debug", "condition": "interdomain"}
+        record = {name: {} for name in (*SIDECAR_FACTS, "tokenizer")} | {
+            "size": "debug",
+            "condition": "interdomain",
+        }
         record |= {"format_version": 1, "model": (model or build_config("debug")).to_dict()}
         record |= {"configuration": job.to_dict(), "fingerprints": fingerprints or {}}
         self.manager = SelfDescribingCheckpoints(
@@ -64,9 +67,15 @@ class Run:
             base_folder=str(folder),
             record={
                 **record,
-                "run": {"seed": job.debug.seed, "tokens_per_step": tokens_per_step, "planned_steps": 100},
+                "run": {
+                    "seed": job.debug.seed,
+                    "tokens_per_step": tokens_per_step,
+                    "planned_steps": 100,
+                },
             },
-            tokenizer=SimpleNamespace(write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer")),
+            tokenizer=SimpleNamespace(
+                write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer")
+            ),
             milestones=milestones,
             lock=None,
         )
@@ -87,8 +96,14 @@ class Run:
         """The step that was loaded: weights and all other state are of it."""
         loaded = self.manager.load(step)
         self.manager.close()
-        (weights,) = {value for p in self.model.parameters() for value in p.unique().tolist()} if loaded else (None,)
-        assert not loaded or {state.step for state in (self.trainer, *self.others.values())} == {weights}
+        (weights,) = (
+            {value for p in self.model.parameters() for value in p.unique().tolist()}
+            if loaded
+            else (None,)
+        )
+        assert not loaded or {state.step for state in (self.trainer, *self.others.values())} == {
+            weights
+        }
         return weights
 
 
@@ -117,7 +132,9 @@ def write_record(step, **changes):
     """Change a checkpoint's record. None leaves a value out."""
     path = step / "interdomain.json"
     changed = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in changed.items() if value is not None})
+    )
 
 
 def shorten(path, by=1):
@@ -138,7 +155,10 @@ DAMAGE = {
     "shard gone": (lambda step: (step / SHARD).unlink(), "its shard __0_0.distcp is missing"),
     "shard short": (lambda step: shorten(step / SHARD), "its shard __0_0.distcp has"),
     "shard altered": (lambda step: alter(step / SHARD, 0.5), "do not match their checksum"),
-    "record cut": (lambda step: shorten(step / "interdomain.json", 10), "interdomain.json is damaged"),
+    "record cut": (
+        lambda step: shorten(step / "interdomain.json", 10),
+        "interdomain.json is damaged",
+    ),
 }
 
 

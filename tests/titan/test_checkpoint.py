@@ -57,7 +57,13 @@ def test_several_in_a_row_until_none_is_left(new, folder, capsys):
     new().save(2)
     damage(folder / "step-2", "shard short")
     assert new().load() == 1
-    assert names(folder) == ["step-1", "step-2.damaged", "step-2.damaged-2", "step-3.damaged", "step-9"]
+    assert names(folder) == [
+        "step-1",
+        "step-2.damaged",
+        "step-2.damaged-2",
+        "step-3.damaged",
+        "step-9",
+    ]
     damage(folder / "step-1", "shard gone")
     for _ in range(2):  # nor at the second try
         assert "no complete checkpoint is left" in refusal(capsys, new().load)
@@ -77,9 +83,15 @@ def test_ranks_share_the_reading_and_miss_nothing(folder):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": build_config("debug", softmax_every=2)}, "interdomain there and interdomain, softmax_every 2 here"),
+        (
+            {"model": build_config("debug", softmax_every=2)},
+            "interdomain there and interdomain, softmax_every 2 here",
+        ),
         # The very same tensors.
-        ({"model": build_config("debug", "interdomain-norope")}, "mixer.rope is True there and False here"),
+        (
+            {"model": build_config("debug", "interdomain-norope")},
+            "mixer.rope is True there and False here",
+        ),
         ({"width": 8}, "weight is [7, 300] there and [8, 300] here"),
         ({"tokens_per_step": 1024}, "tokens_per_step is 512 there and 1024 here"),
     ],
@@ -108,7 +120,10 @@ def test_checkpoints_of_another_run_outside_of_this_one_s_folder(new, tmp_path, 
     damage(shared / "step-4", "shard short")
     before = bytes_in(shared)
     error = refusal(capsys, start("second", shared).load)
-    assert f"{shared / 'step-4'} is a checkpoint of another run, whose folder is {tmp_path / 'first'}" in error
+    assert (
+        f"{shared / 'step-4'} is a checkpoint of another run, whose folder is {tmp_path / 'first'}"
+        in error
+    )
     assert bytes_in(shared) == before  # not even a damaged one is renamed
     assert start("first", shared).load() == 5
     (tmp_path / "second").mkdir()
@@ -126,8 +141,15 @@ def test_a_resume_lists_every_setting_that_changed(new, folder, caplog):
     free += "--parallelism.tensor_parallel_degree 2 --data.corpus moved "
     recipe = "--optimizer.lr 9e-3 --training.precision bf16 --validation.tokens 2000"
     new(fingerprints={"train": "text", "validation": "old"}).save(4)
-    assert new(flags=(free + recipe).split(), fingerprints={"train": "text", "validation": "new"}).load() == 4
-    (warning,) = [r.getMessage() for r in caplog.records if "was saved with other settings" in r.getMessage()]
+    assert (
+        new(
+            flags=(free + recipe).split(), fingerprints={"train": "text", "validation": "new"}
+        ).load()
+        == 4
+    )
+    (warning,) = [
+        r.getMessage() for r in caplog.records if "was saved with other settings" in r.getMessage()
+    ]
     assert warning.splitlines()[1:] == [
         "  optimizer.lr: 0.003 -> 0.009",
         "  training.precision: float32 -> bf16",
@@ -185,7 +207,11 @@ def test_all_of_an_initial_checkpoint_but_what_is_excluded(new, folder, other, c
     given |= {"at": other, "initial_load_path": str(folder / "step-2")}
     run = new(**given)
     assert run.manager.load()
-    assert (run.trainer.step, run.others["optimizers"].step, run.others["dataloader"].step) == (2, 2, 0)
+    assert (run.trainer.step, run.others["optimizers"].step, run.others["dataloader"].step) == (
+        2,
+        2,
+        0,
+    )
     assert "started_from" not in run.manager.record["run"]  # the same run goes on
     run.save(3)
     assert new(**given).load() == 3  # its own, with all parts
@@ -218,7 +244,11 @@ def copy_visible(source, target):
 
 
 def bytes_in(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("lost", ["*.json", "*.distcp"])
@@ -239,7 +269,12 @@ def test_half_a_copy_stops_a_start_from_zero(new, folder, tmp_path, capsys, lost
     run = new(at=moved, keep_latest_k=2)
     assert run.manager.load()
     run.save(2, 3, 4, 5)
-    assert {*finished_steps(moved)} == {2, 3, 4, 5}  # each aside's new name has its KEEP: milestones
+    assert {*finished_steps(moved)} == {
+        2,
+        3,
+        4,
+        5,
+    }  # each aside's new name has its KEEP: milestones
     now = bytes_in(moved)
     assert all(now[name.replace("/", ".superseded/", 1)] == data for name, data in before.items())
 
@@ -268,7 +303,9 @@ def test_what_an_interrupted_save_left_stops_nothing(new, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("removed", range(5))
-def test_what_a_kill_leaves_of_a_removal_is_known_as_the_run_s_own(new, folder, monkeypatch, removed):
+def test_what_a_kill_leaves_of_a_removal_is_known_as_the_run_s_own(
+    new, folder, monkeypatch, removed
+):
     """A save that was interrupted is removed by the next save of its step, which is interrupted after each of its files."""
     (folder / "step-3" / ".metadata").rename(folder / "step-3" / ".incomplete")
     left = [None] * removed
@@ -327,7 +364,12 @@ def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, capl
     assert start(1, **other_seed) == 2
     damage(folder / "step-2", "shard altered")
     assert start(1, **other_seed) == 1  # all of that course is damaged: back to where it began
-    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2", "step-2.superseded-2"} <= {*names(folder)}
+    assert {
+        "step-2.damaged",
+        "step-3.superseded-2",
+        "step-5.superseded-2",
+        "step-2.superseded-2",
+    } <= {*names(folder)}
 
 
 # Copying
@@ -358,10 +400,18 @@ def test_the_lines_of_docs_that_copy_to_an_object_store(new, folder, tmp_path):
     (folder / "step-2" / ".metadata").rename(folder / "step-2" / ".incomplete")
     bucket = tmp_path / "bucket"
     bucket.mkdir()
-    copy, _ = [block.text for block in blocks(REPOSITORY / "docs/clusters.md") if "aws s3 sync" in block.text]
-    script = copy.replace("outputs/125M/checkpoint", "$RUN").replace("s3://bucket/runs/125M", "s3://bucket")
+    copy, _ = [
+        block.text
+        for block in blocks(REPOSITORY / "docs/clusters.md")
+        if "aws s3 sync" in block.text
+    ]
+    script = copy.replace("outputs/125M/checkpoint", "$RUN").replace(
+        "s3://bucket/runs/125M", "s3://bucket"
+    )
     environment = os.environ | {"BUCKET": str(bucket), "RUN": str(folder)}
-    subprocess.run(["bash", "-eu", "-c", STAND_INS + script], env=environment, timeout=TIMEOUT, check=True)
+    subprocess.run(
+        ["bash", "-eu", "-c", STAND_INS + script], env=environment, timeout=TIMEOUT, check=True
+    )
     sent = (bucket / "sent").read_text().splitlines()
     assert {path.partition("/")[0] for path in sent} == {"step-1", "step-3"}
     assert sent[-2:] == ["step-3/.metadata", "step-3/validation.json"]
@@ -460,7 +510,12 @@ def test_a_step_is_saved_anew_from_nothing(new, folder):
     state = {"skipped_steps": 4, "skipped_in_a_row": 1}
     run.others["optimizers"].step_guard.load_state_dict(state)
     run.save(3)
-    assert names(folder / "step-3") == [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
+    assert names(folder / "step-3") == [
+        ".metadata",
+        "__0_0.distcp",
+        "interdomain.json",
+        "tokenizer.model",
+    ]
     assert record(folder, 3).items() >= {"step": 3, "tokens": 3 * 512, "skipped_steps": 4}.items()
     again = new()
     again.load()
@@ -506,7 +561,14 @@ def test_weights_alone_are_not_continued(new, folder, capsys):
     """TorchTitan's trainer can save them, and `convert` makes them, of a run that trained nothing."""
     manager = new().manager
     entries = read_index(folder / "step-3").entries.items()
-    weights = SimpleNamespace(entries={name: entry for name, entry in entries if not name.startswith(OTHER_STATE)})
-    for trained, said in ({}, "holds the weights alone"), ({"run": {"started_from": {}}}, "tokens_per_step is 0 there"):
+    weights = SimpleNamespace(
+        entries={name: entry for name, entry in entries if not name.startswith(OTHER_STATE)}
+    )
+    for trained, said in (
+        ({}, "holds the weights alone"),
+        ({"run": {"started_from": {}}}, "tokens_per_step is 0 there"),
+    ):
         point = ResumePoint(folder / "step-3", weights, record(folder, 3) | trained, "latest")
-        assert said in refusal(capsys, require_same_run, point, manager.record, manager.tensors, batch=True)
+        assert said in refusal(
+            capsys, require_same_run, point, manager.record, manager.tensors, batch=True
+        )

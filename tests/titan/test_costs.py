@@ -21,7 +21,9 @@ def traced(job, plan):
     model = Transformer(plan.config, plan.execution)
     if job.activation_checkpoint.mode != "none":
         settings = translate(job).activation_checkpoint
-        apply_ac(model, settings, model_compile_enabled=False, op_sac_save_list=SAVED_OPS | SCAN_OPS)
+        apply_ac(
+            model, settings, model_compile_enabled=False, op_sac_save_list=SAVED_OPS | SCAN_OPS
+        )
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(plan.local_batch, plan.seq_len, dtype=torch.int64)
     tracker = MemTracker()
@@ -39,7 +41,9 @@ def traced(job, plan):
 def test_memory_is_about_what_a_step_takes(mode):
     """Of a model whose layers are softmax: plain PyTorch keeps more of the scan than the kernels do."""
     softmax = "--mixer.condition softmax --training.seq_len 512 --model.n_layers 2"
-    job = parse_flags(f"{softmax} --training.local_batch_size 4 --activation_checkpoint.mode {mode}")
+    job = parse_flags(
+        f"{softmax} --training.local_batch_size 4 --activation_checkpoint.mode {mode}"
+    )
     plan = make_plan(job, 1)
     assert sum(cost_model(plan, job).memory().values()) == pytest.approx(traced(job, plan), rel=0.3)
 
@@ -63,7 +67,9 @@ def test_memory_by_category():
 
 
 def test_muon_has_one_moment_of_matrices():
-    adamw, muon = (parse(f"--model.n_layers 2 --optimizer.name {name}") for name in ("AdamW", "Muon"))
+    adamw, muon = (
+        parse(f"--model.n_layers 2 --optimizer.name {name}") for name in ("AdamW", "Muon")
+    )
     optimizer = [cost_model(make_plan(job, 2), job).memory()["optimizer"] for job in (adamw, muon)]
     assert optimizer[0] - optimizer[1] == 4 * 2 * (4 * 128 * 128 + 3 * 128 * 384) // 2
 
@@ -82,7 +88,9 @@ def test_memory_falls_with_what_saves_it(less, more):
     assert sum(estimate(less).values()) < sum(estimate(more).values())
 
 
-@pytest.mark.parametrize("axis", ["data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize(
+    "axis", ["data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"]
+)
 def test_memory_falls_with_the_ranks_that_share_it(axis):
     two = estimate(f"--parallelism.{axis}_degree 2 --validation.no-enable", ranks=2)
     assert sum(two.values()) < sum(estimate("--validation.no-enable").values())
@@ -108,7 +116,14 @@ def test_a_pipeline_s_micro_batches_and_waiting(schedule, held):
     assert costs.idle() == pytest.approx(3 / (8 * stages + 3))
 
 
-COUNTED = ["text", "replicas", "context full", "tensor layers", "pipeline layers", "context softmax"]
+COUNTED = [
+    "text",
+    "replicas",
+    "context full",
+    "tensor layers",
+    "pipeline layers",
+    "context softmax",
+]
 COUNTED += ["context fixed", "tensor fixed", "each bfloat16"]
 
 
@@ -123,5 +138,8 @@ def test_a_step_receives_about_what_the_dry_run_says(runs, name):
 
 @pytest.mark.e2e
 def test_context_parallelism_receives_the_same_whatever_the_length(runs):
-    received = [max(seen["traffic"] for seen in runs.every(name)) for name in ("2 context full", "2 context full long")]
+    received = [
+        max(seen["traffic"] for seen in runs.every(name))
+        for name in ("2 context full", "2 context full long")
+    ]
     assert received[0] == received[1]

@@ -26,7 +26,13 @@ from ..common import TIMEOUT
 from .conftest import refusal
 from .runs import flags
 
-VALIDATOR = {"rank": 0, "ranks": 1, "passes": SimpleNamespace(together=1), "metrics": None, "checkpoints": None}
+VALIDATOR = {
+    "rank": 0,
+    "ranks": 1,
+    "passes": SimpleNamespace(together=1),
+    "metrics": None,
+    "checkpoints": None,
+}
 
 
 def parse(corpus, **settings):
@@ -59,11 +65,19 @@ def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
     state = saved.state_dict()
     assert state["consumed_samples"] == 8
     for ranks, prefetch in ((1, 0), (1, 3), (2, 2), (4, 0), (4, 1)):
-        loaders = [PackedLoader(dataset, 2, rank=rank, ranks=ranks, prefetch=prefetch) for rank in range(ranks)]
+        loaders = [
+            PackedLoader(dataset, 2, rank=rank, ranks=ranks, prefetch=prefetch)
+            for rank in range(ranks)
+        ]
         for loader in loaders:
             loader.load_state_dict(state)
         steps = [take(loader, 8 // ranks) for loader in loaders]  # 16 samples on every topology
-        order = [row for step in zip(*steps, strict=True) for inputs, _ in step for row in inputs["input"]]
+        order = [
+            row
+            for step in zip(*steps, strict=True)
+            for inputs, _ in step
+            for row in inputs["input"]
+        ]
         assert torch.equal(torch.stack(order), torch.stack(rows[8:24]))
         for loader in loaders:
             assert loader.state_dict() == state | {"consumed_samples": 24}
@@ -79,7 +93,11 @@ def test_other_data_begins_where_a_run_left_the_old(corpus, caplog):
         loader = PackedLoader(dataset, 4, rank=0, ranks=1)
         if state:
             loader.load_state_dict(state)
-        read = torch.cat([inputs["input"] for inputs, _ in take(loader, steps)]) if steps else torch.empty(0)
+        read = (
+            torch.cat([inputs["input"] for inputs, _ in take(loader, steps)])
+            if steps
+            else torch.empty(0)
+        )
         state = loader.state_dict()
         train.first = other.first = 0
         return state, read.tolist()
@@ -128,14 +146,20 @@ def test_another_length_or_seed_is_no_continuation(corpus, tmp_path, alone, caps
 def test_a_run_that_continues_with_another_mixture(runs, corpus):
     """It says so, and records the old data."""
     others = {"data__corpus": f"{corpus},{corpus}/validation-00000", "data__weights": [3, 1]}
-    runs.add("1 other mixture", checkpoint__enable=True, **others, training__steps=4, of=("2 text", 3))
+    runs.add(
+        "1 other mixture", checkpoint__enable=True, **others, training__steps=4, of=("2 text", 3)
+    )
     said = runs.said("1 other mixture")
     assert "THE DATA CHANGES after 24 samples" in said
     assert "fingerprint of the train text: " in said
     before = read_sidecar(runs.checkpoint("2 text", 3))[1]["run"]
     after = read_sidecar(runs.checkpoint("1 other mixture", 4))[1]["run"]
     (earlier,) = after["earlier_data"]
-    assert earlier == {"ends": 3, "data_fingerprint": before["data_fingerprint"], "corpora": before["corpora"]}
+    assert earlier == {
+        "ends": 3,
+        "data_fingerprint": before["data_fingerprint"],
+        "corpora": before["corpora"],
+    }
     assert after["data_fingerprint"] != before["data_fingerprint"]
     assert [corpus["name"] for corpus in after["corpora"]] == ["tiny", "validation-00000"]
 
@@ -152,7 +176,10 @@ def test_a_mixture_on_the_command_line(corpus, tmp_path, alone, caplog):
         loader = build(job)
     assert f"{again} for " in caplog.text
     assert [loader.dataset.locate(g)[0] for g in range(8)].count(1) == 2
-    assert loader.dataset.fingerprint == build(mixture([corpus, again], [0.75, 0.25])).dataset.fingerprint
+    assert (
+        loader.dataset.fingerprint
+        == build(mixture([corpus, again], [0.75, 0.25])).dataset.fingerprint
+    )
     validation = FixedValidator(job=job, **VALIDATOR)
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
 
@@ -174,7 +201,9 @@ def test_reading_ahead(corpus):
     read = []
     one_more = threading.Semaphore(0)
     real = dataset.read_batch
-    dataset.read_batch = lambda indices: (read.append(list(indices)), one_more.release()) and real(indices)
+    dataset.read_batch = lambda indices: (
+        (read.append(list(indices)), one_more.release()) and real(indices)
+    )
     loader = PackedLoader(dataset, 2, rank=0, ranks=1, prefetch=3)
     batches = iter(loader)
     next(batches)
@@ -225,12 +254,17 @@ def test_another_tokenizer_than_the_corpus_was_made_with(corpus, tmp_path, alone
 
 def test_what_data_needs(corpus, alone, capsys, tmp_path):
     assert "data.corpus is not set" in refusal(capsys, build, parse(""))
-    for missing in (tmp_path / "nowhere", tmp_path):  # not there at all, and a folder that is no corpus
+    for missing in (
+        tmp_path / "nowhere",
+        tmp_path,
+    ):  # not there at all, and a folder that is no corpus
         error = refusal(capsys, build, parse(missing))
         assert str(missing) in error
         assert "interdomain prepare-data" in error
     assert "data.tokenizer" in refusal(capsys, build, parse(corpus / "train-00000"))
-    job = parse(corpus / "train-00000", data__tokenizer=corpus / "tokenizer.model", validation__enable=True)
+    job = parse(
+        corpus / "train-00000", data__tokenizer=corpus / "tokenizer.model", validation__enable=True
+    )
     assert "data.validation_corpus" in refusal(capsys, FixedValidator, job=job, **VALIDATOR)
     job = job.changed({"data.validation_corpus": str(corpus / "validation-00000")})
     assert FixedValidator(job=job, **VALIDATOR).windows == 16

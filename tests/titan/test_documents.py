@@ -46,5 +46,7 @@ def test_the_loss_is_what_every_document_gives_by_itself(runs):
 def test_the_loss_is_the_mean_over_the_answers(runs):
     model, dataset = at_the_start(runs, "1 answers")
     inputs, labels = next(iter(PackedLoader(dataset, 8, rank=0, ranks=1)))
-    expected = F.cross_entropy(model(inputs["input"]).flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    expected = F.cross_entropy(
+        model(inputs["input"]).flatten(0, 1), labels.flatten(), ignore_index=-100
+    ).item()
     assert runs.seen("1 answers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)

@@ -49,9 +49,15 @@ def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypa
     for place in (torch.accelerator, torch.cuda):
         monkeypatch.setattr(place, "is_available", lambda: True)
     monkeypatch.setattr(rules, "cannot_launch", lambda: "there is no C compiler")
-    without_kernels = {"mixer.backend": "chunkwise-torch", "mixer.features": "torch", "compile.enable": False}
+    without_kernels = {
+        "mixer.backend": "chunkwise-torch",
+        "mixer.features": "torch",
+        "compile.enable": False,
+    }
     job = JobConfig().changed(without_kernels)
     rules.check_device(job)
     for setting, value in (("mixer.features", "auto"), ("compile.enable", True)):
-        with pytest.raises(ValueError, match=r"^there is no C compiler\. Without kernels, much slower: "):
+        with pytest.raises(
+            ValueError, match=r"^there is no C compiler\. Without kernels, much slower: "
+        ):
             rules.check_device(job.changed({setting: value}))

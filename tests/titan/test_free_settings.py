@@ -61,7 +61,9 @@ def test_a_free_setting_changes_no_plan(setting):
     job = parse("--checkpoint.enable")
     assert job[setting] != OTHERS[setting]
     plans = [vars(make_plan(one, 1)) for one in (job, job.changed({setting: OTHERS[setting]}))]
-    before, after = ({name: value for name, value in plan.items() if name not in CHECKPOINTS} for plan in plans)
+    before, after = (
+        {name: value for name, value in plan.items() if name not in CHECKPOINTS} for plan in plans
+    )
     if setting == "mixer.recompute":
         assert before.pop("execution") != after.pop("execution")  # how it is computed, not what
     assert before == after

@@ -19,17 +19,28 @@ def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counte
     assert [step for step in range(2, 7) if seen["states"][step] != seen["states"][step - 1]] == [4]
     log = [seen["log"][step] for step in range(1, 7)]
     assert [math.isfinite(row["loss"]) for row in log] == [True, False, True, True, False, False]
-    assert [math.isfinite(row["grad_norm"]) for row in log] == [True, True, False, True, False, True]
+    assert [math.isfinite(row["grad_norm"]) for row in log] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert [row["skipped_steps/total"] for row in log] == [0, 1, 2, 2, 3, 4]
     assert [row["skipped_steps/in_a_row"] for row in log] == [0, 1, 2, 0, 1, 2]
-    assert [read_sidecar(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] for step in (3, 6)] == [2, 4]
+    assert [
+        read_sidecar(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] for step in (3, 6)
+    ] == [2, 4]
     said = runs.said("2 spoiled")
     assert "up to step 2: 1 step(s) were skipped that were not finite" in said
     assert "the last 2 step(s) up to step 6 were skipped" in said
     # The schedule and the data move on.
     undisturbed = runs.seen("2 text")["log"]
     for quantity in ("lr/main", "lr/ssm", "n_tokens_seen"):
-        assert [row[quantity] for row in log] == [undisturbed[step][quantity] for step in range(1, 7)]
+        assert [row[quantity] for row in log] == [
+            undisturbed[step][quantity] for step in range(1, 7)
+        ]
     assert runs.samples("2 spoiled") == runs.samples("2 text")
 
 
@@ -58,7 +69,10 @@ def test_repeated_it_ends_the_run(runs):
     seen = runs.seen("2 given up")
     assert list(seen["log"]) == [1, 2, 3, 4]
     assert seen["states"][4] == seen["states"][2] != seen["states"][1]
-    assert "error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm " in runs.said("2 given up")
+    assert (
+        "error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm "
+        in runs.said("2 given up")
+    )
 
 
 def test_weights_that_are_not_finite_are_never_saved(runs):

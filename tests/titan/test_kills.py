@@ -11,7 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, milestones, read_sidecar
+from interdomain.files.distributed_checkpoint import (
+    VALIDATION,
+    finished_steps,
+    milestones,
+    read_sidecar,
+)
 from interdomain.titan.resume.lock import NAME
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
@@ -24,7 +29,10 @@ from .runs import assert_same_tensors, flags, run_disturbed
 pytestmark = pytest.mark.e2e
 
 STARTS = [
-    [["finish", 2, 0, "SIGKILL", "rank"], ["step", 4, 1, "SIGTERM", "rank"]],  # one torchrun, which restarts the ranks
+    [
+        ["finish", 2, 0, "SIGKILL", "rank"],
+        ["step", 4, 1, "SIGTERM", "rank"],
+    ],  # one torchrun, which restarts the ranks
     [["validate", 6, 0, "SIGKILL", "agent"]],  # after the save of the last step
     [None],
 ]
@@ -32,7 +40,15 @@ STARTS = [
 
 def watching(run):
     """The watcher's command line."""
-    corpus = ["--perplexity", str(REPOSITORY / "README.md"), "--packed", "--lengths", "64", "--limit", "2"]
+    corpus = [
+        "--perplexity",
+        str(REPOSITORY / "README.md"),
+        "--packed",
+        "--lengths",
+        "64",
+        "--limit",
+        "2",
+    ]
     return [str(run), *corpus]
 
 
@@ -60,7 +76,9 @@ def story(tmp_path_factory, corpus):
         plan.write_text(json.dumps({"starts": starts, "spoil": {"5": "gradient"}}))
         status, said = run_disturbed(plan, len(starts) - 1, *flags(corpus, run), *given.split())
         found = finished_steps(run / "checkpoint")
-        chapter = SimpleNamespace(status=status, said=said, held=(run / NAME).exists(), found={*found})
+        chapter = SimpleNamespace(
+            status=status, said=said, held=(run / NAME).exists(), found={*found}
+        )
         chapter.validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(chapter)
     watcher.join()
@@ -81,11 +99,16 @@ def loaded(chapter):
     return [Path(line.rstrip(".")).name for line in lines if "Loading the checkpoint from" in line]
 
 
-def test_killed_ranks_come_back_from_the_last_complete_checkpoint_and_leave_on_a_signal_to_one(story):
+def test_killed_ranks_come_back_from_the_last_complete_checkpoint_and_leave_on_a_signal_to_one(
+    story,
+):
     chapter = story.chapters[0]
     assert loaded(chapter) == ["step-1"]  # of 2 only shards were written
     assert chapter.status == CONTINUE  # where torchrun's own is 0: it has seen all ranks end well
-    assert "leaving after step 5 (a signal to another rank): saved. The same command continues" in chapter.said
+    assert (
+        "leaving after step 5 (a signal to another rank): saved. The same command continues"
+        in chapter.said
+    )
     assert chapter.found == {2, 4, 5}  # the milestones, and beside them the latest two
 
 
@@ -95,7 +118,11 @@ def test_a_damaged_checkpoint_is_skipped_and_ranks_do_not_outlive_torchrun(story
     assert loaded(chapter) == ["step-4"]
     assert (story.folder / "checkpoint" / "step-5.damaged").is_dir()
     assert chapter.status not in (0, CONTINUE)
-    assert [chapter.held for chapter in story.chapters] == [False, True, False]  # nobody was left to release it
+    assert [chapter.held for chapter in story.chapters] == [
+        False,
+        True,
+        False,
+    ]  # nobody was left to release it
     assert not any("is held by" in chapter.said for chapter in story.chapters)
 
 
@@ -124,9 +151,14 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
 
 @pytest.mark.parametrize(
     ("folder", "tag"),
-    [("tb", "loss_metrics/global_avg_loss"), ("tb/evaluation", f"perplexity/{REPOSITORY / 'README.md'}/64")],
+    [
+        ("tb", "loss_metrics/global_avg_loss"),
+        ("tb/evaluation", f"perplexity/{REPOSITORY / 'README.md'}/64"),
+    ],
 )
 def test_its_curves_are_those_of_the_undisturbed_run(story, undisturbed, folder, tag):
     """One curve, although steps ran again."""
     ours, theirs = (read_events(run / folder).Scalars(tag) for run in (story.folder, undisturbed))
-    assert [(event.step, event.value) for event in ours] == [(event.step, event.value) for event in theirs]
+    assert [(event.step, event.value) for event in ours] == [
+        (event.step, event.value) for event in theirs
+    ]

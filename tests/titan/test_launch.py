@@ -32,9 +32,21 @@ def nodes(tmp_path_factory, corpus):
     with pytest.MonkeyPatch.context() as patch:
         slurm_stand_in.allocations(folder, patch)("localhost", "localhost")
         flags = ["--job.dump_folder", folder / "run", "--data.corpus", corpus, *given.split()]
-        command = [sys.executable, "-m", "interdomain.tools.launch", TINY, *flags, "--ranks", 1, "--max-restarts", 0]
+        command = [
+            sys.executable,
+            "-m",
+            "interdomain.tools.launch",
+            TINY,
+            *flags,
+            "--ranks",
+            1,
+            "--max-restarts",
+            0,
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen([*map(str, command)], cwd=REPOSITORY, env=environment(), **pipes) as running:
+        with subprocess.Popen(
+            [*map(str, command)], cwd=REPOSITORY, env=environment(), **pipes
+        ) as running:
             for line in running.stdout:
                 said += line
                 if re.search(r"step: +6 ", line):
@@ -47,13 +59,24 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(nodes, runs, cap
     left = int(re.search(r"leaving after step (\d+) \(SIG", nodes.said)[1])
     assert (nodes.folder / "checkpoint" / f"step-{left}" / ".metadata").is_file()
     assert len(re.findall(r"(?<!validate )step:  1 ", nodes.said)) == 1  # one node speaks for all
-    assert compare_runs.main(["--common", str(nodes.folder), str(runs.at("2 text"))]) == 0, capsys.readouterr().out
+    assert compare_runs.main(["--common", str(nodes.folder), str(runs.at("2 text"))]) == 0, (
+        capsys.readouterr().out
+    )
     assert "the same to the bit at" in capsys.readouterr().out
 
 
 def test_nothing_is_printed_that_is_not_so(nodes):
     """On a CPU: no utilisation of an A100, no autocast that does not happen, no random numbers that DTensor draws."""
-    for phrase in ("A100", "handled by AMP", "HF assets path", "autocast", "Warning", "WARNING", "\x1b", "Traceback"):
+    for phrase in (
+        "A100",
+        "handled by AMP",
+        "HF assets path",
+        "autocast",
+        "Warning",
+        "WARNING",
+        "\x1b",
+        "Traceback",
+    ):
         assert phrase not in nodes.said
 
 
@@ -72,7 +95,11 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     before_torchrun = text.partition("ChildFailedError")[0]
     assert text.count("\nerror: ") == 1
     paragraph = before_torchrun.partition("\nerror: ")[2]
-    for words in ("The disk is full: saving", "step-4 failed (unexpected pos)", "checkpoint is step 3"):
+    for words in (
+        "The disk is full: saving",
+        "step-4 failed (unexpected pos)",
+        "checkpoint is step 3",
+    ):
         assert words in paragraph
     assert not re.search('^ *File ".*interdomain/titan', before_torchrun, re.MULTILINE)
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]

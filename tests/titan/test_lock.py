@@ -18,7 +18,13 @@ from ..common import TIMEOUT
 from .conftest import refusal
 from .runs import parse
 
-ELSEWHERE = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid": 7, "slurm_job": "42"}
+ELSEWHERE = {
+    "token": "another",
+    "machine": "elsewhere",
+    "host": "nid007",
+    "pid": 7,
+    "slurm_job": "42",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +75,9 @@ def test_a_living_holder_on_this_machine(tmp_path, monkeypatch):
     path = tmp_path / NAME
     seen = path.stat().st_mtime_ns
     between_looks(monkeypatch, lambda: until(lambda: path.stat().st_mtime_ns > seen))
-    with pytest.raises(ValueError, match=f"in use by another run: process {os.getpid()} on {os.uname().nodename}"):
+    with pytest.raises(
+        ValueError, match=f"in use by another run: process {os.getpid()} on {os.uname().nodename}"
+    ):
         FolderLock(tmp_path).acquire()
 
 
@@ -117,7 +125,9 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, 
     if taken:
         acquire(tmp_path)
         return
-    with pytest.raises(ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"):
+    with pytest.raises(
+        ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"
+    ):
         FolderLock(tmp_path).acquire()
 
 
@@ -145,11 +155,20 @@ DRAWN = "--metrics.enable_tensorboard"
 
 @pytest.mark.parametrize(
     ("given", "rank", "holds"),
-    [("--checkpoint.enable", 0, True), ("--checkpoint.enable", 1, False), ("", 0, False), (DRAWN, 0, True)],
+    [
+        ("--checkpoint.enable", 0, True),
+        ("--checkpoint.enable", 1, False),
+        ("", 0, False),
+        (DRAWN, 0, True),
+    ],
 )
 def test_who_holds_a_lock(tmp_path, monkeypatch, given, rank, holds):
     monkeypatch.setenv("RANK", str(rank))
-    assert bool(hold_folder(config(tmp_path / "run", given))) == (tmp_path / "run" / NAME).exists() == holds
+    assert (
+        bool(hold_folder(config(tmp_path / "run", given)))
+        == (tmp_path / "run" / NAME).exists()
+        == holds
+    )
 
 
 SAVED = "--checkpoint.enable --checkpoint.folder"
@@ -173,7 +192,9 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
     (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
     holder = hold_folder(config(tmp_path / "first", first))
     between_looks(monkeypatch, holder.refresh)
-    assert "in use by another run" in refusal(capsys, hold_folder, config(tmp_path / "second", second))
+    assert "in use by another run" in refusal(
+        capsys, hold_folder, config(tmp_path / "second", second)
+    )
 
 
 def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
@@ -201,7 +222,11 @@ def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, capsys
     hold_folder(config(run)).release()
     step = tmp_path / "others" / "step-4"
     step.mkdir(parents=True)
-    record = {"format_version": 1, "model": build_config("debug").to_dict(), "folder": str(tmp_path / "other")}
+    record = {
+        "format_version": 1,
+        "model": build_config("debug").to_dict(),
+        "folder": str(tmp_path / "other"),
+    }
     record |= {name: {} for name in (*SIDECAR_FACTS, "tokenizer")}
     record |= {"step": 4, "tokens": 0, "size": "debug", "condition": "softmax"}
     (step / SIDECAR).write_text(json.dumps(record))
@@ -213,7 +238,10 @@ def test_checkpoints_that_could_not_be_written(tmp_path, capsys):
     """They are refused before the first save, for one on a disk that is away."""
     (tmp_path / "checkpoint").symlink_to(tmp_path / "away")
     error = refusal(capsys, hold_folder, config(tmp_path))
-    assert f"{tmp_path}/checkpoint is not a folder: it is a file, or a link to a place that is not there" in error
+    assert (
+        f"{tmp_path}/checkpoint is not a folder: it is a file, or a link to a place that is not there"
+        in error
+    )
 
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
@@ -224,6 +252,8 @@ def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))
     require_shared(config(tmp_path), None)
     apart = config(tmp_path, f"{SAVED} {tmp_path / 'mine'}")
-    assert f"{tmp_path / 'mine'} is not the same folder" in refusal(capsys, require_shared, apart, None)
+    assert f"{tmp_path / 'mine'} is not the same folder" in refusal(
+        capsys, require_shared, apart, None
+    )
     error = refusal(capsys, require_shared, elsewhere, None)
     assert f"is not the same folder on all nodes: {os.uname().nodename} cannot see" in error

@@ -34,8 +34,13 @@ def test_life_signs_at_the_start():
         }
         for name, value in expected.items():
             assert signs[f"mixer/layer_{i:02d}/{name}"] == pytest.approx(value, rel=1e-3)
-        assert signs[f"mixer/layer_{i:02d}/c_rms"] == pytest.approx(2**0.5 / 8, rel=0.1)  # drawn with sqrt(2) / M
-    assert mixer_statistics([Transformer(build_config("debug", "softmax", vocab_size=64))], ALONE) == {}
+        assert signs[f"mixer/layer_{i:02d}/c_rms"] == pytest.approx(
+            2**0.5 / 8, rel=0.1
+        )  # drawn with sqrt(2) / M
+    assert (
+        mixer_statistics([Transformer(build_config("debug", "softmax", vocab_size=64))], ALONE)
+        == {}
+    )
 
 
 def test_modes_that_are_pushed_against_the_bound_are_counted():
@@ -62,19 +67,27 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
         (10, 0, 7, [10, 20, 30, 40, 50], []),
     ],
 )
-def test_scalars_of_every_logged_step(monkeypatch, log_freq, mixer_freq, first, logged, mixer_steps):
+def test_scalars_of_every_logged_step(
+    monkeypatch, log_freq, mixer_freq, first, logged, mixer_steps
+):
     """A run of 50 steps of two seconds, which validates after step 15 for a hundred seconds. Seconds per step are the same
     whatever number of steps a log is of; the mixer's frequency need be no multiple of the log's."""
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = clock.monotonic = lambda: clock.now
     seen = {}
     monkeypatch.setattr(metrics, "time", clock)
-    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: setattr(self, "time_last_log", clock.now))
+    monkeypatch.setattr(
+        MetricsProcessor,
+        "log_validation",
+        lambda self, *_: setattr(self, "time_last_log", clock.now),
+    )
     monkeypatch.setattr(metrics, "gradient_norms", lambda *_: {})
     monkeypatch.setattr(metrics, "mixer_statistics", lambda *_: {"sign": 1.0})
     this = InterdomainMetrics.__new__(InterdomainMetrics)
     length = "--training.local_batch_size 4 --training.steps 50 --lr_scheduler.total_steps 50"
-    this.job = this.job_config = parse(f"{length} --metrics.log_freq {log_freq} --metrics.mixer_freq {mixer_freq}")
+    this.job = this.job_config = parse(
+        f"{length} --metrics.log_freq {log_freq} --metrics.mixer_freq {mixer_freq}"
+    )
     this.plan = make_plan(this.job, 1)
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
     this.model_parts = this.meshes = this.started = None
@@ -110,6 +123,8 @@ def test_gradient_norms_by_group_make_up_the_norm_of_all(runs, name):
     reference = runs.seen(runs.jobs[name]["same_as"])["log"]
     for step, scalars in log.items():
         ssm = scalars["grad_norm/ssm"]
-        assert math.hypot(scalars["grad_norm/main"], ssm) == pytest.approx(scalars["grad_norm"], rel=1e-4)
+        assert math.hypot(scalars["grad_norm/main"], ssm) == pytest.approx(
+            scalars["grad_norm"], rel=1e-4
+        )
         assert ssm == pytest.approx(reference[step]["grad_norm/ssm"], rel=1e-3) != 0
     assert max(scalars["grad_norm"] for scalars in log.values()) > 1

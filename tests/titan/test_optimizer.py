@@ -51,13 +51,17 @@ def test_the_ssm_group_of_every_condition(condition):
         per_layer = []
     per_layer = FIXED.get(condition, per_layer)
     expected = {f"layers.{i}.attention.{name}" for i in range(4) for name in per_layer}
-    assert [*groups] == (["main", "ssm"] if expected else ["main"])  # TorchTitan logs the first group's rate as "lr"
+    assert [*groups] == (
+        ["main", "ssm"] if expected else ["main"]
+    )  # TorchTitan logs the first group's rate as "lr"
     assert groups.get("ssm", set()) == expected
     assert groups["main"] == {name for name, _ in model.named_parameters()} - expected
 
 
 # Maps within a block: wq, wk, wv, wo; the baselines' gates wg, wa, wb and gate_down, gate_up.
-MAPS = {name: ["wk", "wv", "wo"] for name in CONDITIONS if name.startswith(("dual-linear", "s4d"))} | {
+MAPS = {
+    name: ["wk", "wv", "wo"] for name in CONDITIONS if name.startswith(("dual-linear", "s4d"))
+} | {
     "gla": ["wq", "wk", "wv", "wo", "wg", "gate_down", "gate_up"],
     "mamba2": ["wq", "wk", "wv", "wo", "wg", "wa"],
     "deltanet": ["wq", "wk", "wv", "wo", "wb"],
@@ -84,7 +88,13 @@ def test_the_recipe_of_muon():
     assert isinstance(adamw, torch.optim.AdamW)
     assert isinstance(muon, torch.optim.Muon)
     (matrices,) = muon.param_groups
-    recipe = {"lr": 3e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
+    recipe = {
+        "lr": 3e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     assert matrices.items() >= recipe.items()
 
 
@@ -123,7 +133,11 @@ def test_without_a_floor_the_shapes_are_torchtitans(decay_type):
     shape = f"--lr_scheduler.decay_type {decay_type} --lr_scheduler.decay_ratio 0.25"
     given = f"{shape} --lr_scheduler.min_lr 0 --lr_scheduler.total_steps 20"
     stand_in = torch.optim.SGD([torch.zeros(1)], lr=3e-3)
-    theirs = titan_lr_schedulers([stand_in], translate(parse(given)).lr_scheduler, 20).schedulers[0].lr_lambdas[0]
+    theirs = (
+        titan_lr_schedulers([stand_in], translate(parse(given)).lr_scheduler, 20)
+        .schedulers[0]
+        .lr_lambdas[0]
+    )
     expected = [3e-3 * theirs(step) for step in range(20)]
     assert [main for main, _ in rates(given, 20)] == pytest.approx(expected, rel=1e-12)
 
@@ -144,7 +158,9 @@ AT_THE_END = "--lr_scheduler.decay_ratio 0.25"
         (AT_THE_END, f"{AT_THE_END} --checkpoint.load_step 10", None),  # before the decay
     ],
 )
-def test_a_run_that_is_extended_keeps_its_learning_rate_or_is_refused(first, then, jumps_to, tmp_path, monkeypatch):
+def test_a_run_that_is_extended_keeps_its_learning_rate_or_is_refused(
+    first, then, jumps_to, tmp_path, monkeypatch
+):
     """Twenty steps with a checkpoint every ten, and the start of a run of forty in the same folder."""
     monkeypatch.delenv("RANK", raising=False)
     always = "--lr_scheduler.warmup_steps 2 --lr_scheduler.total_steps 0 --checkpoint.enable "
@@ -153,7 +169,12 @@ def test_a_run_that_is_extended_keeps_its_learning_rate_or_is_refused(first, the
         folder = tmp_path / "checkpoint" / f"step-{step}"
         folder.mkdir(parents=True)
         (folder / METADATA).touch()
-        record = {"step": step, "lr": taken[step - 1][0], "peak_lr": 3e-3, "run": {"planned_steps": 20}}
+        record = {
+            "step": step,
+            "lr": taken[step - 1][0],
+            "peak_lr": 3e-3,
+            "run": {"planned_steps": 20},
+        }
         (folder / SIDECAR).write_text(json.dumps(record))
     job = parse(f"{always} --training.steps 40 --job.dump_folder {tmp_path} {then}")
     if jumps_to is None:

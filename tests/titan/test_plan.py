@@ -50,10 +50,19 @@ def memory_of(job, plan):
 def test_the_papers_runs(size, peak, tokens, steps):
     job = parse_flags(toml=CONFIGS / f"{size}.toml")
     assert (job.optimizer.lr, job.optimizer.ssm_lr, job.training.tokens) == (peak, 1e-3, tokens)
-    assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
+    assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (
+        1.0,
+        1e-5,
+        "cosine",
+    )
     for ranks in (1, 8):
         plan = make_plan(job, ranks)
-        assert (plan.steps, plan.warmup_steps, plan.tokens_per_step, plan.seed) == (steps, 715, 524_288, 42)
+        assert (plan.steps, plan.warmup_steps, plan.tokens_per_step, plan.seed) == (
+            steps,
+            715,
+            524_288,
+            42,
+        )
         assert plan.local_batch * ranks * plan.accumulation == plan.global_batch == 128
         assert plan.tokens >= tokens > plan.tokens - plan.tokens_per_step
         # On cards of 80 GB with the scan's scores kept, and room for the allocator.
@@ -73,8 +82,20 @@ LONG += " --parallelism.context_parallel_degree 16 --parallelism.tensor_parallel
     [
         (64, "--training.local_batch_size 4", "shards 64", 128, 1),
         (96, "--training.local_batch_size 4", "shards 96", 192, 1),
-        (256, f"{REPLICAS} 32", "replicas 32 x shards 8", 256, 1),  # a rank needs a sequence of its own
-        (512, f"{REPLICAS} 4 --parallelism.context_parallel_degree 4", "replicas 4 x shards 32 x context 4", 128, 1),
+        (
+            256,
+            f"{REPLICAS} 32",
+            "replicas 32 x shards 8",
+            256,
+            1,
+        ),  # a rank needs a sequence of its own
+        (
+            512,
+            f"{REPLICAS} 4 --parallelism.context_parallel_degree 4",
+            "replicas 4 x shards 32 x context 4",
+            128,
+            1,
+        ),
         (512, EVERY_AXIS, "replicas 2 x shards 16 x context 2 x tensor 2 x pipeline 4", 128, 4),
         (256, f"{LONG} --training.local_batch_size 1", "shards 4 x context 16 x tensor 4", 8, 2),
     ],
@@ -92,7 +113,9 @@ def test_the_largest_run_on_hundreds_of_ranks(ranks, given, mesh, batch, accumul
     assert (plan.global_batch, plan.accumulation) == (batch, accumulation)
     assert memory_of(job, plan) < 80e9
     traffic = cost_model(plan, job).traffic()
-    received = describe(plan, job, on_gpus=True).partition("received per step")[2].partition("\n")[0]
+    received = (
+        describe(plan, job, on_gpus=True).partition("received per step")[2].partition("\n")[0]
+    )
     for name, degree in plan.topology._asdict().items():
         if name != "shards":
             assert (traffic[name] > 0) == (degree > 1) == (f"{name} " in received)
@@ -142,8 +165,14 @@ def test_sums_after_each_micro_batch_save_memory_and_cost_traffic():
         ("--comm.mode fake_backend --checkpoint.enable", "is not possible with comm"),
         # FSDP2 would add up the micro-batches in bf16, too.
         (BFLOAT16 + SEVERAL, r"Set training\.reduce_gradients = micro-batch, or float32"),
-        ("--training.enable_cpu_offload " + TENSOR, r"training.enable_cpu_offload with .* not\s+tested"),
-        ("--training.enable_cpu_offload " + PIPELINE, r"training.enable_cpu_offload with .* not\s+tested"),
+        (
+            "--training.enable_cpu_offload " + TENSOR,
+            r"training.enable_cpu_offload with .* not\s+tested",
+        ),
+        (
+            "--training.enable_cpu_offload " + PIPELINE,
+            r"training.enable_cpu_offload with .* not\s+tested",
+        ),
     ],
 )
 def test_plans_that_are_refused(given, said):
@@ -195,7 +224,9 @@ def test_switches_stand_over_the_condition():
 def test_a_hybrid_s_plan():
     hybrid = "--mixer.condition s4d --mixer.softmax_every 2 --mixer.window 8 --mixer.n_kv_heads 2"
     switches = {"softmax_every": 2, "window": 8, "n_kv_heads": 2}
-    assert plan_of(hybrid).config == build_config("debug", "s4d", vocab_size=512, max_seq_len=64, **switches)
+    assert plan_of(hybrid).config == build_config(
+        "debug", "s4d", vocab_size=512, max_seq_len=64, **switches
+    )
     said = dry_run(hybrid)
     assert "16,384 numbers per layer and sequence (2 x s4d)" in said
     assert "1,024 numbers per layer and sequence (2 x softmax, n_kv_heads 2, window 8)" in said
@@ -213,8 +244,12 @@ def test_a_dry_run_says_how_the_mixer_is_computed():
     there = dry_run(on_gpus=True)
     assert "scan  chunkwise (Triton kernels)\n" in there
     assert "features  triton (one kernel)" in there
-    assert "scan  chunkwise-torch (plain PyTorch): M is 48" in dry_run("--mixer.n_basis 48", on_gpus=True)
-    assert "recurrence  chunkwise-torch (plain PyTorch): the input is on cpu" in dry_run("--mixer.condition gla")
+    assert "scan  chunkwise-torch (plain PyTorch): M is 48" in dry_run(
+        "--mixer.n_basis 48", on_gpus=True
+    )
+    assert "recurrence  chunkwise-torch (plain PyTorch): the input is on cpu" in dry_run(
+        "--mixer.condition gla"
+    )
 
 
 def test_tensor_parallelism_of_a_fixed_state():
@@ -225,5 +260,11 @@ def test_tensor_parallelism_of_a_fixed_state():
 
 def test_a_size_of_ones_own():
     config = plan_of("--model.dim 192 --model.n_layers 2 --model.n_heads 4").config
-    assert (config.dim, config.n_layers, config.n_heads, config.head_dim, config.ffn_hidden) == (192, 2, 4, 48, 512)
+    assert (config.dim, config.n_layers, config.n_heads, config.head_dim, config.ffn_hidden) == (
+        192,
+        2,
+        4,
+        48,
+        512,
+    )
     assert plan_of("--model.dim 128").cell.size == "debug with vocab_size 512, max_seq_len 64"

@@ -29,7 +29,9 @@ def test_the_scan_s_products_are_bfloat16_and_the_dynamics_float32(runs, name):
 def test_bfloat16_is_near_to_float32(runs):
     """One rank takes the same path as many. If products alone are bfloat16, the gradients are of float32's size."""
     exact = runs.seen("1 text")["log"][1]
-    one, two, products = (runs.seen(name)["log"] for name in ("1 bfloat16", "2 bfloat16", "2 products compiled"))
+    one, two, products = (
+        runs.seen(name)["log"] for name in ("1 bfloat16", "2 bfloat16", "2 products compiled")
+    )
     for step in (1, 2):
         assert one[step]["loss"] == pytest.approx(two[step]["loss"], rel=2e-5)
     assert one[1]["loss"] == pytest.approx(exact["loss"], rel=2e-3)
@@ -42,7 +44,9 @@ def test_bfloat16_is_near_to_float32(runs):
 def test_generated_code_runs_whole_blocks(runs):
     """With selective checkpointing, which saves the scan."""
     seen = runs.seen("1 compiled")
-    assert [(call["fullgraph"], call["backend"]) for call in seen["compiled"]] == [(True, "inductor")] * LAYERS
+    assert [(call["fullgraph"], call["backend"]) for call in seen["compiled"]] == [
+        (True, "inductor")
+    ] * LAYERS
     assert seen["calls"] == {1: LAYERS, 2: LAYERS}
 
 

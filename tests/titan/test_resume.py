@@ -27,5 +27,7 @@ def test_a_changed_learning_rate_takes_effect_on_resume(runs):
     assert before["lr/main"] == pytest.approx(floor + (3e-3 - floor) * 0.75)  # cos(pi / 3) = 1 / 2
     assert before["lr/ssm"] == pytest.approx(floor + (1e-3 - floor) * 0.75)
     assert changed["lr/main"] == changed["lr/ssm"] == pytest.approx(floor + (2e-4 - floor) * 0.75)
-    assert changed["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the step itself starts from the same weights
+    assert changed["loss"] == pytest.approx(
+        before["loss"], rel=1e-5
+    )  # the step itself starts from the same weights
     assert runs.said("1 other rate").count("optimizer.lr: 0.003 -> 0.0002") == 1

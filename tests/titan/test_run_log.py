@@ -55,7 +55,9 @@ def drawn_by_tensorboard(folder):
     except server_ingester.NoDataServerError:
         pytest.skip("no tensorboard-data-server for this machine")
     channel = {"channel_creds_type": ChannelCredsType.LOCAL, "reload_interval": 0}
-    server = server_ingester.SubprocessServerDataIngester(server_binary=binary, logdir=str(folder.parent), **channel)
+    server = server_ingester.SubprocessServerDataIngester(
+        server_binary=binary, logdir=str(folder.parent), **channel
+    )
     server.start()
     scalars = {"experiment_id": "", "plugin_name": "scalars", "downsample": 1000}
     tags = server.data_provider.read_scalars(RequestContext(), **scalars)[folder.name]
@@ -80,11 +82,22 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     events = read_events(tmp_path / "tb")
     assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
     assert "PyTorch" in facts_of(events, "environment")
-    expected = {"model": "debug with n_layers 2, vocab_size 512, max_seq_len 64", "condition": "interdomain, c_scale 1"}
-    expected |= {"lr": 5e-4, "ssm_lr": 5e-4, "seed": 42, "tokens": 6 * 512, "fingerprints": {"train": "text"}}
+    expected = {
+        "model": "debug with n_layers 2, vocab_size 512, max_seq_len 64",
+        "condition": "interdomain, c_scale 1",
+    }
+    expected |= {
+        "lr": 5e-4,
+        "ssm_lr": 5e-4,
+        "seed": 42,
+        "tokens": 6 * 512,
+        "fingerprints": {"train": "text"},
+    }
     expected |= {"n_basis": 32, "dt_min": 1e-3, "a_init": "s4d-inv"}
     assert facts_of(events, "hyperparameters").items() >= expected.items()
-    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    layout = Layout.FromString(
+        events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    )
     assert [category.title for category in layout.category] == list(CHARTS)
 
 
@@ -99,7 +112,10 @@ def test_every_chart_of_the_layout_finds_its_curves(runs):
             found = [tag for tag in tags if re.fullmatch(pattern, tag)]
             assert found, f"no tag matches {pattern}"
             assert "(" not in "".join(found)
-    all_ranks = {step: pytest.approx(2 * of_one, rel=1e-5) for step, of_one in curves["throughput(tps)"].items()}
+    all_ranks = {
+        step: pytest.approx(2 * of_one, rel=1e-5)
+        for step, of_one in curves["throughput(tps)"].items()
+    }
     assert curves["machine/tokens_per_second"] == all_ranks
 
 
@@ -123,16 +139,22 @@ def test_weights_and_biases_has_one_run_over_restarts(tmp_path, job, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_PROJECT", "mixers")
     for step in (1, 2):
-        WandbLog(tmp_path / "run", make_plan(job, 1), job, {"train": "text"}).log({"mfu(%)": 40.0}, step)
+        WandbLog(tmp_path / "run", make_plan(job, 1), job, {"train": "text"}).log(
+            {"mfu(%)": 40.0}, step
+        )
     first, second = (call.kwargs for call in wandb.init.call_args_list)
     assert first == second
     config = first.pop("config")
     identity = (tmp_path / "run" / "wandb_id").read_text()
-    assert first == dict(id=identity, resume="allow", dir=tmp_path / "run", project="mixers", name="run")
+    assert first == dict(
+        id=identity, resume="allow", dir=tmp_path / "run", project="mixers", name="run"
+    )
     assert config["configuration"] == job.to_dict()
     assert config["hyperparameters"]["fingerprints"] == {"train": "text"}
     records = [call.args[0] for call in wandb.init().log.call_args_list]
-    assert records == [{"step": step, "mfu(%)": 40.0, "machine/mfu_percent": 40.0} for step in (1, 2)]
+    assert records == [
+        {"step": step, "mfu(%)": 40.0, "machine/mfu_percent": 40.0} for step in (1, 2)
+    ]
 
 
 def test_weights_and_biases_without_its_package_is_refused(monkeypatch):

@@ -98,7 +98,9 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
 }
 
 
-@pytest.mark.parametrize(("axis", "given"), [(axis, given) for axis in REFUSED for given in REFUSED[axis]])
+@pytest.mark.parametrize(
+    ("axis", "given"), [(axis, given) for axis in REFUSED for given in REFUSED[axis]]
+)
 def test_refused_in_one_paragraph(axis, given, monkeypatch, capsys):
     """The trainer's refusal before it touches a device: rank 0 prints one paragraph, and the process ends."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -106,7 +108,9 @@ def test_refused_in_one_paragraph(axis, given, monkeypatch, capsys):
     flags = (FOUR_LAYERS + given.replace("--pipeline.", "--parallelism.pipeline_parallel_")).split()
     if axis:
         flags.append(f"--parallelism.{axis}_parallel_degree=2")
-    error = refusal(capsys, lambda: trainer.check(entry.read([str(TINY), "--data.corpus=corpus", *flags])[1]))
+    error = refusal(
+        capsys, lambda: trainer.check(entry.read([str(TINY), "--data.corpus=corpus", *flags])[1])
+    )
     assert error.startswith("\nerror: ")
     assert all(words in error for words in REFUSED[axis][given].split(" ... "))
 
@@ -125,7 +129,11 @@ def test_a_removed_setting_says_what_to_do(name, tmp_path):
     setting, _, value = name.partition(" = ")
     toml = tmp_path / "old.toml"
     toml.write_text(f'parallelism.tensor_parallel_degree = 2\n{setting} = "{value}"')
-    for given in (["--job.config_file", str(toml)], [f"--{setting}={value}"], [f"--{setting}", value]):
+    for given in (
+        ["--job.config_file", str(toml)],
+        [f"--{setting}={value}"],
+        [f"--{setting}", value],
+    ):
         with pytest.raises(ValueError, match=re.escape(REMOVED[name])):
             read_job_config(given)
 
@@ -176,14 +184,22 @@ def test_torchtitans_name_of_the_smallest_size(tmp_path):
 
 
 PATHS = ("job.dump_folder", "profiling.save_traces_folder", "metrics.save_tb_folder", "data.corpus")
-PATHS += ("data.validation_corpus", "data.tokenizer", "checkpoint.folder", "checkpoint.initial_load_path")
+PATHS += (
+    "data.validation_corpus",
+    "data.tokenizer",
+    "checkpoint.folder",
+    "checkpoint.initial_load_path",
+)
 
 
 def test_home_and_variables_in_every_path(tmp_path, monkeypatch):
     """In a file and in a flag, as it comes from `--job.dump_folder=~/x`, where a shell leaves `~`. Not in other settings."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "/disk/me")
-    assert {name for name, setting in schema.SETTINGS.items() if setting.is_path} == {*PATHS, "job.config_file"}
+    assert {name for name, setting in schema.SETTINGS.items() if setting.is_path} == {
+        *PATHS,
+        "job.config_file",
+    }
     toml = tmp_path / "paths.toml"
     lines = [f'{setting} = "$SCRATCH/${{SCRATCH}}x"' for setting in PATHS]
     toml.write_text("\n".join([*lines, 'job.description = "~ $SCRATCH $NONE"']))
@@ -198,14 +214,21 @@ def test_paths_of_several_corpora(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/me")
     toml = tmp_path / "paths.toml"
     toml.write_text('data.corpus = ["~/a", "b", "shards/*[0-9]$"]')
-    assert read_job_config([f"--job.config_file={toml}"]).data.corpus == ["/me/a", "b", "shards/*[0-9]$"]
+    assert read_job_config([f"--job.config_file={toml}"]).data.corpus == [
+        "/me/a",
+        "b",
+        "shards/*[0-9]$",
+    ]
     assert read_job_config(["--data.corpus", "~/a,$HOME/b"]).data.corpus == "/me/a,/me/b"
 
 
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("$NONE_SUCH/x", "job.dump_folder = $NONE_SUCH/x: the environment variable NONE_SUCH is not set"),
+        (
+            "$NONE_SUCH/x",
+            "job.dump_folder = $NONE_SUCH/x: the environment variable NONE_SUCH is not set",
+        ),
         ("x/${EMPTY}", "the environment variable EMPTY is not set"),
         ("~no-such-user/x", "there is no such user's home"),
     ],
@@ -247,10 +270,15 @@ def test_a_resume_compares_no_n_basis_that_is_not_read(tmp_path, capsys):
     """A run of softmax may have recorded one that it was given."""
 
     def resume(condition):
-        before, now = ({"model": build_config("debug", condition, n_basis=n).to_dict()} for n in (16, 32))
+        before, now = (
+            {"model": build_config("debug", condition, n_basis=n).to_dict()} for n in (16, 32)
+        )
         record = {**before, "size": "debug", "condition": condition}
         require_same_run(
-            ResumePoint(tmp_path, as_arrays(Metadata({}, storage_data={})), record, "latest"), now, {}, batch=False
+            ResumePoint(tmp_path, as_arrays(Metadata({}, storage_data={})), record, "latest"),
+            now,
+            {},
+            batch=False,
         )
 
     resume("softmax")
@@ -260,7 +288,11 @@ def test_a_resume_compares_no_n_basis_that_is_not_read(tmp_path, capsys):
 @pytest.fixture
 def of_tokens(tmp_path):
     """of_tokens(flags): the plan of a file that counts in tokens: 80 steps, 20 of which warm up. Every 25th is kept."""
-    text = TINY.read_text().replace("warmup_steps = 2", "warmup_tokens = 10_240").replace("total_steps = 6", "")
+    text = (
+        TINY.read_text()
+        .replace("warmup_steps = 2", "warmup_tokens = 10_240")
+        .replace("total_steps = 6", "")
+    )
     kept = "interval = 3\nenable = true\nkeep_every_tokens = 12_700\nkeep_steps = [64, 900]"
     toml = tmp_path / "tokens.toml"
     toml.write_text(text.replace("interval = 3", kept).replace("\nsteps = 6", "\ntokens = 40_960"))
@@ -275,7 +307,11 @@ def of_tokens(tmp_path):
         ("--training.steps=30 --lr-scheduler.warmup-steps 5", 30, 5),
         ("--lr_scheduler.warmup_steps 0", 80, 0),
         ("--training.tokens 0", 10_000, 20),
-        ("--training.steps 10", 10, 1),  # a warmup of the file's that is longer than the schedule is shortened
+        (
+            "--training.steps 10",
+            10,
+            1,
+        ),  # a warmup of the file's that is longer than the schedule is shortened
     ],
 )
 def test_the_command_line_wins_over_the_file(of_tokens, given, steps, warmup, caplog):

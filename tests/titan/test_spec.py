@@ -30,7 +30,10 @@ from .runs import TINY, assert_same_run, read_runs
 pytestmark = pytest.mark.e2e
 
 STOCK = read_runs("titan_0_2")
-TOKENS = {"training__tokens": 51_200, "lr_scheduler__warmup_tokens": 5_120}  # of a file; flags of steps win over them
+TOKENS = {
+    "training__tokens": 51_200,
+    "lr_scheduler__warmup_tokens": 5_120,
+}  # of a file; flags of steps win over them
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,10 @@ def stock(runs):
     one_step = {"checkpoint__enable": True, "training__steps": 1}
     trained = runs.folder / "2 text" / "checkpoint" / "step-6"
     runs.add("1 from weights", **one_step, checkpoint__initial_load_path=trained)
-    exported = {"checkpoint__initial_load_path": runs.folder / "exported", "checkpoint__initial_load_in_hf": True}
+    exported = {
+        "checkpoint__initial_load_path": runs.folder / "exported",
+        "checkpoint__initial_load_in_hf": True,
+    }
     runs.add("1 stock from weights", **one_step, **exported, stock=True)
     return runs
 
@@ -92,8 +98,12 @@ def test_an_exported_model_says_what_it_was_trained_on(stock, tmp_path):
 
 def test_weights_go_to_and_from_an_exported_folder(stock):
     saved = load_file(stock.checkpoint("2 stock replicas", 3) / "model-00001-of-00001.safetensors")
-    weights = load_file(exported(stock.at("2 text"), stock.folder / "exported") / pretrained.WEIGHTS)
-    assert {name: x.shape for name, x in saved.items()} == {name: x.shape for name, x in weights.items()}
+    weights = load_file(
+        exported(stock.at("2 text"), stock.folder / "exported") / pretrained.WEIGHTS
+    )
+    assert {name: x.shape for name, x in saved.items()} == {
+        name: x.shape for name, x in weights.items()
+    }
     ours, there = (stock.seen(name)["log"] for name in ("1 from weights", "1 stock from weights"))
     assert there[1]["loss"] == ours[1]["loss"] < stock.seen("2 text")["log"][6]["loss"] + 0.5
     assert (list(ours), ours[1]["n_tokens_seen"]) == ([1], 512)
@@ -112,7 +122,9 @@ def test_the_steps_of_torchtitans_conversion_scripts(stock, tmp_path):
     adapter = train_spec.state_dict_adapter(args, None)
     trained = ModelWrapper(train_spec.model_cls(args))._get_state_dict()
     dcp.load(trained, checkpoint_id=saved)
-    writer = HuggingFaceStorageWriter(path=tmp_path / "hf", save_distributed=True, enable_consolidation=True)
+    writer = HuggingFaceStorageWriter(
+        path=tmp_path / "hf", save_distributed=True, enable_consolidation=True
+    )
     dcp.save(adapter.to_hf(trained), storage_writer=writer)
     folder = exported(saved, tmp_path / "exported")
     weights = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
@@ -134,7 +146,11 @@ def test_every_flavor_is_a_model():
         config = build_config("debug" if flavor == "debugmodel" else flavor)
         expected = count_parameters(meta_model(config)), train_flops_per_token(config, 256)
         assert args.get_nparams_and_flops(model, 256) == expected
-        assert (args.dim, args.n_layers, args.vocab_size) == (config.dim, config.n_layers, config.vocab_size)
+        assert (args.dim, args.n_layers, args.vocab_size) == (
+            config.dim,
+            config.n_layers,
+            config.vocab_size,
+        )
         assert json.loads(json.dumps(dataclasses.asdict(args)))["config"]["dim"] == config.dim
 
 
@@ -155,10 +171,14 @@ def own_data(folder):
     """Make data and assets of TorchTitan's own kind. Returns the number of tokens, to which TorchTitan adds <s> and </s>."""
     texts = [f"the cat number {n} sat on mat {n % 7}, and it was glad" for n in range(400)]
     (folder / "data").mkdir()
-    (folder / "data" / "text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (folder / "data" / "text.json").write_text(
+        "\n".join(json.dumps({"text": text}) for text in texts)
+    )
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"]))
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"])
+    )
     (folder / "assets").mkdir()
     tokenizer.save(str(folder / "assets" / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -168,8 +188,18 @@ def own_data(folder):
 
 def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
     words = own_data(tmp_path)
-    given = {"training__dataset_path": tmp_path / "data", "model__hf_assets_path": tmp_path / "assets"}
-    runs.add("1 stock data", corpus="", **given, checkpoint__enable=True, checkpoint__interval=6, stock=True)
+    given = {
+        "training__dataset_path": tmp_path / "data",
+        "model__hf_assets_path": tmp_path / "assets",
+    }
+    runs.add(
+        "1 stock data",
+        corpus="",
+        **given,
+        checkpoint__enable=True,
+        checkpoint__interval=6,
+        stock=True,
+    )
     log = runs.seen("1 stock data")["log"]
     assert log[6]["loss"] < log[1]["loss"] - 0.5
     folder = exported(runs.at("1 stock data"), tmp_path / "folder")
@@ -188,7 +218,11 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
     [
         ({"bos_token": "<s>", "eos_token": "</s>"}, None, (["<s>"], ["</s>"])),
         ({"bos_token": "<s>", "eos_token": "</s>"}, "<s> $A", (["<s>"], ["</s>"])),
-        ({"bos_token": "<s>", "eos_token": "<s>"}, None, (["<s>"], [])),  # TorchTitan then knows no EOS
+        (
+            {"bos_token": "<s>", "eos_token": "<s>"},
+            None,
+            (["<s>"], []),
+        ),  # TorchTitan then knows no EOS
         ({"eos_token": "</s>"}, None, ([], ["</s>"])),
         ({}, "<s> $A </s>", (["<s>"], ["</s>"])),
         (None, None, ([], [])),
@@ -202,7 +236,9 @@ def test_documents_of_torchtitans_loader(tmp_path, config, template, documents):
     tokenizer.add_special_tokens(["<s>", "</s>"])
     if template:
         specials = [("<s>", 1), ("</s>", 0)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=specials)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=specials
+        )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -20,7 +20,9 @@ from .test_spec import TOKENS, own_data, toml_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
+TITAN03 = (
+    "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
+)
 GIVEN = read_runs("titan_0_3")
 
 
@@ -44,11 +46,16 @@ def new(runs, tmp_path_factory):
     for axis in ("context", "tensor", "pipeline"):
         name = f"2 own {axis}"
         new.add(name, training__steps=3, stock=True)
-        args = f"--module tests.titan.own_config --config tiny --parallelism.{axis}_parallel_degree 2"
+        args = (
+            f"--module tests.titan.own_config --config tiny --parallelism.{axis}_parallel_degree 2"
+        )
         args += " --parallelism.pipeline_parallel_microbatch_size 4 --dump_folder"
         new.jobs[name]["args"] = [*args.split(), str(folder / name)]
     # Replaces a component that the model does not have: TorchTitan warns.
-    new.jobs["2 own tensor"]["args"] += ["--override.imports", "torchtitan.overrides.fused_swiglu.fused_swiglu"]
+    new.jobs["2 own tensor"]["args"] += [
+        "--override.imports",
+        "torchtitan.overrides.fused_swiglu.fused_swiglu",
+    ]
     yield new
     new.end()
     del os.environ["RUNS_OF_TITAN03"], os.environ["OWN_DATA"]
@@ -59,11 +66,24 @@ def entry_arguments(new, name):
     settings = dict(new.settings[name])
     n_layers = settings.pop("model__n_layers", 2)
     steps = settings.pop("training__steps")
-    file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **settings, **TOKENS, model__n_layers=1)
+    file = toml_of(
+        new.folder / f"{name}.toml",
+        job__dump_folder="elsewhere",
+        **settings,
+        **TOKENS,
+        model__n_layers=1,
+    )
     module = "interdomain.titan.trainer" if name == "2 entered" else "interdomain.titan"
     flags = f"--module {module} --training.steps {steps} --lr_scheduler.warmup_steps 2 --model.n_layers {n_layers}"
     corpus = new.corpora[new.jobs[name]["corpus"]]
-    paths = ["--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}", "--data.corpus", str(corpus)]
+    paths = [
+        "--config",
+        str(file),
+        "--dump_folder",
+        f"$RUNS_OF_TITAN03/{name}",
+        "--data.corpus",
+        str(corpus),
+    ]
     return [*flags.split(), *paths]
 
 
@@ -76,7 +96,9 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name):
         assert [*new.seen(name)["log"]] == [4, 5]
     assert_same_run(new, name, runs)
     timeouts = new.seen(name)["timeouts"]
-    assert {seconds for _, seconds in timeouts} == {100}  # also in groups that TorchTitan did not make
+    assert {seconds for _, seconds in timeouts} == {
+        100
+    }  # also in groups that TorchTitan did not make
     if name == "2 continued":
         assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
 
@@ -84,7 +106,10 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name):
 @pytest.mark.parametrize("name", ["2 stock shards", "2 entered"])
 def test_traces_of_a_cpu(new, name):
     traces = new.at(name) / "profile_traces"
-    assert sorted(path.name for path in traces.rglob("*.gz")) == ["rank0_trace.json.gz", "rank1_trace.json.gz"]
+    assert sorted(path.name for path in traces.rglob("*.gz")) == [
+        "rank0_trace.json.gz",
+        "rank1_trace.json.gz",
+    ]
 
 
 def test_a_configuration_of_the_users_own(new, tmp_path):
@@ -97,7 +122,12 @@ def test_a_configuration_of_the_users_own(new, tmp_path):
             for step, scalars in expected[what].items():
                 assert seen[what][step]["loss"] == pytest.approx(scalars["loss"], rel=1e-6)
         assert seen["log"][3]["n_tokens_seen"] == 3 * 512
-    assert convert.main([str(new.checkpoint("2 own context", 3)), "--output", str(tmp_path / "folder")]) == 0
+    assert (
+        convert.main(
+            [str(new.checkpoint("2 own context", 3)), "--output", str(tmp_path / "folder")]
+        )
+        == 0
+    )
     assert "| c4_test | 0 | 1 |" in (tmp_path / "folder" / "README.md").read_text()
 
 
@@ -115,13 +145,19 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
         NO_ZERO_BUBBLE,
     ),
-    ("--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 8", "a multiple of 16"),
+    (
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 8",
+        "a multiple of 16",
+    ),
     ("--mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),
 ]
 REFUSED_BY_OURS_03 = [
     ("--checkpoint.load_only", "no effect in our trainer"),
     ("--parallelism.pipeline_parallel_microbatch_size 4", "no effect in our trainer"),
-    ("--override.imports torchtitan.overrides.fused_swiglu.fused_swiglu", "no effect in our trainer"),
+    (
+        "--override.imports torchtitan.overrides.fused_swiglu.fused_swiglu",
+        "no effect in our trainer",
+    ),
 ]
 REFUSED_OF_THE_USER_03 = [
     ("--training.dtype bfloat16", "Parameters are float32"),

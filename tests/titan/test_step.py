@@ -45,7 +45,11 @@ open(sys.argv[1], "w").write(json.dumps(seen))
 def test_a_step_on_256_ranks(corpus, tmp_path):
     """Gradients once, however many micro-batches; the dynamics' in one piece; and the host reads nothing."""
     (tmp_path / "count.py").write_text(COUNT)
-    settings = {"training__local_batch_size": 1, "comm__mode": "fake_backend", "metrics__log_freq": 100}
+    settings = {
+        "training__local_batch_size": 1,
+        "comm__mode": "fake_backend",
+        "metrics__log_freq": 100,
+    }
     arguments = flags(corpus, tmp_path / "run", **settings)
     launch(tmp_path / "log.txt", 1, tmp_path / "count.py", tmp_path / "seen.json", *arguments)
     once, twice = json.loads((tmp_path / "seen.json").read_text())

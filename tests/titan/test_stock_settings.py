@@ -15,7 +15,9 @@ from .conftest import refusal
 from .runs import TINY, flags
 
 TENSOR = "--parallelism.tensor_parallel_degree 2 "
-PIPELINE = "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 2 "
+PIPELINE = (
+    "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 2 "
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,12 @@ def two_ranks(monkeypatch):
 
 def stock_config(given="", corpus="corpus", toml=TINY):
     """The settings as TorchTitan's own entry reads them."""
-    arguments = [*flags(corpus, "folder", toml), "--job.custom_config_module", "interdomain.titan", *given.split()]
+    arguments = [
+        *flags(corpus, "folder", toml),
+        "--job.custom_config_module",
+        "interdomain.titan",
+        *given.split(),
+    ]
     return ConfigManager().parse_args(arguments)
 
 
@@ -74,7 +81,13 @@ def test_torchtitans_debug_model_is_a_configuration(monkeypatch):
     """Sections whose feature is off are passed over, and its flavor is `debug`."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     plan = stock_plan()
-    assert (plan.size, plan.global_batch, plan.seq_len, plan.steps, plan.warmup_steps) == ("debug", 8, 2048, 10, 2)
+    assert (plan.size, plan.global_batch, plan.seq_len, plan.steps, plan.warmup_steps) == (
+        "debug",
+        8,
+        2048,
+        10,
+        2,
+    )
 
 
 def test_asynchronous_tensor_parallelism_is_removed(capsys):
@@ -110,7 +123,9 @@ def test_a_setting_is_passed_over_while_its_feature_is_off(given, capsys):
 
 
 def test_a_multiple_of_the_peak_is_the_floor():
-    job = ConfigManager().parse_args(["--job.config_file", str(DEBUG_MODEL), "--lr_scheduler.min_lr_factor", "0.1"])
+    job = ConfigManager().parse_args(
+        ["--job.config_file", str(DEBUG_MODEL), "--lr_scheduler.min_lr_factor", "0.1"]
+    )
     spec.resolve(job)
     assert job.lr_scheduler.min_lr == pytest.approx(0.1 * 8e-4)
 
@@ -168,7 +183,8 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
 def test_paths_are_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/people/me")
     config = stock_config(
-        "--training.local_batch_size 4 --checkpoint.enable --checkpoint.folder ~/run/checkpoints", "~/corpus"
+        "--training.local_batch_size 4 --checkpoint.enable --checkpoint.folder ~/run/checkpoints",
+        "~/corpus",
     )
     config.job.dump_folder = "~/run"
     config.profiling.save_memory_snapshot_folder = "~/memory"  # a setting of TorchTitan's own
@@ -178,7 +194,9 @@ def test_paths_are_expanded(monkeypatch):
     assert config.profiling.save_memory_snapshot_folder == "/people/me/memory"
 
 
-def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(tmp_path, monkeypatch, capsys):
+def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(
+    tmp_path, monkeypatch, capsys
+):
     """It would begin at step 1 and overwrite them."""
     monkeypatch.setattr(variant.dist, "get_rank", lambda: 0)
     half = tmp_path / "run" / "ck" / "step-4"

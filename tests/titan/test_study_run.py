@@ -56,7 +56,9 @@ def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
     assert study.main(run) == 0
     ours.record.unlink()
     events = max((ours.folder / "curves").iterdir())
-    while "12" in definition.record_of(ours.folder)["curves"]["validation_metrics/loss"]:  # as after a power cut
+    while (
+        "12" in definition.record_of(ours.folder)["curves"]["validation_metrics/loss"]
+    ):  # as after a power cut
         os.truncate(events, events.stat().st_size - 200)
     assert study.main(run) == 0  # validates again
     (tmp_path / "entry.py").write_text("from interdomain.titan.entry import main\nmain()\n")
@@ -68,4 +70,6 @@ def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
     assert ours["environment"]["commit"]
     files["calm"].write_text(files["calm"].read_text().replace("steps = 12", "steps = 13"))
     assert study.main(["show", str(files["calm"])]) == 2
-    assert "was made with other settings: training.steps 12 there, 13 here" in capsys.readouterr().err
+    assert (
+        "was made with other settings: training.steps 12 there, 13 here" in capsys.readouterr().err
+    )

@@ -117,7 +117,9 @@ def test_all_windows_of_the_split(corpus, tokens):
         (6, True, "--compile.enable", True),
     ],
 )
-def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, flag, validated):
+def test_a_saved_step_that_lacks_its_validation_gets_it(
+    corpus, model, step, missed, flag, validated
+):
     validating = validator(corpus, model, f"--validation.tokens 64 --validation.freq 3 {flag}")
     validating.checkpoints.missed = missed
     validating.run_missed_validation([model], step)
@@ -160,9 +162,12 @@ class Guessing(torch.nn.Module):
     def forward(self, tokens, labels):
         following = tokens.roll(-1, dims=1).tolist()
         guessed = [
-            [t if self.draw.random() < 0.67 else self.draw.randrange(self.words) for t in row] for row in following
+            [t if self.draw.random() < 0.67 else self.draw.randrange(self.words) for t in row]
+            for row in following
         ]
-        logits = torch.rand(*tokens.shape, self.words) + 2 * F.one_hot(torch.tensor(guessed), self.words)
+        logits = torch.rand(*tokens.shape, self.words) + 2 * F.one_hot(
+            torch.tensor(guessed), self.words
+        )
         self.seen += zip(logits, labels, strict=True)
         return self.output(logits, labels)
 
@@ -198,12 +203,16 @@ def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
     for first in (0, 1, 2, 4, 8, 16, 32):
         last = max(0, 2 * first - 1)
         if values := [value for t, value in losses if first <= t <= last]:
-            expected[f"validation_position/{first:04d}-{last:04d}"] = pytest.approx(sum(values) / len(values), rel=1e-6)
+            expected[f"validation_position/{first:04d}-{last:04d}"] = pytest.approx(
+                sum(values) / len(values), rel=1e-6
+            )
     if kind:
         assert len(right) == WINDOWS * 2
         expected["validation_metrics/accuracy"] = sum(right) / len(right)
         assert 0.05 < sum(right) / len(right) < 0.5
     assert found == expected
-    assert validating.metrics.losses == [pytest.approx(sum(value for _, value in losses) / len(losses), rel=1e-6)]
+    assert validating.metrics.losses == [
+        pytest.approx(sum(value for _, value in losses) / len(losses), rel=1e-6)
+    ]
     assert len(losses) == WINDOWS * (8 if kind else 64)
     assert model.output.scores is None

@@ -50,14 +50,21 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
             "data_fingerprint": "0123abcd",
             "documents": tokenizer.documents.to_dict(),
         },
-        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {
+            "file": TOKENIZER,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+        },
         "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
         "step": step,
         "tokens": step * 2048,
     }
     (checkpoint / SIDECAR).write_text(json.dumps(record))
     state = dict(model.state_dict())
-    beside = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
+    beside = {
+        f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor)
+        for name, tensor in state.items()
+    }
     beside |= {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -11,7 +11,9 @@ from interdomain.tools import bench_inference
 from interdomain.tools._bench import results
 from interdomain.tools.bench_inference import put, random_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh"
+)
 CPU = torch.device("cpu")
 SMALL = dict(dim=16, n_layers=1, n_heads=2, head_dim=8, n_basis=4, vocab_size=64)
 
@@ -36,7 +38,9 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
     assert (contents["status"], contents["label"]) == ("complete", results.CPU_LABEL)
     decoded, prompts = (table["rows"] for table in contents["tables"].values())
     rows = {(row["B"], row["prefix"], row["path"]): row for row in decoded}
-    assert list(rows) == [(b, prefix, path) for b in (1, 2) for prefix in (32, 64) for path in bench_inference.PATHS]
+    assert list(rows) == [
+        (b, prefix, path) for b in (1, 2) for prefix in (32, 64) for path in bench_inference.PATHS
+    ]
     for (batch, prefix, path), row in rows.items():
         if path == "softmax, eager" and prefix == 64:
             assert row["remark"] == "out of memory"
@@ -45,7 +49,9 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
         else:
             assert row["remark"]  # a CUDA graph needs a GPU
     ours = rows[2, 32, "interdomain, eager"]
-    assert ours["speedup"] == pytest.approx(rows[2, 32, "softmax, eager"]["ms a step"] / ours["ms a step"])
+    assert ours["speedup"] == pytest.approx(
+        rows[2, 32, "softmax, eager"]["ms a step"] / ours["ms a step"]
+    )
     read = {(row["prompt"], row["read"]): row for row in prompts}
     assert len(read) == 5
     assert read["B=2, 64 tokens", "softmax whole"]["remark"] == "out of memory"

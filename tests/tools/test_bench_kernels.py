@@ -15,7 +15,9 @@ from interdomain.tools._bench import peers, timing
 from interdomain.tools._bench import results as _bench
 from interdomain.tools._bench.cases import Shape
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh"
+)
 CPU = torch.device("cpu")
 
 
@@ -37,7 +39,9 @@ def test_bytes_flops_and_roofline_by_hand(monkeypatch):
     assert bench_kernels.costs("linear", one) == (4096 * 32 * 10 * 128, 0)
     for gpu, nbytes in ("NVIDIA H100 80GB HBM3", 3.35e9), ("NVIDIA GH200 480GB", 4.0e9):
         properties = types.SimpleNamespace(name=gpu)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device, properties=properties: properties
+        )
         assert timing.roofline_ms(torch.device("cuda"), nbytes) == pytest.approx(1.0)
     assert timing.roofline_ms(torch.device("cuda"), 0, 2 * 989e9) == pytest.approx(2.0)
     assert timing.roofline_ms(CPU, 1) is None
@@ -60,8 +64,13 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
     contents = json.loads(report.json.read_text())
     assert (contents["status"], contents["check"]) == ("unfinished", "not run")
     assert contents["tables"]["times"]["rows"] == [{"name": "a|b", "ms": 1.5, "hidden": [1]}]
-    assert "/" not in " ".join(map(str, contents["environment"].values())).replace("CPU/", "")  # no place of a machine
-    assert _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4") == "at c.py:3, see https://a.b/c, 3/4"
+    assert "/" not in " ".join(map(str, contents["environment"].values())).replace(
+        "CPU/", ""
+    )  # no place of a machine
+    assert (
+        _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4")
+        == "at c.py:3, see https://a.b/c, 3/4"
+    )
     report.finish()
     assert json.loads(report.json.read_text())["status"] == "complete"
     with pytest.raises(FileExistsError, match="never overwritten"):
@@ -74,12 +83,20 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tool", "argv", "words"),
     [
-        (bench_kernels, ["--mixers", "chunkwise", "flash4"], ["--mixers: there is no flash4", "sdpa-flash"]),
+        (
+            bench_kernels,
+            ["--mixers", "chunkwise", "flash4"],
+            ["--mixers: there is no flash4", "sdpa-flash"],
+        ),
         (bench_kernels, ["--shapes", "8x4096"], ["got 8x4096", "BATCHxTOKENSxHEADSxHEAD_DIM"]),
         (bench_kernels, ["--device", "cuda"], ["--device cuda", "no GPU(s)"]),
         (check_kernels, ["--groups", "magic"], ["--groups: there is no magic", "chunkwise-fp32"]),
         (bench_training, ["--sizes", "8B"], ["--sizes: there is no 8B. Allowed are 1.3B"]),
-        (bench_training, ["--cases", "mamba:compile:none"], ["--cases must be CONDITION:compile|eager"]),
+        (
+            bench_training,
+            ["--cases", "mamba:compile:none"],
+            ["--cases must be CONDITION:compile|eager"],
+        ),
         (bench_training, ["--steps", "0"], ["--steps must be at least 1"]),
         (bench_training, ["--device", "cpu"], ["Set CUDA_VISIBLE_DEVICES"]),
     ],
@@ -100,7 +117,9 @@ def test_others_kernels_get_inputs_of_theirs_and_give_gradients(name, monkeypatc
     shape = Shape(B=1, T=16, H=2, d=8)
     assert "is not installed" in row_of(name, shape)["remark"]
     module = types.SimpleNamespace(**{peers.PEERS[name][2]: kernel})
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: ModuleSpec(package, None))
+    monkeypatch.setattr(
+        peers.importlib.util, "find_spec", lambda package: ModuleSpec(package, None)
+    )
     monkeypatch.setattr(peers.importlib, "import_module", lambda package: module)
     assert row_of(name, shape)["both ms"] > 0
 
@@ -114,7 +133,9 @@ def test_one_configuration_is_left_to_every_kernel_of_a_peer(monkeypatch):
     kernel = triton.jit(kernel)
 
     def tuned(kernel):
-        return triton.autotune([triton.Config({"SIZE": size}) for size in (16, 32, 64)], key=[])(kernel)
+        return triton.autotune([triton.Config({"SIZE": size}) for size in (16, 32, 64)], key=[])(
+            kernel
+        )
 
     heuristics = triton.heuristics({"EVEN": lambda args: True})
     module = types.SimpleNamespace(plain=tuned(kernel), inside=heuristics(tuned(kernel)), number=3)
@@ -122,11 +143,17 @@ def test_one_configuration_is_left_to_every_kernel_of_a_peer(monkeypatch):
     monkeypatch.setitem(peers.sys.modules, "fla.ops.made_up", module)
     monkeypatch.setitem(peers.sys.modules, "other.ops", other)
     peers.leave_untuned("fla")
-    assert [len(module.plain.configs), len(module.inside.fn.configs), len(other.kernel.configs)] == [1, 1, 3]
+    assert [
+        len(module.plain.configs),
+        len(module.inside.fn.configs),
+        len(other.kernel.configs),
+    ] == [1, 1, 3]
 
 
 def test_kernels_that_a_peer_refuses_are_timed_and_marked(monkeypatch):
-    guard = types.SimpleNamespace(IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
+    guard = types.SimpleNamespace(
+        IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False
+    )
     monkeypatch.setattr(peers.importlib, "import_module", {peers.FLA_GUARD[0]: guard}.get)
     gpu = torch.device("cuda")
     assert peers.time_refused_kernels("fla-gla", gpu) is None

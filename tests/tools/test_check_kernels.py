@@ -13,7 +13,9 @@ from interdomain.tools._bench.pages import CHECK_FAILED, UNFINISHED
 
 from .test_bench_kernels import results
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh"
+)
 CPU = torch.device("cpu")
 
 
@@ -48,13 +50,27 @@ def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatc
         return dq, 1.05 * dk, *rest
 
     replace_chunkwise(monkeypatch, scan_backward=broken)
-    assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-linear"]) == 1
+    assert (
+        check_kernels.main(
+            ["--output", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-linear"]
+        )
+        == 1
+    )
     contents = results(tmp_path, "check")
     assert contents["status"] == "failed"
     row, *others = contents["tables"]["cases"]["rows"]
-    assert (row["result"], row["in"], {other["result"] for other in others}) == ("FAIL", "dk", {"PASS"})
+    assert (row["result"], row["in"], {other["result"] for other in others}) == (
+        "FAIL",
+        "dk",
+        {"PASS"},
+    )
     assert row["worst"] > 3 * row["bound"] > row["bound"] > row["errors"]["dq"]
-    assert bench_kernels.main(["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]) == 0
+    assert (
+        bench_kernels.main(
+            ["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]
+        )
+        == 0
+    )
     # Other tools name the sizes that failed, and only those.
     bf16, fp32 = "d=8 M=8 bfloat16", "d=8 M=8 float32"
     verdicts = results(tmp_path, "kernels")["check"]
@@ -63,7 +79,9 @@ def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatc
     assert f"{CHECK_FAILED}: d=8 M=16 bfloat16." in results(tmp_path, "kernels")["notes"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("layer", "input_features"), ("layer step", "input_features_step")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("layer", "input_features"), ("layer step", "input_features_step")]
+)
 @pytest.mark.parametrize("stage", ["conv", "rope", "norm", "silu"])
 def test_broken_input_features_fail_the_check(kind, name, stage, monkeypatch):
     """A bias or a sine that the kernel loses, an activation that it leaves out."""
@@ -75,7 +93,9 @@ def test_broken_input_features_fail_the_check(kind, name, stage, monkeypatch):
         return make(x, head_dim, **given)
 
     monkeypatch.setattr(mixer, name, broken)
-    (case, *_) = (case for case in check_kernels.groups(False)["layer-interdomain"] if case.kind == kind)
+    (case, *_) = (
+        case for case in check_kernels.groups(False)["layer-interdomain"] if case.kind == kind
+    )
     assert check_kernels.run_case(case, CPU)["result"] == "FAIL"
 
 
@@ -119,7 +139,12 @@ def test_a_check_that_was_cut_has_not_failed(tmp_path, monkeypatch):
         check_kernels.main(["--output", str(tmp_path), "--groups", *groups])
     monkeypatch.setattr(results_module, "work", work)
     assert results(tmp_path, "check")["status"] == "unfinished"
-    assert bench_kernels.main(["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]) == 0
+    assert (
+        bench_kernels.main(
+            ["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]
+        )
+        == 0
+    )
     contents = results(tmp_path, "kernels")
     assert contents["check"] == {"d=8 M=16 bfloat16": "PASS", "d=8 M=8 float16": UNFINISHED}
     assert not any(CHECK_FAILED in note for note in contents["notes"])

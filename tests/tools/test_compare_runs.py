@@ -26,7 +26,9 @@ def write(tmp_path):
         for step in validation:
             writer.add_scalar(TAGS["validation_loss"], 5.0, step)
         configuration = {"job": {"dump_folder": name}, "optimizer": {"lr": 1e-3, **settings}}
-        writer.add_text("run/configuration", f"```\n{json.dumps(configuration, indent=2)}\n```", first)
+        writer.add_text(
+            "run/configuration", f"```\n{json.dumps(configuration, indent=2)}\n```", first
+        )
         writer.close()
         return str(tmp_path / name)
 
@@ -48,7 +50,10 @@ def test_the_same_run_twice(write, compare):
     a, b = (write(name, 1, [3.0, 2.5, 2.25], validation=[3]) for name in "ab")
     (Path(a) / "tb").rename(Path(a) / "curves")
     note_folders(Path(a), "checkpoint", "curves")
-    for below in ("tokens", "earlier-20260101-000000"):  # a run's curves by tokens, and those of an earlier run
+    for below in (
+        "tokens",
+        "earlier-20260101-000000",
+    ):  # a run's curves by tokens, and those of an earlier run
         with SummaryWriter(Path(b) / "tb" / below) as writer:
             writer.add_scalar(TAGS["loss"], 1.0, 512)
     status, out = compare(a, b)
@@ -83,7 +88,9 @@ def test_a_run_that_stopped_early_is_not_the_same(write, compare):
 
 def test_restarts_are_one_curve(write, compare):
     a = write("a", 1, [5.0, 4.0, 3.0, 2.0])
-    write("restarted", 1, [5.0, 4.0, 9.0])  # step 3 went wrong, and was run again from the checkpoint of step 2
+    write(
+        "restarted", 1, [5.0, 4.0, 9.0]
+    )  # step 3 went wrong, and was run again from the checkpoint of step 2
     time.sleep(1)  # TensorBoard names a start's file by the second
     status, out = compare(a, write("restarted", 3, [3.0, 2.0]))
     assert status == 0

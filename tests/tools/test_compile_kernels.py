@@ -15,9 +15,18 @@ COUNTS = re.compile(r"(\d+) kernels compiled, (\d+) read from the cache")
 
 
 def compile_kernels(cache, *flags):
-    command = [sys.executable, "-m", "interdomain.tools.compile_kernels", "--cache", str(cache), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "interdomain.tools.compile_kernels",
+        "--cache",
+        str(cache),
+        *flags,
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     assert done.returncode == 0, done.stderr
     compiled, read = COUNTS.search(done.stdout).groups()
     return int(compiled), int(read)
@@ -40,5 +49,9 @@ def test_a_second_process_compiles_nothing(tmp_path):
 def test_bad_requests(tmp_path, refused):
     from interdomain.tools import compile_kernels
 
-    refused(compile_kernels.main, ["--cache", tmp_path, "--capability", "sm_90"], "--capability must be X.Y")
+    refused(
+        compile_kernels.main,
+        ["--cache", tmp_path, "--capability", "sm_90"],
+        "--capability must be X.Y",
+    )
     refused(compile_kernels.main, ["--cache", tmp_path, "--groups", "stop"], "there is no stop")

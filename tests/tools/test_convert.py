@@ -47,7 +47,9 @@ def contents(folder):
 
 
 def stored(folder):
-    return {name.removeprefix(BASE): t for name, t in load_file(folder / "model.safetensors").items()}
+    return {
+        name.removeprefix(BASE): t for name, t in load_file(folder / "model.safetensors").items()
+    }
 
 
 def of_checkpoint(folder):
@@ -77,7 +79,12 @@ def output(tmp_path):
     ("condition", "overrides"),
     [
         ("interdomain", {}),
-        ("single-query", dict(feature_map="rff", normalize=True, n_kv_heads=2, c_form="diagonal", output_gate=True)),
+        (
+            "single-query",
+            dict(
+                feature_map="rff", normalize=True, n_kv_heads=2, c_form="diagonal", output_gate=True
+            ),
+        ),
         ("softmax", {}),
     ],
     ids=["interdomain", "rff", "softmax"],
@@ -89,11 +96,24 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert f"{len(model.state_dict())} tensors, step 100)" in capsys.readouterr().out
     assert_same(stored(output), model.state_dict())
     assert {path.name for path in output.iterdir()} == {
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-        *("configuration_interdomain.py", "modeling_interdomain.py", "cache_interdomain.py", "plain_interdomain.py"),
+        *(
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer.model",
+            "tokenizer_config.json",
+        ),
+        *(
+            "configuration_interdomain.py",
+            "modeling_interdomain.py",
+            "cache_interdomain.py",
+            "plain_interdomain.py",
+        ),
         *("generation_config.json", "README.md", "LICENSE"),
     }
-    assert len({path.stat().st_mode for path in output.iterdir()}) == 1  # by the umask: safetensors' own is 0600
+    assert (
+        len({path.stat().st_mode for path in output.iterdir()}) == 1
+    )  # by the umask: safetensors' own is 0600
     assert json.loads((output / "generation_config.json").read_text()) == {
         "bos_token_id": tokenizer.eos_id,  # a text begins where training documents began
         "eos_token_id": tokenizer.eos_id,
@@ -104,7 +124,11 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert config == model.config
     facts = record["facts"]
     cell = cell_of(config, "debug")
-    assert [facts[name] for name in ("size", "condition", "step", "tokens")] == [*cell, 100, 204_800]
+    assert [facts[name] for name in ("size", "condition", "step", "tokens")] == [
+        *cell,
+        100,
+        204_800,
+    ]
 
     # Back to a checkpoint that training starts from, and to a folder again.
     again = tmp_path / "again" / "step-0"
@@ -114,7 +138,9 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert config == model.config
     assert (record["step"], record["run"]["started_from"]["step"]) == (0, 100)
     assert_same(of_checkpoint(again), model.state_dict())
-    note_folders(tmp_path, "again", "tb")  # by the folder of a run whose checkpoint.folder is `again`
+    note_folders(
+        tmp_path, "again", "tb"
+    )  # by the folder of a run whose checkpoint.folder is `again`
     run(tmp_path, tmp_path / "exports" / "second")
     first = contents(output)
     second = contents(tmp_path / "exports" / "second")
@@ -143,7 +169,9 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
     drawn.init_weights(7)
     assert_same(of_checkpoint(tmp_path / "start"), {**drawn.state_dict(), **model.state_dict()})
     file.write_text(file.read_text().replace("n_heads = 4", "n_heads = 2"))
-    refused(tmp_path / "folder", "n_heads 4 in the folder, 2 in", "--to-checkpoint", "--uptrain", file)
+    refused(
+        tmp_path / "folder", "n_heads 4 in the folder, 2 in", "--to-checkpoint", "--uptrain", file
+    )
     run(tmp_path / "start", tmp_path / "again")
     origin = f"{cell_of(model.config, 'debug')}: step 100, tokens: 204,800"
     assert f"| started from | {origin} |" in (tmp_path / "again" / "README.md").read_text()
@@ -151,18 +179,41 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
 
 def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refused):
     refused(checkpoint, "give an identifier of the Hugging Face hub", "--license", "CC BY 4.0")
-    (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
-    web = {"name": "web", "share": "3/4", "tokens": 9_000, "sources": ["a/b (Hugging Face hub)"], "datasets": ["a/b"]}
-    code = {"name": "code", "share": "1/4", "tokens": 800, "sources": ["a|b.txt (0.1 MB)"], "datasets": []}
+    (checkpoint / checkpoints.VALIDATION).write_text(
+        '{"step": 100, "loss": 3.0, "perplexity": 20.25}'
+    )
+    web = {
+        "name": "web",
+        "share": "3/4",
+        "tokens": 9_000,
+        "sources": ["a/b (Hugging Face hub)"],
+        "datasets": ["a/b"],
+    }
+    code = {
+        "name": "code",
+        "share": "1/4",
+        "tokens": 800,
+        "sources": ["a|b.txt (0.1 MB)"],
+        "datasets": [],
+    }
     edit_run(checkpoint, earlier_data=[{"ends": 60, "corpora": [web]}], corpora=[web, code])
-    recipe = {"optimizer": {"lr": 3e-3}, "training": {"dataset_path": "mine", "steps": 400, "tokens": None}}
+    recipe = {
+        "optimizer": {"lr": 3e-3},
+        "training": {"dataset_path": "mine", "steps": 400, "tokens": None},
+    }
     # The condition as it was once written, whatever n_basis is.
-    edit_record(checkpoint, lambda record: record.update(condition="interdomain", configuration=recipe))
+    edit_record(
+        checkpoint, lambda record: record.update(condition="interdomain", configuration=recipe)
+    )
     run(checkpoint, output, "--license", "cc-by-4.0")
     config, _ = read_config(output)
     hub = pytest.importorskip("huggingface_hub")
     card = hub.ModelCard.load(output / "README.md")
-    assert (card.data.license, card.data.library_name, card.data.datasets) == ("cc-by-4.0", "transformers", ["a/b"])
+    assert (card.data.license, card.data.library_name, card.data.datasets) == (
+        "cc-by-4.0",
+        "transformers",
+        ["a/b"],
+    )
     assert card.data.tags == ["interdomain-attention", "interdomain"]
     card = card.content
     settings = tomllib.loads(re.search(r"```toml\n(.*?)```", card, re.DOTALL)[1])
@@ -203,7 +254,9 @@ def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, cap
     capsys.readouterr()
     run(checkpoint, tmp_path / "older")
     assert "does not record how documents began" in capsys.readouterr().err
-    assert "| documents in training | not recorded |" in (tmp_path / "older" / "README.md").read_text()
+    assert (
+        "| documents in training | not recorded |" in (tmp_path / "older" / "README.md").read_text()
+    )
     run(tmp_path / "older", tmp_path / "older start", "--to-checkpoint")
     assert not checkpoints.read_sidecar(tmp_path / "older start")[1]["run"].get("documents")
 
@@ -219,12 +272,17 @@ def test_storage_dtypes_spare_the_dynamics(tmp_path, tokenizer, output, dtype):
     model.init_weights(0)
     run(write_checkpoint(tmp_path / "run", model, tokenizer), output, "--dtype", dtype)
     state = model.state_dict()
-    rounded = {name: x if ".ssm." in name else x.to(getattr(torch, dtype)) for name, x in state.items()}
+    rounded = {
+        name: x if ".ssm." in name else x.to(getattr(torch, dtype)) for name, x in state.items()
+    }
     assert_same(stored(output), rounded)
     assert read_config(output)[1]["dtype"] == dtype
     # Training starts in float32 again, from the rounded values.
     run(output, tmp_path / "again", "--to-checkpoint")
-    assert_same(of_checkpoint(tmp_path / "again"), {name: tensor.float() for name, tensor in rounded.items()})
+    assert_same(
+        of_checkpoint(tmp_path / "again"),
+        {name: tensor.float() for name, tensor in rounded.items()},
+    )
 
 
 def edit_record(checkpoint, change):
@@ -254,13 +312,28 @@ def flip_a_bit(file, tensor):
 SHARD = "__0_0.distcp"
 DAMAGE = {
     "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
-    "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
-    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=3)), "reads version 2"),
+    "empty record": (
+        lambda c: (c / "interdomain.json").write_text(""),
+        "interdomain.json is damaged",
+    ),
+    "newer model": (
+        lambda c: edit_record(c, lambda r: r["model"].update(format_version=3)),
+        "reads version 2",
+    ),
     "cut shard": (lambda c: os.truncate(c / SHARD, 5000), "has 5,000 bytes where"),
-    "altered shard": (lambda c: flip_a_bit(c / SHARD, small_model().norm.weight), "do not match their checksum"),
+    "altered shard": (
+        lambda c: flip_a_bit(c / SHARD, small_model().norm.weight),
+        "do not match their checksum",
+    ),
     "shard elsewhere": (shard_elsewhere, "no shard beside it"),
-    "another size": (lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)), "[421, 32]"),
-    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "is missing, but the record"),
+    "another size": (
+        lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)),
+        "[421, 32]",
+    ),
+    "another depth": (
+        lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)),
+        "is missing, but the record",
+    ),
     "another tokenizer": (another_tokenizer, "checksum differs"),
     "no folder": (shutil.rmtree, "There is no folder"),
 }
@@ -322,11 +395,20 @@ def test_what_a_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused)
     unrecorded = {name: value for name, value in megatron.BACKBONE.items() if name != "use_mup"}
     for name, value, backbone in (
         ("activation_func", "quick_gelu", megatron.BACKBONE | {"activation_func": "quick_gelu"}),
-        ("a setting of a newer version", True, megatron.BACKBONE | {"a setting of a newer version": True}),
+        (
+            "a setting of a newer version",
+            True,
+            megatron.BACKBONE | {"a setting of a newer version": True},
+        ),
         ("use_mup", "not recorded", unrecorded),
     ):
         run = megatron_run(tmp_path / name, backbone=backbone)
-        refused(run, f"is of a run with {name} = {value!r}. A folder cannot have that", "--tokenizer", tokenizer.path)
+        refused(
+            run,
+            f"is of a run with {name} = {value!r}. A folder cannot have that",
+            "--tokenizer",
+            tokenizer.path,
+        )
 
 
 def test_the_model_of_a_checkpoint_of_megatron(tmp_path, tokenizer, output, refused):
@@ -334,7 +416,12 @@ def test_the_model_of_a_checkpoint_of_megatron(tmp_path, tokenizer, output, refu
     another = megatron_run(tmp_path / "another", sha256="0123456789abcdef" * 4)
     refused(another, "is not the tokenizer of the run's corpus", "--tokenizer", tokenizer.path)
     optimizer = ["optimizer.state.exp_avg.output_layer.weight"]
-    run(megatron_run(tmp_path / "run", optimizer, sha256=tokenizer.sha256), output, "--tokenizer", tokenizer.path)
+    run(
+        megatron_run(tmp_path / "run", optimizer, sha256=tokenizer.sha256),
+        output,
+        "--tokenizer",
+        tokenizer.path,
+    )
     assert "does not record its corpus" in (output / "README.md").read_text()
     assert_same(stored(output), small_model().state_dict())
 
@@ -347,13 +434,18 @@ def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, refused):
     another_tokenizer(folder)
     refused(folder, "checksum differs from the record's", "--to-checkpoint")
     refused(checkpoint, "is not a model folder", "--to-checkpoint")  # the wrong way round
-    refused(folder, "A checkpoint to train from is float32", "--to-checkpoint", "--dtype", "float32")
+    refused(
+        folder, "A checkpoint to train from is float32", "--to-checkpoint", "--dtype", "float32"
+    )
 
 
 def test_a_full_disk_leaves_nothing(checkpoint, output, refused):
     """A file that grows beyond a limit fails with EFBIG (Python ignores SIGXFSZ)."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (100, 50_000):  # the smallest leaves no room for the tokenizer, the largest for the weights
+    for size in (
+        100,
+        50_000,
+    ):  # the smallest leaves no room for the tokenizer, the largest for the weights
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         try:
             refused(checkpoint, "File too large")

@@ -28,7 +28,12 @@ from .checkpoints import edit_run, small_model, write_checkpoint
 
 CONDITIONS = ("interdomain", "softmax")
 # Different lengths, characters of several bytes, and one that is too short for anything.
-TEXTS = ["def f(x):\n    return x\n" * 30, "Straße, 漢字, 🙂. " * 40, "short", "import os, sys\n" * 25]
+TEXTS = [
+    "def f(x):\n    return x\n" * 30,
+    "Straße, 漢字, 🙂. " * 40,
+    "short",
+    "import os, sys\n" * 25,
+]
 
 # Through the harness.
 MAX_LENGTH = 90
@@ -57,7 +62,9 @@ def folders(tmp_path_factory, exported_model):
     path = tmp_path_factory.mktemp("evaluate")
     for condition in CONDITIONS:
         shutil.copytree(exported_model(condition)[1], path / condition)
-        (path / condition / "modeling_interdomain.py").write_text("raise SystemExit('the folder's code ran')")
+        (path / condition / "modeling_interdomain.py").write_text(
+            "raise SystemExit('the folder's code ran')"
+        )
     return [path / condition for condition in CONDITIONS]
 
 
@@ -85,7 +92,10 @@ def test_spans_tile_each_document_or_the_training_stream(corpus, tokenizer):
         (60, {"limit": 2}, tiles[:2]),
         (700, {"packed": True}, packed),
     ):
-        assert read_spans(str(corpus), tokenizer, size, text_field="body", **options)[0].tolist() == wanted, options
+        assert (
+            read_spans(str(corpus), tokenizer, size, text_field="body", **options)[0].tolist()
+            == wanted
+        ), options
     ids, sizes = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
     assert sizes.sum() == sum(len(text.encode()) for text in TEXTS)
     assert (sizes[ids == tokenizer.eos_id] == 0).all()
@@ -93,17 +103,23 @@ def test_spans_tile_each_document_or_the_training_stream(corpus, tokenizer):
 
 def unigram(path):
     """A tokenizer that normalises, has no bytes to fall back on, and has no exact counterpart in transformers."""
-    options = dict(model_type="unigram", vocab_size=60, hard_vocab_limit=False, minloglevel=2, pad_id=-1)
+    options = dict(
+        model_type="unigram", vocab_size=60, hard_vocab_limit=False, minloglevel=2, pad_id=-1
+    )
     with path.open("wb") as file:
         lines = (line for text in (TEXTS[0], TEXTS[3], TEXT) for line in text.splitlines())
-        sentencepiece.SentencePieceTrainer.Train(sentence_iterator=lines, model_writer=file, **options)
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=lines, model_writer=file, **options
+        )
     return load_tokenizer(path)
 
 
 @torch.no_grad()
 def direct(model, spans, length, *start) -> torch.Tensor:
     """NLL [windows, length] without state or chunks: the windows as whole sequences."""
-    windows = [span[i : i + length] for span in spans[0] for i in range(0, len(span) - length + 1, length)]
+    windows = [
+        span[i : i + length] for span in spans[0] for i in range(0, len(span) - length + 1, length)
+    ]
     inputs = [[*start, *window[:-1]] for window in windows]
     logits = model(torch.tensor(inputs)).double().log_softmax(-1)[:, len(start) - 1 :]
     return -logits.gather(-1, torch.tensor(np.array(windows)).long()[..., None])[..., 0]
@@ -118,12 +134,19 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys, monkeypatch, refu
     rows.write_text(corpus.read_text().replace('"body"', '"text"'))
     out = tmp_path / "out"
     # 60 does not divide the span of 80 tokens; 16 divides neither.
-    options = f"--lengths 80 60 80 --batch-size 3 --output {out} --perplexity {rows} {second}".split()
+    options = (
+        f"--lengths 80 60 80 --batch-size 3 --output {out} --perplexity {rows} {second}".split()
+    )
     run(*folders, *options)
     contents = json.loads((out / "evaluation.json").read_text())
     assert contents["status"] == "complete"
-    facts = [(row["size"], row["condition"], row["step"]) for row in contents["tables"]["folders"]["rows"]]
-    assert facts == [(*cell_of(small_config(name, vocab_size=420), "debug"), 100) for name in CONDITIONS]
+    facts = [
+        (row["size"], row["condition"], row["step"])
+        for row in contents["tables"]["folders"]["rows"]
+    ]
+    assert facts == [
+        (*cell_of(small_config(name, vocab_size=420), "debug"), 100) for name in CONDITIONS
+    ]
     perplexities = []
     for row in contents["perplexity"]:
         spans = read_spans(row["corpus"], tokenizer, 80)
@@ -161,7 +184,11 @@ def test_bad_requests(folders, corpus, tmp_path, monkeypatch, refused):
         refused(evaluate.main, argv, words)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     # The default is tasks.
-    refused(evaluate.main, [model], "this needs lm_eval, which is not installed. The extra `eval` has it")
+    refused(
+        evaluate.main,
+        [model],
+        "this needs lm_eval, which is not installed. The extra `eval` has it",
+    )
     assert not out.exists()
 
 
@@ -179,7 +206,10 @@ def test_the_table_has_folders_and_paper_side_by_side():
     for i, key in enumerate([*task_table.TASKS["commonsense"], *task_table.TASKS["modeling"]]):
         task, metric = key.split()
         ours.setdefault(task, {})[metric] = {"value": 0.1 * i, "stderr": 0.01}
-    ours["lambada_openai"]["other"] = {"value": 3.0, "stderr": None}  # not in the paper's table: left to the JSON
+    ours["lambada_openai"]["other"] = {
+        "value": 3.0,
+        "stderr": None,
+    }  # not in the paper's table: left to the JSON
     ours["mine"] = {"acc": {"value": 0.5, "stderr": None}}
     half = {task: metrics for task, metrics in ours.items() if task != "boolq"}
     every = {("1.3B", condition) for condition in ("softmax", "interdomain", "s4d")}
@@ -195,7 +225,12 @@ def test_the_table_has_folders_and_paper_side_by_side():
     assert rows[-1][2:] == ["50.00", "50.00", "-", "-", "-"]
     # Only what is exactly a cell of the paper's has the paper's figures beside it.
     cells = {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4"), ("debug", "interdomain")}
-    assert [*task_table.task_rows({"a": half}, cells)[0]] == ["task", "metric", "a", "paper's 1.3B s4d"]
+    assert [*task_table.task_rows({"a": half}, cells)[0]] == [
+        "task",
+        "metric",
+        "a",
+        "paper's 1.3B s4d",
+    ]
 
 
 # The paper's study of length, with local files in the place of the hub's data sets
@@ -206,9 +241,18 @@ def hub(tmp_path, monkeypatch):
     """Data sets with the real ones' columns: each text twice, as LongBench has one for every question about it."""
     for name, source in _length.CORPORA.items():
         (tmp_path / "hub" / name).mkdir(parents=True)
-        rows = [{source.field: f"{name} {i}: {text}", "other": i} for i, text in enumerate(TEXTS) for _ in "ab"]
-        (tmp_path / "hub" / name / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    local = {name: _length.Source(f"{tmp_path / 'hub' / name}::train", x.field) for name, x in _length.CORPORA.items()}
+        rows = [
+            {source.field: f"{name} {i}: {text}", "other": i}
+            for i, text in enumerate(TEXTS)
+            for _ in "ab"
+        ]
+        (tmp_path / "hub" / name / "rows.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    local = {
+        name: _length.Source(f"{tmp_path / 'hub' / name}::train", x.field)
+        for name, x in _length.CORPORA.items()
+    }
     monkeypatch.setattr(_length, "CORPORA", local)
     return tmp_path
 
@@ -222,9 +266,14 @@ def test_the_paper_s_corpora_are_fetched_once_and_evaluated(folders, hub, monkey
     monkeypatch.setattr(_length, "CORPUS_BYTES", sum(len(text.encode()) for text in TEXTS[:2]))
     run(*request, "--fetch")
     rows = [json.loads(line)["text"] for line in (data / "QMSum.jsonl").read_text().splitlines()]
-    assert rows == [f"QMSum {i}: {text}" for i, text in enumerate(TEXTS[:2])]  # the first, each once
+    assert rows == [
+        f"QMSum {i}: {text}" for i, text in enumerate(TEXTS[:2])
+    ]  # the first, each once
     record = json.loads((data / "sources.json").read_text())
-    assert (record["QMSum"]["documents"], record["QMSum"]["bytes"]) == (2, sum(len(row.encode()) for row in rows))
+    assert (record["QMSum"]["documents"], record["QMSum"]["bytes"]) == (
+        2,
+        sum(len(row.encode()) for row in rows),
+    )
     shutil.rmtree(hub / "hub")
     run(*request, "--fetch")  # they are there
     run(folders[0], *request, "--output", out, "--lengths", 60, "--limit", 2)
@@ -248,13 +297,27 @@ def test_a_data_set_that_cannot_be_had_leaves_nothing(hub, refused):
 def test_the_paper_s_figures_of_length():
     """They stand beside a folder that is exactly one of the paper's cells, at the paper's lengths."""
     measured = [
-        {"folder": "a", "corpus": corpus, "length": n, "perplexity": 10 + (corpus == "NarrativeQA"), "bits per byte": 1}
+        {
+            "folder": "a",
+            "corpus": corpus,
+            "length": n,
+            "perplexity": 10 + (corpus == "NarrativeQA"),
+            "bits per byte": 1,
+        }
         for corpus in _length.CORPORA
         for n in (4096, 5000)
     ]
     groups = evaluate.corpus_groups([*_length.CORPORA])
-    rows = task_table.perplexity_rows(measured, ["a"], groups, {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4")})
-    assert [*rows[0]] == ["corpus", "length", "a, perplexity", "a, bits per byte", "paper's 1.3B s4d"]
+    rows = task_table.perplexity_rows(
+        measured, ["a"], groups, {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4")}
+    )
+    assert [*rows[0]] == [
+        "corpus",
+        "length",
+        "a, perplexity",
+        "a, bits per byte",
+        "paper's 1.3B s4d",
+    ]
     assert [*rows[0].values()] == ["PG19", "4,096", "10.00", "1.0000", "19.96"]
     assert [*rows[-1].values()] == ["mean of 5", "5,000", "10.00", "1.0000", "-"]
 
@@ -266,9 +329,19 @@ def write_task(folder, name, kind, rows, metrics, **more):
     """A task on a local file (JSON is YAML)."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
-    task = {"task": name, "output_type": kind, "metric_list": [{"metric": metric} for metric in metrics]}
-    (folder / f"{name}.yaml").write_text(json.dumps({**data, **task, "metadata": {"version": 1.0}, **more}))
+    data = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+    }
+    task = {
+        "task": name,
+        "output_type": kind,
+        "metric_list": [{"metric": metric} for metric in metrics],
+    }
+    (folder / f"{name}.yaml").write_text(
+        json.dumps({**data, **task, "metadata": {"version": 1.0}, **more})
+    )
 
 
 HARNESS = pytest.mark.slow
@@ -288,8 +361,12 @@ def inexact(tmp_path_factory):
 def first_words(folder) -> str:
     """The text that a folder's model begins by itself, greedily: 5 tokens."""
     model, tokenizer = load_pretrained(folder)
-    options = dict(max_tokens=5, sampling=Sampling(temperature=0), stop=None, vocab_size=tokenizer.vocab_size)
-    return tokenizer.decode([token for (token,) in generate(model, [tokenizer.documents.start], **options)])
+    options = dict(
+        max_tokens=5, sampling=Sampling(temperature=0), stop=None, vocab_size=tokenizer.vocab_size
+    )
+    return tokenizer.decode(
+        [token for (token,) in generate(model, [tokenizer.documents.start], **options)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -300,17 +377,32 @@ def ran(folders, inexact, tmp_path_factory):
     tasks = path / "tasks"
     tasks.mkdir()
     rows = [{"q": "def f(", "c": ["x):", "  ", "self, y"], "a": 0}]
-    choice = dict(doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}")
+    choice = dict(
+        doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}"
+    )
     write_task(tasks, "choice", "multiple_choice", rows, ["acc", "acc_norm"], **choice)
-    write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
+    write_task(
+        tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice
+    )
     texts = dict(doc_to_text="", doc_to_target="{{t}}")
     write_task(tasks, "rolling", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
-    empty = dict(doc_to_text="", doc_to_target="{{t}}", generation_kwargs={"until": [], "max_gen_toks": 5})
-    write_task(tasks, "empty", "generate_until", [{"t": first_words(inexact)}], ["exact_match"], **empty)
+    empty = dict(
+        doc_to_text="", doc_to_target="{{t}}", generation_kwargs={"until": [], "max_gen_toks": 5}
+    )
+    write_task(
+        tasks, "empty", "generate_until", [{"t": first_words(inexact)}], ["exact_match"], **empty
+    )
     spaces = dict(doc_to_text="  ", doc_to_choice=["x", "self"])
     write_task(tasks, "spaces", "multiple_choice", rows, ["acc"], **choice | spaces)
     # Mistakes of a user, found when the task is made and when it is evaluated.
-    write_task(tasks, "field", "multiple_choice", rows, ["acc"], **choice | {"doc_to_text": "{{no_such_field}}"})
+    write_task(
+        tasks,
+        "field",
+        "multiple_choice",
+        rows,
+        ["acc"],
+        **choice | {"doc_to_text": "{{no_such_field}}"},
+    )
     write_task(tasks, "late", "multiple_choice", rows, ["acc"], **choice | {"num_fewshot": 5})
 
     include = ["--include-path", tasks, "--output"]
@@ -326,9 +418,18 @@ def ran(folders, inexact, tmp_path_factory):
         [folders[0], "--tasks", "field", *include, path / "none"],
     ]
     # Nothing listens there: as without a network. The first command sets the hub's offline mode for all.
-    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
+    offline = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(path / "home"),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps([[str(word) for word in command] for command in commands])],
+        [
+            sys.executable,
+            "-c",
+            DRIVER,
+            json.dumps([[str(word) for word in command] for command in commands]),
+        ],
         capture_output=True,
         text=True,
         cwd=tasks,  # not where a folder is named as the package
@@ -347,7 +448,9 @@ def ran(folders, inexact, tmp_path_factory):
 
 @HARNESS
 @torch.no_grad()
-@pytest.mark.parametrize("i", [*range(len(CONDITIONS)), None], ids=[*CONDITIONS, "inexact tokenizer"])
+@pytest.mark.parametrize(
+    "i", [*range(len(CONDITIONS)), None], ids=[*CONDITIONS, "inexact tokenizer"]
+)
 def test_a_long_text(ran, folders, inexact, i):
     """In pieces of --max-length: the first after what begins a document, the last with as much before it as fits. The bytes
     are those of the text, as in --perplexity."""
@@ -362,7 +465,9 @@ def test_a_long_text(ran, folders, inexact, i):
         end += scored
         piece = [start, *tokens[:end]] if end <= MAX_LENGTH else tokens[end - MAX_LENGTH - 1 : end]
         logits = model(torch.tensor([piece[:-1]]))[0].double().log_softmax(-1)
-        total -= logits[torch.arange(len(piece) - 1), torch.tensor(piece[1:])][-scored:].sum().item()
+        total -= (
+            logits[torch.arange(len(piece) - 1), torch.tensor(piece[1:])][-scored:].sum().item()
+        )
     results = found["tasks"][str(folder)]["results"]
     bits = total / math.log(2) / len(TEXT.encode())
     assert results["rolling"]["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
@@ -378,7 +483,12 @@ def test_a_long_text(ran, folders, inexact, i):
 def test_what_cannot_be_is_named_and_leaves_what_was_measured(ran):
     results, (*_, gone, unknown, made, _, late, field) = ran
     for said, *words in (
-        (gone, "the data of gone cannot be read", "OfflineModeIsEnabled", "evaluate --fetch --tasks choice gone`"),
+        (
+            gone,
+            "the data of gone cannot be read",
+            "OfflineModeIsEnabled",
+            "evaluate --fetch --tasks choice gone`",
+        ),
         (unknown, "unknown tasks: no_such_task"),
         (made, "the data of based_nq cannot be read"),
         (field, "the task field failed", "no_such_field"),

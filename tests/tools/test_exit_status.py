@@ -37,7 +37,9 @@ def wait():
 
 
 def run(program):
-    return torchrun.run([sys.executable, "-c", when_listening("SigCgt") + STAND_IN + program], dict(os.environ))
+    return torchrun.run(
+        [sys.executable, "-c", when_listening("SigCgt") + STAND_IN + program], dict(os.environ)
+    )
 
 
 @pytest.mark.parametrize("convert", [_cli.path_argument, _cli.path_or_name])
@@ -49,13 +51,18 @@ def test_home_and_variables_in_the_paths_of_a_command(convert, tmp_path, monkeyp
     (tmp_path / "A$B.txt").touch()
     assert str(convert("~/x$SCRATCH/x")) == "/people/me/x/disk/x"
     assert str(convert("A$B.txt")) == "A$B.txt"
-    with pytest.raises(argparse.ArgumentTypeError, match="the environment variable NONE_SUCH is not set"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="the environment variable NONE_SUCH is not set"
+    ):
         convert("$NONE_SUCH/x")
 
 
 def test_home_in_the_name_of_a_source(monkeypatch):
     monkeypatch.setenv("HOME", "/people/me")
-    assert [_cli.path_or_name(f"{kind}:~/x") for kind in ("debian", "hf")] == ["debian:/people/me/x", "hf:/people/me/x"]
+    assert [_cli.path_or_name(f"{kind}:~/x") for kind in ("debian", "hf")] == [
+        "debian:/people/me/x",
+        "hf:/people/me/x",
+    ]
 
 
 THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGTERM", "SIGHUP"))
@@ -65,16 +72,28 @@ THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGT
     ("program", "status", "said"),
     [
         ("", 0, ""),
-        (THRICE + "wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)", CONTINUE, "left on a signal"),
+        (
+            THRICE + "wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)",
+            CONTINUE,
+            "left on a signal",
+        ),
         ("ask(signal.SIGUSR1, launcher); wait(); sys.exit(1)", CONTINUE, "without a checkpoint"),
         ("ask(signal.SIGTERM, launcher)", 0, ""),  # after the last step
-        ("ask(signal.SIGTERM, launcher); wait(); say('ended'); sys.exit(1)", 0, ""),  # in the last seconds
+        (
+            "ask(signal.SIGTERM, launcher); wait(); say('ended'); sys.exit(1)",
+            0,
+            "",
+        ),  # in the last seconds
         # By a decision of a rank, asked to leave or not.
         ("ask(signal.SIGUSR1, launcher); wait(); say('stopped'); sys.exit(1)", REFUSED, ""),
         # Schedulers and terminals signal every process: torchrun must not die of what is for the launcher.
         ("ask(signal.SIGUSR1, me); ask(signal.SIGHUP, me); sys.exit(4)", 4, ""),
         # Ctrl-C once is SIGTERM; twice ends the run, whatever it does. A terminal sends it to torchrun as well.
-        ("ask(signal.SIGINT, me); ask(signal.SIGINT, launcher); wait(); say('left')", CONTINUE, "Ctrl-C: saving"),
+        (
+            "ask(signal.SIGINT, me); ask(signal.SIGINT, launcher); wait(); say('left')",
+            CONTINUE,
+            "Ctrl-C: saving",
+        ),
         ("while True: ask(signal.SIGINT, launcher)", torchrun.INTERRUPTED, ""),
         ("os.kill(me, signal.SIGKILL)", 137, "torchrun was ended by SIGKILL"),
     ],
@@ -89,11 +108,17 @@ def test_what_the_end_of_torchrun_means(program, status, said, capfd):
 
 def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
     with torchrun.handlers({signal.SIGHUP: signal.SIG_IGN}):
-        assert run("ask(signal.SIGHUP, launcher); ask(signal.SIGHUP, me); sys.exit(1 if seen else 4)") == 4
+        assert (
+            run("ask(signal.SIGHUP, launcher); ask(signal.SIGHUP, me); sys.exit(1 if seen else 4)")
+            == 4
+        )
     default = get_args_parser().parse_args(["x.py"]).signals_to_handle
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", ELASTIC["PET_SIGNALS_TO_HANDLE"])
     handled = get_args_parser().parse_args(["x.py"]).signals_to_handle
-    assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP", "SIGINT"}  # it would take back what nohup gave
+    assert {*default.split(",")} - {*handled.split(",")} == {
+        "SIGHUP",
+        "SIGINT",
+    }  # it would take back what nohup gave
 
 
 KUBEFLOW = """NNODES=2 NPROC_PER_NODE=8 NODE_RANK=1 RDZV_BACKEND=static RDZV_ENDPOINT=other:29500 STANDALONE=0
@@ -113,7 +138,12 @@ def test_torchrun_on_one_machine_takes_no_option_from_the_environment(monkeypatc
 
     monkeypatch.setattr(socket, "getfqdn", lambda *_: "no-such-host")
     usual, python, words = config()
-    assert (usual.min_nodes, usual.max_nodes, usual.nproc_per_node, usual.max_restarts) == (1, 1, 3, 0)
+    assert (usual.min_nodes, usual.max_nodes, usual.nproc_per_node, usual.max_restarts) == (
+        1,
+        1,
+        3,
+        0,
+    )
     store = RendezvousStoreInfo.build(0, HashStore(), usual.local_addr)
     assert store.master_addr == "127.0.0.1"
     for variable in KUBEFLOW.split():
@@ -123,7 +153,14 @@ def test_torchrun_on_one_machine_takes_no_option_from_the_environment(monkeypatc
     again, *start = config()
     assert start == [python, words]
     assert python == sys.executable
-    for name in ("min_nodes", "max_nodes", "local_addr", "max_restarts", "signals_to_handle", "rdzv_configs"):
+    for name in (
+        "min_nodes",
+        "max_nodes",
+        "local_addr",
+        "max_restarts",
+        "signals_to_handle",
+        "rdzv_configs",
+    ):
         assert getattr(again, name) == getattr(usual, name), name
     # The command alone does the same for who pastes it into such a shell.
     assert parse_args(arguments).nnodes == "1"
@@ -146,7 +183,10 @@ def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkey
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     environment = torchrun.main(["4", "python"])
-    assert (environment["PET_RDZV_CONF"], environment["TORCHINDUCTOR_CACHE_DIR"]) == ("is_host=true", "mine")
+    assert (environment["PET_RDZV_CONF"], environment["TORCHINDUCTOR_CACHE_DIR"]) == (
+        "is_host=true",
+        "mine",
+    )
     folder = Path(environment["TRITON_CACHE_DIR"]).parent
     folder.chmod(0o777)
     assert torchrun.main(["4", "python"]) == 2

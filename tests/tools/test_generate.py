@@ -31,14 +31,19 @@ def continuation(folder, prompt, max_tokens, sampling=None, seed=0, start=None):
     model, tokenizer = load_pretrained(folder)
     start = [tokenizer.eos_id] if start is None else start
     ids = [*start, *tokenizer.encode(prompt)]
-    options = dict(sampling=sampling or Sampling(temperature=0), seed=seed, vocab_size=tokenizer.vocab_size)
+    options = dict(
+        sampling=sampling or Sampling(temperature=0), seed=seed, vocab_size=tokenizer.vocab_size
+    )
     steps = generate_tokens(model, [ids], max_tokens=max_tokens, **options)
     return ids, [step[0] for step in steps]
 
 
 def test_one_prompt_and_several(source, capsys, tokenizer):
     """Decoded tokens are printed, of several prompts each as if it were alone."""
-    prompts, options = ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"], ["--max-tokens", 25, "--temperature", 0]
+    prompts, options = (
+        ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"],
+        ["--max-tokens", 25, "--temperature", 0],
+    )
     texts = []
     for prompt in prompts:
         run(source, "--prompt", prompt, *options)
@@ -87,7 +92,19 @@ def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
 
 
 def test_sampling_options_and_seed(source, capsys, tokenizer):
-    options = ("--prompt", "x", "--max-tokens", 30, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--no-stop")
+    options = (
+        "--prompt",
+        "x",
+        "--max-tokens",
+        30,
+        "--temperature",
+        1.5,
+        "--top-k",
+        50,
+        "--top-p",
+        0.9,
+        "--no-stop",
+    )
     run(source, *options, "--seed", 3)
     first = capsys.readouterr().out
     ids, new = continuation(source, "x", 30, Sampling(1.5, 50, 0.9), seed=3)
@@ -114,7 +131,9 @@ def test_the_end_of_text_and_ctrl_c(source, capsys, tokenizer, monkeypatch, no_s
     assert err.startswith(f"[{len(new) + 1} tokens in ")
 
 
-def test_a_prompt_from_a_pipe_an_empty_one_and_one_that_is_not_utf8(source, capsys, monkeypatch, refused):
+def test_a_prompt_from_a_pipe_an_empty_one_and_one_that_is_not_utf8(
+    source, capsys, monkeypatch, refused
+):
     """From a shell, and from a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     run(source, "--max-tokens", 5, "--temperature", 0)

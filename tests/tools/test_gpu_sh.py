@@ -98,7 +98,12 @@ def rehearse(tmp_path, *flags, seconds=None, status=None, skipped=(), verdicts=(
         (tmp_path / name).chmod(0o755)
     (tmp_path / "tool.py").write_text(STAND_IN)
     (tmp_path / "clock").write_text("1000")
-    plan = {"seconds": PLAN | (seconds or {}), "status": status or {}, "skipped": skipped, "verdicts": verdicts}
+    plan = {
+        "seconds": PLAN | (seconds or {}),
+        "status": status or {},
+        "skipped": skipped,
+        "verdicts": verdicts,
+    }
     (tmp_path / "rehearsal.json").write_text(json.dumps(plan))
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
@@ -108,8 +113,16 @@ def rehearse(tmp_path, *flags, seconds=None, status=None, skipped=(), verdicts=(
         "REHEARSAL_PYTHON": sys.executable,
         "REHEARSAL_TOOL": str(tmp_path / "tool.py"),
     }
-    command = ["bash", str(REPOSITORY / "benchmarks/gpu.sh"), *flags, "--output", str(tmp_path / "out")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    command = [
+        "bash",
+        str(REPOSITORY / "benchmarks/gpu.sh"),
+        *flags,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     print(run.stdout, run.stderr)
     summary, statuses = summary_of(tmp_path)
     rows = {}
@@ -138,7 +151,9 @@ def test_rehearsal_as_planned(tmp_path):
     measured = [name for name in PLAN if not name.startswith(("profile", "memcheck"))]
     assert rows == {name: len(PLAN[name]) for name in measured}
     # A lent machine sends eight files back.
-    assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted([*measured, "summary"])
+    assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(
+        [*measured, "summary"]
+    )
 
 
 @pytest.mark.e2e
@@ -164,26 +179,38 @@ def test_rehearsal_with_kernels_that_were_not_prepared(tmp_path):
 @pytest.mark.e2e
 def test_rehearsal_without_torchtitan_and_with_a_peer_that_raises(tmp_path):
     training = [name for name in PLAN if name.startswith("training")]
-    code, _, statuses, rows = rehearse(tmp_path, skipped=training, status={"peers": 1}, seconds={"peers": [2]})
+    code, _, statuses, rows = rehearse(
+        tmp_path, skipped=training, status={"peers": 1}, seconds={"peers": [2]}
+    )
     assert code == 1
     assert statuses["training-125M"] == "complete: Skipped: torchtitan cannot be imported."
     assert statuses["flash-linear-attention"].startswith("exit status 1")
     assert not rows.keys() & {*training}
-    assert all(statuses[part].startswith("complete") for part in ("decode", "profile of the scan", "memcheck"))
+    assert all(
+        statuses[part].startswith("complete")
+        for part in ("decode", "profile of the scan", "memcheck")
+    )
 
 
 @pytest.mark.e2e
 def test_rehearsal_of_a_failed_check(tmp_path):
     """It is repeated with a prepared ptxas, in time that the last parts lose; what failed is named by its sizes."""
-    verdicts = [{"sizes": "d=64 M=64 bfloat16", "verdict": "PASS"}, {"sizes": "d=64 M=16 bfloat16", "verdict": "FAIL"}]
+    verdicts = [
+        {"sizes": "d=64 M=64 bfloat16", "verdict": "PASS"},
+        {"sizes": "d=64 M=16 bfloat16", "verdict": "FAIL"},
+    ]
     prepared = tmp_path / "prepared"
     (prepared / "site").mkdir(parents=True)
     (prepared / "cache").mkdir()
-    (prepared / "ptxas").write_text("#!/bin/sh\necho Cuda compilation tools, release 13.5, V13.5.1\n")
+    (prepared / "ptxas").write_text(
+        "#!/bin/sh\necho Cuda compilation tools, release 13.5, V13.5.1\n"
+    )
     (prepared / "ptxas").chmod(0o755)
     subprocess.run(["tar", "-czf", tmp_path / "gpu.tar.gz", "-C", prepared, "."], check=True)
     failed = {"status": {"check": 1}, "verdicts": verdicts}
-    code, summary, statuses, _ = rehearse(tmp_path, "--prepared", str(tmp_path / "gpu.tar.gz"), **failed)
+    code, summary, statuses, _ = rehearse(
+        tmp_path, "--prepared", str(tmp_path / "gpu.tar.gz"), **failed
+    )
     assert code == 1
     again = [part for part in statuses if part.startswith("check with another ptxas, ")]
     assert len(again) == 1
@@ -202,9 +229,21 @@ case $2 in
 esac
 """)
     (tmp_path / "python").chmod(0o755)
-    command = ["bash", str(REPOSITORY / "benchmarks/gpu.sh"), first, "--output", str(tmp_path / "out"), *flags]
-    environment = os.environ | {"INTERDOMAIN_PYTHON": str(tmp_path / "python"), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        "bash",
+        str(REPOSITORY / "benchmarks/gpu.sh"),
+        first,
+        "--output",
+        str(tmp_path / "out"),
+        *flags,
+    ]
+    environment = os.environ | {
+        "INTERDOMAIN_PYTHON": str(tmp_path / "python"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.mark.e2e
@@ -212,7 +251,9 @@ def test_a_part_that_hangs_is_killed_by_the_real_clock(tmp_path):
     run = start(tmp_path, "--time-limit", "20")
     printed, _ = run.communicate(timeout=TIMEOUT)
     _, statuses = summary_of(tmp_path)
-    assert statuses["training-125M"].startswith(("cut after", "not run")), printed  # not run: on a busy machine
+    assert statuses["training-125M"].startswith(("cut after", "not run")), (
+        printed
+    )  # not run: on a busy machine
     again = start(tmp_path)
     assert "never overwritten" in again.communicate(timeout=TIMEOUT)[0]
     assert again.returncode == 2
@@ -263,9 +304,13 @@ def case(name, device):
 def test_a_case_that_raises_crashes_or_hangs_loses_its_row_alone(monkeypatch):
     monkeypatch.setattr(results, "HANG_SECONDS", HANG)
     groups, rows = [["first", "raises", "second", "third"], ["aborts"], ["hangs"], ["compiles"]], {}
-    results.work(torch.device("meta"), groups, case, rows.__setitem__, workers=2)  # a device that is no CPU
+    results.work(
+        torch.device("meta"), groups, case, rows.__setitem__, workers=2
+    )  # a device that is no CPU
     assert rows.keys() == {name for group in groups for name in group}
-    assert rows.pop("raises") == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert (
+        rows.pop("raises") == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    )
     assert rows.pop("aborts").startswith("BrokenProcessPool: ")
     assert rows.pop("hangs") == "cut: it hung for 6 s"
     process = {name: row["process"] for name, row in rows.items()}

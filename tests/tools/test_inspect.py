@@ -20,7 +20,11 @@ T = 21
 TEXT = "def f(x):\n    return x + 1\n"
 # Random Fourier features need no other map; a head of 96 only takes longer.
 RECURRENT = [
-    *(("interdomain", option) for option in OPTIONS if option not in ("rff", "head96") and "window" not in option),
+    *(
+        ("interdomain", option)
+        for option in OPTIONS
+        if option not in ("rff", "head96") and "window" not in option
+    ),
     *(("single-query", "kv1"), ("single-query", "real"), ("interdomain-norope", "plain")),
 ]
 
@@ -64,14 +68,19 @@ def test_pairing(readout):
     exponents, _ = layer.mixer.dynamics([layer.mixer])[0]
     log_decay, C = (torch.view_as_complex(x.contiguous()) for x in (exponents, layer.mixer.ssm.C))
     beta = (log_decay.exp() - 1) / (log_decay / layer.mixer.ssm.log_dt.exp()[:, None])
-    powers = beta[:, None] * (log_decay[:, None] * torch.arange(LAGS, dtype=torch.float64)[:, None]).exp()
+    powers = (
+        beta[:, None]
+        * (log_decay[:, None] * torch.arange(LAGS, dtype=torch.float64)[:, None]).exp()
+    )
     phi = powers @ C.mT  # [H, lags, M]
     if readout == "real":
         expected = phi.real @ phi.real.mT
     else:
         left = phi.conj() if readout == "hermitian" else phi
         expected = (left @ phi.mT).real
-    torch.testing.assert_close(layer.pairing, expected, rtol=1e-9, atol=1e-11 * expected.abs().max().item())
+    torch.testing.assert_close(
+        layer.pairing, expected, rtol=1e-9, atol=1e-11 * expected.abs().max().item()
+    )
     if readout != "complex":  # a sum of squares
         assert by_head(layer.pairing)["own value positive"] == [1] * 4
 
@@ -103,7 +112,9 @@ def test_softmax_s_map(option):
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(4, T, dtype=torch.float64))
     heads, w = _maps.by_head(layers[0].weights), layers[0].weights[2]
     assert heads["negative"] == [0] * 4
-    assert heads["distance"][2] == pytest.approx(sum(w[t, j].item() * (t - j) for t in range(T) for j in range(t)) / T)
+    assert heads["distance"][2] == pytest.approx(
+        sum(w[t, j].item() * (t - j) for t in range(T) for j in range(t)) / T
+    )
     assert heads["own token"][2] == pytest.approx(w.diagonal().mean().item())
 
 
@@ -134,7 +145,11 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys, refused):
     run(folders["interdomain"], "--text", TEXT, "--output", out)
     printed = capsys.readouterr().out
     pictures = {f"{kind}-layer-0{i}.png" for kind in ("map", "pairing") for i in (0, 1)}
-    assert {p.name for p in out.iterdir()} == pictures | {"inspect.json", "inspect.md", "maps.safetensors"}
+    assert {p.name for p in out.iterdir()} == pictures | {
+        "inspect.json",
+        "inspect.md",
+        "maps.safetensors",
+    }
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     written = json.loads((out / "inspect.json").read_text())
     ids = [tokenizer.eos_id, *tokenizer.encode(TEXT)]
@@ -143,17 +158,33 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys, refused):
     which = ("timescale min", "timescale median", "timescale max", "at bound", "RMS of C")
     assert [second[name] for name in which] == pytest.approx([4, 4, 4, 0, 5], rel=1e-5)
     assert first["timescale max"] > 4.1
-    layers = _maps.read_layers(load_model(folders["interdomain"], dtype=torch.float64), torch.tensor(ids), [0, 1])
+    layers = _maps.read_layers(
+        load_model(folders["interdomain"], dtype=torch.float64), torch.tensor(ids), [0, 1]
+    )
     maps = load_file(out / "maps.safetensors")
     assert sorted(maps) == ["layer-00", "layer-01", "pairing-00", "pairing-01"]
     torch.testing.assert_close(maps["layer-01"], layers[1].weights.float())
     assert first["distance"] == pytest.approx(sum(_maps.by_head(layers[0].weights)["distance"]) / 4)
     assert printed.splitlines()[2] in (out / "inspect.md").read_text()
-    refused(inspect.main, [folders["interdomain"], "--text", TEXT, "--output", out], "nothing is overwritten")
+    refused(
+        inspect.main,
+        [folders["interdomain"], "--text", TEXT, "--output", out],
+        "nothing is overwritten",
+    )
 
 
 def test_other_mixers_and_no_matplotlib(folders, tmp_path, capsys, monkeypatch):
-    run(folders["s4d"], "--text", TEXT, "--layers", 1, "--output", tmp_path / "s4d", "--dtype", "float32")
+    run(
+        folders["s4d"],
+        "--text",
+        TEXT,
+        "--layers",
+        1,
+        "--output",
+        tmp_path / "s4d",
+        "--dtype",
+        "float32",
+    )
     assert [p.name for p in (tmp_path / "s4d").glob("*.png")] == ["map-layer-01.png"]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run(folders["softmax"], "--text", TEXT, "--output", tmp_path / "softmax")

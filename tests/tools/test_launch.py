@@ -20,7 +20,9 @@ from ..common import REPOSITORY, TIMEOUT
 @pytest.fixture(autouse=True)
 def in_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("INTERDOMAIN_SITE", "local")  # the tests may themselves stand in an allocation
+    monkeypatch.setenv(
+        "INTERDOMAIN_SITE", "local"
+    )  # the tests may themselves stand in an allocation
 
 
 @pytest.fixture
@@ -33,11 +35,24 @@ def dry(capsys, *argv):
     return capsys.readouterr().out
 
 
-def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp_path, nothing_starts):
+def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(
+    capsys, tmp_path, nothing_starts
+):
     """Counts of the paper's parameter table; its token budget and 375 M-token warmup in steps of 524,288 tokens."""
-    folders = ["--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus")]
-    out = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16", *folders)
-    for words in ("125M, s4d (135,425,424 parameters)", "4,769 of 524,288 tokens (warmup 715)", "2,500,329,472"):
+    folders = [
+        "--job.dump_folder",
+        str(tmp_path / "out"),
+        "--data.corpus",
+        str(tmp_path / "no corpus"),
+    ]
+    out = dry(
+        capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16", *folders
+    )
+    for words in (
+        "125M, s4d (135,425,424 parameters)",
+        "4,769 of 524,288 tokens (warmup 715)",
+        "2,500,329,472",
+    ):
         assert words in out
     assert "--nproc-per-node 16 --max-restarts 3 " in out
     assert "NOT HERE: data.corpus = " in out
@@ -46,7 +61,8 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp
 
 
 @pytest.mark.parametrize(
-    ("torchrun_status", "saved", "status"), [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED)]
+    ("torchrun_status", "saved", "status"),
+    [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED)],
 )
 def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again(
     tmp_path, monkeypatch, torchrun_status, saved, status
@@ -70,10 +86,15 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         (["--ranks", "0"], ["--ranks", "at least 1"]),
         (["no/such.toml"], ["no/such.toml: No such file"]),
         (["a.toml", "b.toml"], ["a.toml, b.toml"]),
-        (["--job.config_file=train_configs/125M.toml"], ["without --job.config_file", "./launch.sh FILE.toml"]),
+        (
+            ["--job.config_file=train_configs/125M.toml"],
+            ["without --job.config_file", "./launch.sh FILE.toml"],
+        ),
     ],
 )
-def test_refused_before_anything_starts(refused, tmp_path, monkeypatch, nothing_starts, argv, words):
+def test_refused_before_anything_starts(
+    refused, tmp_path, monkeypatch, nothing_starts, argv, words
+):
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
     refused(launch.main, ["--job.dump_folder", tmp_path / "out", *argv], *words)
     assert list(tmp_path.iterdir()) == []
@@ -99,7 +120,9 @@ def test_flags_lists_every_setting(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--flags"])
     shown = capsys.readouterr().out
-    assert [setting for setting in schema.SETTINGS if f"--{setting.replace('_', '-')}" not in shown] == []
+    assert [
+        setting for setting in schema.SETTINGS if f"--{setting.replace('_', '-')}" not in shown
+    ] == []
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):
@@ -188,7 +211,9 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
     assert "pip install" in log
     assert "torchtitan==0.3.0" in Path("constraints-titan03.txt").read_text()
     assert "-c constraints-titan03.txt -e .[titan03]" in log
-    assert log.endswith("/.venv-titan03/bin/python -m interdomain.tools.launch run.toml --dry-run\n")
+    assert log.endswith(
+        "/.venv-titan03/bin/python -m interdomain.tools.launch run.toml --dry-run\n"
+    )
     assert start("--titan", "0.4").stderr == "error: --titan must be 0.2 or 0.3: got 0.4.\n"
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "python")
     assert "leave one out" in start("--titan", "0.3").stderr
@@ -196,7 +221,12 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
 
 def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):
     """Started from elsewhere, and through a link: the file of settings, and the environments that the user names."""
-    checkout('#!/bin/sh\necho "$PWD $0 $@"\n', "clone/.venv/bin/python", "mine/env/bin/python", "mine/venv/bin/python")
+    checkout(
+        '#!/bin/sh\necho "$PWD $0 $@"\n',
+        "clone/.venv/bin/python",
+        "mine/env/bin/python",
+        "mine/venv/bin/python",
+    )
     for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).rename(tmp_path / "clone" / name)
     mine = tmp_path / "mine"
@@ -204,7 +234,9 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     monkeypatch.chdir(mine)
 
     def start(script):
-        said = subprocess.run(["bash", script, "mine.toml"], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            ["bash", script, "mine.toml"], capture_output=True, text=True, check=True
+        ).stdout
         return said.splitlines()[-1]
 
     arguments = "-m interdomain.tools.launch mine.toml"
@@ -222,7 +254,9 @@ def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path / "tools"), prepend=os.pathsep)
 
     def start():
-        return subprocess.Popen(["./launch.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            ["./launch.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     Path("hold").touch()
     killed = start()
@@ -234,7 +268,9 @@ def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_pa
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     Path("hold").unlink()
-    assert [process.communicate(timeout=TIMEOUT)[0].splitlines()[-1] for process in waiting] == ["started"] * 2
+    assert [process.communicate(timeout=TIMEOUT)[0].splitlines()[-1] for process in waiting] == [
+        "started"
+    ] * 2
     Path("constraints.txt").write_text("torch==0\n")
     for _ in range(2):
         assert start().wait(60) == 0

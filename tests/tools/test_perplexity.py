@@ -36,7 +36,9 @@ def test_joined_documents_of_a_model_whose_documents_begin_with_bos(corpus, toke
     assert apart.tolist() == read_spans(str(corpus), tokenizer, 60, text_field="body")[0].tolist()
 
 
-def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_them(corpus, tmp_path):
+def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_them(
+    corpus, tmp_path
+):
     """Unknown characters and white space are text too."""
     reader = unigram(tmp_path / "unigram.model")
     documents = [reader.encode(text, add_eos=True) for text in TEXTS]
@@ -55,11 +57,17 @@ def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_th
 
 
 @pytest.mark.parametrize(
-    ("documents", "start"), [({"begin": [2, 1], "end": []}, [2, 1]), (None, [2])], ids=["two", "older"]
+    ("documents", "start"),
+    [({"begin": [2, 1], "end": []}, [2, 1]), (None, [2])],
+    ids=["two", "older"],
 )
-def test_windows_begin_as_documents_did_in_training(exported_model, corpus, tmp_path, capsys, documents, start):
+def test_windows_begin_as_documents_did_in_training(
+    exported_model, corpus, tmp_path, capsys, documents, start
+):
     """As the folder's record says, which an older one does not."""
-    folder = edit_run(shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=documents)
+    folder = edit_run(
+        shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=documents
+    )
     options = f"--lengths 60 --text-field body --perplexity {corpus} --output {tmp_path / 'out'}"
     assert evaluate.main([str(folder), *options.split()]) == 0
     assert ("does not record how documents began" in capsys.readouterr().out) == (documents is None)
@@ -71,6 +79,8 @@ def test_windows_begin_as_documents_did_in_training(exported_model, corpus, tmp_
 
 def test_a_window_needs_a_token_before_it(exported_model, corpus, tmp_path, refused):
     nothing = {"begin": [], "end": []}
-    folder = edit_run(shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=nothing)
+    folder = edit_run(
+        shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=nothing
+    )
     options = f"--lengths 60 --text-field body --perplexity {corpus} --output {tmp_path / 'out'}"
     refused(evaluate.main, [folder, *options.split()], "no token stood between the documents")

@@ -19,7 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from interdomain.data import TokenCorpus, load_tokenizer, read_manifest, readers, tokenize_parallel
-from interdomain.data.readers import find_inputs, in_validation, list_spans, read_documents, read_span, stdlib_files
+from interdomain.data.readers import (
+    find_inputs,
+    in_validation,
+    list_spans,
+    read_documents,
+    read_span,
+    stdlib_files,
+)
 from interdomain.folders import kept_folder
 from interdomain.tools import prepare_data
 
@@ -33,7 +40,11 @@ def contents(folder):
 def decoded(corpus, split="train"):
     """The documents of a split as text."""
     tokenizer = load_tokenizer(corpus)
-    rows = [document.tolist() for shard in TokenCorpus(corpus, split, verify=True).shards for document in shard]
+    rows = [
+        document.tolist()
+        for shard in TokenCorpus(corpus, split, verify=True).shards
+        for document in shard
+    ]
     assert {row[-1] for row in rows} <= {tokenizer.eos_id}
     return [tokenizer.decode(row) for row in rows]
 
@@ -56,7 +67,18 @@ def prepare(tokenizer, tmp_path, refused):
 @pytest.fixture(scope="module")
 def texts():
     rng = random.Random(1)
-    words = ["state", "kernel", "query", "naïve", "🙂", "\u2028", "0x1F", "\r\n", " ", "return self"]
+    words = [
+        "state",
+        "kernel",
+        "query",
+        "naïve",
+        "🙂",
+        "\u2028",
+        "0x1F",
+        "\r\n",
+        " ",
+        "return self",
+    ]
     rows = [" ".join(rng.choices(words, k=rng.randrange(0, 60))) for _ in range(800)]
     return [*rows[:400], "", "one long document " * 1000, *rows[400:]]
 
@@ -88,21 +110,33 @@ def test_the_embedded_corpus(tmp_path, capsys, refused):
     """Every document once, in order, in its split, which is a function of its text."""
     names = [name for name, _ in stdlib_files()]
     assert names == sorted(names)
-    assert not [name for name in names if {"test", "tests", "site-packages"}.intersection(name.split("/"))]
+    assert not [
+        name for name in names if {"test", "tests", "site-packages"}.intersection(name.split("/"))
+    ]
     assert "encodings/utf_8.py" in names
     assert "encodings/cp1252.py" not in names  # a table of characters
     corpus = tmp_path / "corpus"
     small = ["--max-bytes", "600000", "--vocab-size", "512", "--output", str(corpus)]
     assert prepare_data.main(small) == 0
     assert f"\nwrote {corpus} (" in capsys.readouterr().out
-    files = [f"{split}-00000.{ending}" for split in ("train", "validation") for ending in ("bin", "idx")]
+    files = [
+        f"{split}-00000.{ending}" for split in ("train", "validation") for ending in ("bin", "idx")
+    ]
     assert sorted(contents(corpus)) == ["manifest.json", "tokenizer.model", *files]
-    assert read_manifest(corpus)["source"]["inputs"] == [{"stdlib": "{}.{}.{}".format(*sys.version_info)}]
+    assert read_manifest(corpus)["source"]["inputs"] == [
+        {"stdlib": "{}.{}.{}".format(*sys.version_info)}
+    ]
     documents = list(read_documents(["stdlib"], max_bytes=600_000))
     assert 500_000 < sum(len(text.encode()) for text in documents) <= 600_000
-    chosen = [int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10_000 < 200 for text in documents]
-    assert decoded(corpus, "validation") == [text for text, held_out in zip(documents, chosen, strict=True) if held_out]
-    assert decoded(corpus) == [text for text, held_out in zip(documents, chosen, strict=True) if not held_out]
+    chosen = [
+        int(hashlib.sha256(text.encode()).hexdigest(), 16) % 10_000 < 200 for text in documents
+    ]
+    assert decoded(corpus, "validation") == [
+        text for text, held_out in zip(documents, chosen, strict=True) if held_out
+    ]
+    assert decoded(corpus) == [
+        text for text, held_out in zip(documents, chosen, strict=True) if not held_out
+    ]
     refused(prepare_data.main, small, "is not empty")
     verify = ["--verify", str(corpus)]
     assert prepare_data.main(verify) == 0
@@ -112,12 +146,18 @@ def test_the_embedded_corpus(tmp_path, capsys, refused):
     refused(prepare_data.main, verify, "train-00000.bin is damaged")
 
 
-def test_every_kind_gives_every_document_once_wherever_it_is_cut(sources, texts, prepare, tmp_path, monkeypatch):
+def test_every_kind_gives_every_document_once_wherever_it_is_cut(
+    sources, texts, prepare, tmp_path, monkeypatch
+):
     full = [text for text in texts if text]
     made = []
     kinds = ("rows.json.zst", "rows.jsonl", "rows.jsonl.gz", "rows.ndjson.bz2", "rows.parquet")
     for kind in kinds:
-        out = prepare(sources / kind, out=tmp_path / kind, options=("--validation-fraction", "0.1", "--workers", 1))
+        out = prepare(
+            sources / kind,
+            out=tmp_path / kind,
+            options=("--validation-fraction", "0.1", "--workers", 1),
+        )
         made.append({name: data for name, data in contents(out).items() if name != "manifest.json"})
         for span_bytes in (100, 20_000):
             monkeypatch.setattr(readers, "SPAN_BYTES", span_bytes)
@@ -146,8 +186,18 @@ if __name__ == "__main__":
 def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, tmp_path):
     """SIGKILL until a run comes through; its workers end too; another number of them changes no byte."""
     line = f"--tokenizer {tokenizer.path} --validation-fraction 0.1 --shard-tokens 10000"
-    run = [sys.executable, "-c", PROGRAM, "--input", sources / "rows.jsonl", *line.split(), "--output"]
-    done = subprocess.run([*run, tmp_path / "undisturbed", "--workers", "1"], capture_output=True, text=True)
+    run = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        "--input",
+        sources / "rows.jsonl",
+        *line.split(),
+        "--output",
+    ]
+    done = subprocess.run(
+        [*run, tmp_path / "undisturbed", "--workers", "1"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "corpus"
     work = tmp_path / ".corpus.unfinished"
@@ -157,7 +207,11 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     for in_merge in (False, False, True):
         before = len(list(work.glob("part-*-train.idx")))
         process = subprocess.Popen(run, stdout=subprocess.DEVNULL)
-        while not (any(merged.glob("*.bin")) if in_merge else len(list(work.glob("part-*-train.idx"))) > before + 3):
+        while not (
+            any(merged.glob("*.bin"))
+            if in_merge
+            else len(list(work.glob("part-*-train.idx"))) > before + 3
+        ):
             assert process.poll() is None
             time.sleep(0.005)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -171,7 +225,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
         while any(running(child) for child in children):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    assert subprocess.run([*run, "--text-field", "id"]).returncode == 2  # the parts of the first request stay
+    assert (
+        subprocess.run([*run, "--text-field", "id"]).returncode == 2
+    )  # the parts of the first request stay
     assert subprocess.run(run).returncode == 0
     assert contents(out) == contents(tmp_path / "undisturbed")
     assert len(TokenCorpus(out).shards) > 3
@@ -189,7 +245,13 @@ def write_texts(path, text):
     texts = [text.format(i) for i in range(200)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if path.suffix == ".parquet":
-        pq.write_table(pa.table({"text": texts}), path, row_group_size=30, compression=None, use_dictionary=False)
+        pq.write_table(
+            pa.table({"text": texts}),
+            path,
+            row_group_size=30,
+            compression=None,
+            use_dictionary=False,
+        )
     elif path.suffix == ".gz":
         path.write_bytes(gzip.compress(rows, 0, mtime=0))
     else:
@@ -207,8 +269,12 @@ def stopped(*arguments):
 KINDS = ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "hf"]
 
 
-@pytest.mark.parametrize(("kind", "trained"), [*((kind, False) for kind in KINDS), ("rows.jsonl", True)])
-def test_after_a_correction_nothing_of_the_old_input_is_left(kind, trained, tokenizer, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("kind", "trained"), [*((kind, False) for kind in KINDS), ("rows.jsonl", True)]
+)
+def test_after_a_correction_nothing_of_the_old_input_is_left(
+    kind, trained, tokenizer, tmp_path, monkeypatch, capsys
+):
     """A preparation that stopped, and continues with inputs of the same names, sizes and times, ends as one that begins."""
     monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
     monkeypatch.setattr(tokenize_parallel, "SMALLEST_PART", 3000)
@@ -219,7 +285,16 @@ def test_after_a_correction_nothing_of_the_old_input_is_left(kind, trained, toke
     options = ["--vocab-size", "300"] if trained else ["--tokenizer", str(tokenizer.path)]
 
     def run(out):
-        line = ["--input", str(same), source, *options, "--validation-fraction", "0.1", "--workers", "1"]
+        line = [
+            "--input",
+            str(same),
+            source,
+            *options,
+            "--validation-fraction",
+            "0.1",
+            "--workers",
+            "1",
+        ]
         return prepare_data.main([*line, "--output", str(tmp_path / out)])
 
     write_texts(same, "this stays as it is {:05}")
@@ -273,13 +348,23 @@ def test_a_folder_is_counted_and_a_glob_names_what_is_read(tmp_path, prepare, ca
     (folder / "5.rst").write_text(documents[28])
     (folder / "deeper" / "7.TXT.gz").write_bytes(gzip.compress(documents[29].encode()))
     # Beside rows a README is a description; a file of another kind and a hidden one are never read.
-    for name in ("a.pdf", "deeper/c.pdf", "d.csv.gz", "Makefile", ".git/config", ".git/x.txt", "README.md"):
+    for name in (
+        "a.pdf",
+        "deeper/c.pdf",
+        "d.csv.gz",
+        "Makefile",
+        ".git/config",
+        ".git/x.txt",
+        "README.md",
+    ):
         (folder / name).write_bytes(bytes(1000))
     (folder / "linked").symlink_to("deeper")
     (folder / "gone.txt").symlink_to("nothing")
     (tmp_path / "link").symlink_to("out")
     prepare(folder, out=tmp_path / "link")
-    assert capsys.readouterr().out.startswith("reading 5 files (0.0 MB) (other files in the folders, left out: 9)\n")
+    assert capsys.readouterr().out.startswith(
+        "reading 5 files (0.0 MB) (other files in the folders, left out: 9)\n"
+    )
     assert decoded(tmp_path / "out") == documents
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     # A glob names each file: what it cannot read is refused. ** goes into folders.
@@ -297,10 +382,16 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_p
     assert len(list(list_spans(find_inputs([name]).files, "text"))) == 4
     out = prepare(name, options=["--validation-fraction", 0, "--workers", 1, "--skip-bad", 1])
     assert decoded(out) == [t for t in texts if t] + ["last"]
-    assert [(bad["file"], bad["place"]) for bad in read_manifest(out)["skipped"]] == [(name, "shard 4, row 2")]
+    assert [(bad["file"], bad["place"]) for bad in read_manifest(out)["skipped"]] == [
+        (name, "shard 4, row 2")
+    ]
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     prepare("hf:", out=tmp_path / "none", words=["is no dataset"])
-    prepare("hf:HuggingFaceFW/fineweb-edu:sample-10BT", out=tmp_path / "none", words=["download its files"])
+    prepare(
+        "hf:HuggingFaceFW/fineweb-edu:sample-10BT",
+        out=tmp_path / "none",
+        words=["download its files"],
+    )
     assert not (tmp_path / "none").exists()
 
 
@@ -311,7 +402,9 @@ def killed(part):
 def test_a_worker_that_is_killed(sources, prepare, monkeypatch):
     monkeypatch.setattr(tokenize_parallel, "_work", killed)
     out = prepare(
-        sources / "rows.jsonl", options=("--workers", 2), words=["most likely for lack of memory. The same command"]
+        sources / "rows.jsonl",
+        options=("--workers", 2),
+        words=["most likely for lack of memory. The same command"],
     )
     monkeypatch.undo()
     assert prepare(sources / "rows.jsonl", options=("--workers", 2)) == out
@@ -319,16 +412,28 @@ def test_a_worker_that_is_killed(sources, prepare, monkeypatch):
 
 ROW = b'{"text": "a"}\n'
 BAD = {
-    "row.jsonl": (b'{"text": "a"}\n' * 500 + b'{"text": 3}\n', "line 501, cannot be read: there is no text under"),
-    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3, cannot be read: it is not JSON"),
+    "row.jsonl": (
+        b'{"text": "a"}\n' * 500 + b'{"text": 3}\n',
+        "line 501, cannot be read: there is no text under",
+    ),
+    "json.jsonl": (
+        b'{"text": "a"}\n\n{"text": \n',
+        "json.jsonl, line 3, cannot be read: it is not JSON",
+    ),
     "deep.jsonl": (b"[" * 100_000 + b"\n", "line 1, cannot be read: it is not JSON"),
     "list.json": (b'["text"]\n', "in the row ['text']"),
     "half.jsonl": (b'{"text": "\\ud800"}\n', "surrogates not allowed"),
     "empty.jsonl": (b"", "no split"),
     "bad.jsonl.gz": (b"\0" * 100, "Not a gzipped file"),
-    "between.jsonl.bz2": (bz2.compress(ROW) + b"between" + bz2.compress(ROW), "between.jsonl.bz2 cannot be read"),
+    "between.jsonl.bz2": (
+        bz2.compress(ROW) + b"between" + bz2.compress(ROW),
+        "between.jsonl.bz2 cannot be read",
+    ),
     "behind.txt.bz2": (bz2.compress(ROW) + b"\0", "behind.txt.bz2 cannot be read"),
-    **{f"0.jsonl.{ending}": (b"", f"0.jsonl.{ending} cannot be read") for ending in ("gz", "bz2", "zst")},
+    **{
+        f"0.jsonl.{ending}": (b"", f"0.jsonl.{ending} cannot be read")
+        for ending in ("gz", "bz2", "zst")
+    },
 }
 
 
@@ -338,10 +443,17 @@ def test_bad_files(sources, prepare, tmp_path, monkeypatch):
     names = ("rows.jsonl.gz", "rows.json.zst", "rows.ndjson.bz2", "rows.parquet")
     cut = {name: ((sources / name).read_bytes()[:-5], f"{name} cannot be read") for name in names}
     whole = (sources / "rows.parquet").read_bytes()
-    cut["damaged.parquet"] = (whole[:400] + bytes(400) + whole[800:], "damaged.parquet cannot be read")
+    cut["damaged.parquet"] = (
+        whole[:400] + bytes(400) + whole[800:],
+        "damaged.parquet cannot be read",
+    )
     for name, (data, message) in (BAD | cut).items():
         (tmp_path / name).write_bytes(data)
-        prepare(tmp_path / name, options=["--workers", 2 if name == "bad.jsonl.gz" else 1], words=[message])
+        prepare(
+            tmp_path / name,
+            options=["--workers", 2 if name == "bad.jsonl.gz" else 1],
+            words=[message],
+        )
         (tmp_path / name).unlink()
     assert [path for path in tmp_path.iterdir() if path.name != ".out.unfinished"] == []
 
@@ -362,7 +474,9 @@ def with_bad(tmp_path, monkeypatch):
     pq.write_table(pa.table({"text": column}), tmp_path / "rows.parquet", row_group_size=90)
     (tmp_path / "texts").mkdir()
     for i in range(400):
-        (tmp_path / "texts" / f"{i:03}.txt").write_bytes(b"\xff" if i in (2, 100, 300) else b"document %d" % i)
+        (tmp_path / "texts" / f"{i:03}.txt").write_bytes(
+            b"\xff" if i in (2, 100, 300) else b"document %d" % i
+        )
     lines = ["line 3", "line 101", "line 301"]
     return {
         "rows.jsonl": [("rows.jsonl", place) for place in lines],
@@ -376,15 +490,29 @@ def test_bad_documents_are_skipped_counted_and_named(with_bad, prepare, tmp_path
     wanted = [f"document {i}" for i in range(400) if i not in (2, 100, 300)]
     for name, places in with_bad.items():
         out = tmp_path / f"out-{name}"
-        options = ["--validation-fraction", 0, "--workers", 2 if name == "rows.jsonl" else 1, "--skip-bad"]
+        options = [
+            "--validation-fraction",
+            0,
+            "--workers",
+            2 if name == "rows.jsonl" else 1,
+            "--skip-bad",
+        ]
         file, place = places[2]
-        words = f"{file}, {place}, cannot be read: ", "repeat the command with a larger --skip-bad than 2"
+        words = (
+            f"{file}, {place}, cannot be read: ",
+            "repeat the command with a larger --skip-bad than 2",
+        )
         prepare(tmp_path / name, out=out, options=[*options, 2], words=words)
         prepare(tmp_path / name, out=out, options=[*options, 3])
         printed = capsys.readouterr().out
         assert "continuing an earlier run" in printed
-        assert [line.split(", cannot")[0] for line in printed.splitlines() if line.startswith("skipped: ")] == [
-            f"skipped: {tmp_path / ('texts' if name == 'texts' else '') / file}, {place}" for file, place in places
+        assert [
+            line.split(", cannot")[0]
+            for line in printed.splitlines()
+            if line.startswith("skipped: ")
+        ] == [
+            f"skipped: {tmp_path / ('texts' if name == 'texts' else '') / file}, {place}"
+            for file, place in places
         ]
         assert printed.endswith("3 bad document(s) skipped)\n")
         skipped = read_manifest(out)["skipped"]
@@ -395,19 +523,32 @@ def test_bad_documents_are_skipped_counted_and_named(with_bad, prepare, tmp_path
 
 def test_training_the_tokenizer_gives_the_reader_s_own_error(with_bad, tmp_path, refused):
     line = f"--input {tmp_path}/rows.jsonl --vocab-size 280 --validation-fraction 0 --output {tmp_path}/out --skip-bad"
-    refused(prepare_data.main, [*line.split(), "1"], "rows.jsonl, line 101, cannot be read: there is no text under")
+    refused(
+        prepare_data.main,
+        [*line.split(), "1"],
+        "rows.jsonl, line 101, cannot be read: there is no text under",
+    )
     assert prepare_data.main([*line.split(), "3"]) == 0
 
 
 def test_columns(prepare, tmp_path):
-    pq.write_table(pa.table({"text": ["a", None], "id": [1, 2], "body": ["\u2028", "b"]}), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.table({"text": ["a", None], "id": [1, 2], "body": ["\u2028", "b"]}),
+        tmp_path / "x.parquet",
+    )
     options = ["--validation-fraction", 0, "--text-field"]
-    for field, message in (("text", "{'text': None}"), ("other", "has: text, id, body"), ("id", "{'id': 1}")):
+    for field, message in (
+        ("text", "{'text': None}"),
+        ("other", "has: text, id, body"),
+        ("id", "{'id': 1}"),
+    ):
         prepare(tmp_path / "x.parquet", options=[*options, field], words=[message])
     assert decoded(prepare(tmp_path / "x.parquet", options=[*options, "body"])) == ["\u2028", "b"]
     # Some writers do not mark a column of strings as such.
     pq.write_table(pa.table({"text": [b"a", "ä".encode(), b"\xff"]}), tmp_path / "bytes.parquet")
-    out = prepare(tmp_path / "bytes.parquet", out=tmp_path / "bytes", options=[*options[:2], "--skip-bad", 1])
+    out = prepare(
+        tmp_path / "bytes.parquet", out=tmp_path / "bytes", options=[*options[:2], "--skip-bad", 1]
+    )
     assert decoded(out) == ["a", "ä"]
     assert read_manifest(out)["skipped"][0]["place"] == "row 3"
 

@@ -44,7 +44,9 @@ def run(task, answer):
 def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     length = 1024
     task = recall.make(f"niah_single_1_{length}", tokenizer)
-    texts, options, found = run(task, lambda text: " " + re.search(r"is: (\d+)\.", text)[1] + ". The grass is green.")
+    texts, options, found = run(
+        task, lambda text: " " + re.search(r"is: (\d+)\.", text)[1] + ". The grass is green."
+    )
     assert found["contains,none"] == 1
     assert len(texts) == len(set(texts)) == recall.SAMPLES
     # As long as asked for, with 128 tokens of answer.
@@ -53,14 +55,21 @@ def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     assert (options["max_gen_toks"], options["until"]) == (128, [])
     assert recall.needles(length, tokenizer) == recall.needles(length, tokenizer)
     # Anywhere in the text, and nowhere else: who forgets the first half misses some.
-    *_, found = run(task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0])
+    *_, found = run(
+        task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0]
+    )
     assert 0.2 < found["contains,none"] < 0.8
 
 
 def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
     near, far = (recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
-    parts = harness.by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
-    assert {length: list(part["tasks"]) for length, part in parts.items()} == {1500: ["near", "other"], 2048: ["far"]}
+    parts = harness.by_length(
+        {"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500
+    )
+    assert {length: list(part["tasks"]) for length, part in parts.items()} == {
+        1500: ["near", "other"],
+        2048: ["far"],
+    }
     assert [part["groups"] for part in parts.values()] == [{"g": 1}, {}]
 
 
@@ -70,7 +79,11 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
 
     def look_up(text):
         book, asked = text.split("\n\n")
-        assert len(set(book.split("\n"))) == len({line.split(":")[0] for line in book.split("\n")}) == entries
+        assert (
+            len(set(book.split("\n")))
+            == len({line.split(":")[0] for line in book.split("\n")})
+            == entries
+        )
         *worked, name = asked.split("\n")
         assert len(worked) == 2
         assert set(worked) < set(book.split("\n"))
@@ -78,7 +91,11 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
         return " " + re.search(f"^{name} (.*)$", book, re.MULTILINE)[1]
 
     texts, options, found = run(task, look_up)
-    assert (found["exact_match,none"], len(set(texts)), options["until"]) == (1, recall.SAMPLES, ["\n"])
+    assert (found["exact_match,none"], len(set(texts)), options["until"]) == (
+        1,
+        recall.SAMPLES,
+        ["\n"],
+    )
     assert run(task, lambda text: look_up(text) + "0")[2]["exact_match,none"] == 0
     # The second of the answered ones.
     assert run(task, lambda text: text.split("\n")[-2].split(":")[1])[2]["exact_match,none"] < 0.1
@@ -86,8 +103,16 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
 
 def test_passages_are_completed(tmp_path, monkeypatch):
     rows = [
-        {"context": " Rome is a city. Italy's capital is", "question": "Italy's capital is ", "answers": ["Rome"]},
-        {"context": "[DOC] [TLE] Elba [PAR] An island.", "question": "Elba is an", "answers": ["isle", "Island"]},
+        {
+            "context": " Rome is a city. Italy's capital is",
+            "question": "Italy's capital is ",
+            "answers": ["Rome"],
+        },
+        {
+            "context": "[DOC] [TLE] Elba [PAR] An island.",
+            "question": "Elba is an",
+            "answers": ["isle", "Island"],
+        },
         {"context": "Nothing.", "question": "Nobody knows", "answers": []},
     ]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,7 +120,11 @@ def test_passages_are_completed(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     task = recall.make("based_triviaqa", None)
     texts, options, found = run(task, lambda text: " an ISLAND of" if "Elba" in text else " Milan")
-    assert texts == ["Rome is a city. Italy's capital is", "Elba  An island. Elba is an", "Nothing. Nobody knows"]
+    assert texts == [
+        "Rome is a city. Italy's capital is",
+        "Elba  An island. Elba is an",
+        "Nothing. Nobody knows",
+    ]
     assert found["contains,none"] == pytest.approx(1 / 3)
     assert options == {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
 

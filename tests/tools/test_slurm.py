@@ -38,10 +38,24 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     node = command.index("interdomain.tools._start.torchrun")
     own, (ranks, *torchrun) = command[: node - 2], command[node + 1 :]
     gpus_and_cores = {"--gpus-per-node=4", "--cpus-per-task=144"}
-    assert {"srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none", *gpus_and_cores} <= {*own}
+    assert {
+        "srun",
+        "--nodes=4",
+        "--ntasks=4",
+        "--ntasks-per-node=1",
+        "--cpu-bind=none",
+        *gpus_and_cores,
+    } <= {*own}
     assert ranks == "4"
-    args = get_args_parser().parse_args(torchrun[torchrun.index("interdomain.tools._start.elastic") + 1 :])
-    assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.numa_binding) == ("4", "4", 3, "node")
+    args = get_args_parser().parse_args(
+        torchrun[torchrun.index("interdomain.tools._start.elastic") + 1 :]
+    )
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.numa_binding) == (
+        "4",
+        "4",
+        3,
+        "node",
+    )
     assert (args.rdzv_id, args.rdzv_endpoint, args.standalone) == ("4242", "nid001:24242", False)
     assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]
 
@@ -50,7 +64,9 @@ def test_one_node_meets_at_its_own_address(slurm, capsys):
     """The node's name need not resolve there, as in a container."""
     slurm("nid001", GPUS_ON_NODE="4")
     command = shlex.split(dry(capsys, "train_configs/1.3B.toml")["command"])
-    args = get_args_parser().parse_args(command[command.index("interdomain.tools._start.elastic") + 1 :])
+    args = get_args_parser().parse_args(
+        command[command.index("interdomain.tools._start.elastic") + 1 :]
+    )
     assert (args.standalone, args.nnodes, args.local_addr) == (True, "1", "127.0.0.1")
 
 
@@ -69,7 +85,12 @@ def test_ranks_per_node(slurm, capsys):
 
 def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch):
     """However many tasks the job asked for: srun takes these for its own flags, and what it is not told from the job."""
-    shares = {"GPUS_PER_TASK": "1", "CPUS_PER_TASK": "36", "NTASKS_PER_GPU": "1", "TRES_BIND": "gres/gpu:per_task:1"}
+    shares = {
+        "GPUS_PER_TASK": "1",
+        "CPUS_PER_TASK": "36",
+        "NTASKS_PER_GPU": "1",
+        "TRES_BIND": "gres/gpu:per_task:1",
+    }
     slurm("a", "b", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="144(x2)", GPU_BIND="single:1", **shares)
     monkeypatch.setenv("SRUN_CPUS_PER_TASK", "36")
     environment = _slurm.allocation(None, None, 1).environment
@@ -90,7 +111,10 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
     monkeypatch.setenv("NCCL_NET", "shell")
     slurm("a")
     allocation = _slurm.allocation(str(site), 1, 1)
-    assert (allocation.environment["NCCL_NET"], allocation.environment["NCCL_PROTO"]) == ("shell", "^LL128")
+    assert (allocation.environment["NCCL_NET"], allocation.environment["NCCL_PROTO"]) == (
+        "shell",
+        "^LL128",
+    )
     assert "--label" in allocation.command("x.toml", [], 0)
     site.write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
     with pytest.raises(ValueError, match=r"ours\.env: 'export NCCL_PROTO=y' is not NAME=VALUE"):
@@ -119,24 +143,36 @@ def test_what_srun_s_end_means(monkeypatch, signals, status, meaning):
     [
         (1, "echo ' Restarts=0 BatchFlag=1'", "0", False),
         (CONTINUE, "echo ' Restarts=12 BatchFlag=1'", "12", True),
-        (CONTINUE, "echo ' Restarts=12 BatchFlag=1'", "1", False),  # SLURM has started the job again since
+        (
+            CONTINUE,
+            "echo ' Restarts=12 BatchFlag=1'",
+            "1",
+            False,
+        ),  # SLURM has started the job again since
         (CONTINUE, "exit 1", "1", False),  # nobody answers: the node is cut off
     ],
 )
-def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monkeypatch, code, answer, ours, requeued):
+def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(
+    tmp_path, monkeypatch, code, answer, ours, requeued
+):
     script = (_slurm.SITES / "requeue.sbatch").read_text()
     config, site = re.search(
         r'^config=\${1:-(\S+)}\n./launch.sh "\$config" --site (\S+)$', script, re.MULTILINE
     ).groups()
     assert (REPOSITORY / config).is_file()
     _slurm.read_site(site)
-    for name, does in {"launch.sh": f"exit {code}", "scontrol": f"echo $@ >> asked\n{answer}"}.items():
+    for name, does in {
+        "launch.sh": f"exit {code}",
+        "scontrol": f"echo $@ >> asked\n{answer}",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", ours)
-    assert subprocess.run(["bash", _slurm.SITES / "requeue.sbatch"], cwd=tmp_path).returncode == code
+    assert (
+        subprocess.run(["bash", _slurm.SITES / "requeue.sbatch"], cwd=tmp_path).returncode == code
+    )
     (tmp_path / "asked").touch()
     assert ("requeue 77" in (tmp_path / "asked").read_text()) == requeued
 
@@ -162,7 +198,10 @@ def test_refusals(slurm, tmp_path, refused, monkeypatch):
 
 def test_this_machine_alone(slurm, capsys):
     """The user says so, or the shell is one that srun gave."""
-    for variables, argv in (({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])):
+    for variables, argv in (
+        ({}, ["--site", "local"]),
+        ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, []),
+    ):
         slurm("a", "b", **variables)
         rows = dry(capsys, *argv, "--ranks", "1")
         assert "--standalone" in rows["command"]

@@ -41,7 +41,12 @@ def write(tmp_path):
     number of tokens at step 1 and the multiples of 10, as the trainer does."""
 
     def write(name, condition, losses, *flags, size="125M", first=1, fingerprints=FINGERPRINTS):
-        given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
+        given = [
+            "--job.config_file",
+            str(REPOSITORY / f"train_configs/{size}.toml"),
+            "--mixer.condition",
+            condition,
+        ]
         job = read_job_config([*given, "--data.corpus", "data/edu", *flags])
         plan = make_plan(job, 8)
         log = RunLog(tmp_path / name / "tb", plan, job, first, fingerprints)
@@ -59,13 +64,25 @@ def write(tmp_path):
 def shown(folder, *runs):
     """The cells as `study show --output` wrote them, and what it printed."""
     assert study.main(["show", *runs, "--output", str(folder)]) == 0
-    return json.loads((folder / "study.json").read_text())["cells"], (folder / "study.md").read_text()
+    return json.loads((folder / "study.json").read_text())["cells"], (
+        folder / "study.md"
+    ).read_text()
 
 
 def test_the_table_of_the_study(write, tmp_path, capsys):
     runs = [write(condition, condition, losses) for condition, losses in LOSSES.items()]
     runs.append(write("large", "interdomain", {1: 10.4, 300: 2.5}, size="350M"))
-    runs.append(write("ablated", "interdomain", {1: 4.0}, "--mixer.c_form", "identity", "--mixer.n_basis", "32"))
+    runs.append(
+        write(
+            "ablated",
+            "interdomain",
+            {1: 4.0},
+            "--mixer.c_form",
+            "identity",
+            "--mixer.n_basis",
+            "32",
+        )
+    )
     cells, text = shown(tmp_path / "out", *runs)
     assert [(cell["group"], cell["condition"]) for cell in cells] == [
         *(("125M", condition) for condition in ("interdomain", "softmax", "s4d-rope")),
@@ -79,15 +96,23 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     assert ours["compute"] == pytest.approx(2.031e18, rel=1e-3)
     assert ours["paper"] == 16.48
     assert ours["paper_vs_softmax"] == pytest.approx(-0.0102, abs=5e-5)
-    assert other["perplexity"][0] == pytest.approx(2 * math.exp(2.5))  # what is not finite is no best
+    assert other["perplexity"][0] == pytest.approx(
+        2 * math.exp(2.5)
+    )  # what is not finite is no best
     assert softmax["vs_softmax"] == 0
     assert large["vs_softmax"] is None
     assert ablated["paper"] is None  # not the paper's cell
     assert capsys.readouterr().out.startswith(text)
-    assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,359,296 | 2,500,329,472 | 100.0% |" in text
+    assert (
+        "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,359,296 | 2,500,329,472 | 100.0% |"
+        in text
+    )
     # One step against 4,769.
     assert ablated["vs_softmax"] is None
-    assert "- 125M: runs differ in tokens (2,500,329,472; 524,288), so no percentage compares them." in text
+    assert (
+        "- 125M: runs differ in tokens (2,500,329,472; 524,288), so no percentage compares them."
+        in text
+    )
     assert text.count("no percentage") == 1
     panels = tables.panels(study.shown([Path(run) for run in runs]))
     assert [*panels] == ["125M", "350M", "all sizes"]
@@ -101,12 +126,16 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_p
         write(f"s{seed}", "interdomain", {1: 4.0, 2500: 3.0, 4769: loss}, "--debug.seed", seed)
         for seed, loss in losses.items()
     ]
-    runs.append(write("fast", "interdomain", {1: 4.0}, "--debug.seed", "1", "--optimizer.lr", "6e-3"))
+    runs.append(
+        write("fast", "interdomain", {1: 4.0}, "--debug.seed", "1", "--optimizer.lr", "6e-3")
+    )
     (repeated, fast), text = shown(tmp_path / "out", *runs)
     assert "| 125M | interdomain | 0.003 | 1, 2, 3 |" in text
     assert "| 8.51 ± 1.33 |" in text
     assert (repeated["seeds"], fast["seeds"]) == ([1, 2, 3], [1])
-    assert repeated["loss"] == pytest.approx([statistics.mean(losses.values()), statistics.stdev(losses.values())])
+    assert repeated["loss"] == pytest.approx(
+        [statistics.mean(losses.values()), statistics.stdev(losses.values())]
+    )
     ((dots, panel),) = tables.panels(study.shown([Path(run) for run in runs])).values()
     mean, deviation = repeated["perplexity"]
     assert dots.dots[0][:3] == ("interdomain, lr 0.003", mean, [mean - deviation, mean + deviation])
@@ -116,7 +145,10 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_p
 def test_another_optimizer_or_start_is_no_other_seed(write, tmp_path):
     start = ("--checkpoint.enable", "--checkpoint.initial_load_path", "start")
     others = {"muon": ("--optimizer.name", "Muon"), "started": start}
-    runs = [write("run", "softmax", {1: 4.0}), *(write(name, "softmax", {1: 3.0}, *f) for name, f in others.items())]
+    runs = [
+        write("run", "softmax", {1: 4.0}),
+        *(write(name, "softmax", {1: 3.0}, *f) for name, f in others.items()),
+    ]
     runs.append(write("ours", "interdomain", {1: 2.0}))
     cells, text = shown(tmp_path / "out", *runs)
     assert [cell["seeds"] for cell in cells] == [[42]] * 4
@@ -156,7 +188,9 @@ def test_two_conditions_are_compared_on_the_same_documents():
         ),
     ],
 )
-def test_runs_on_other_text_are_not_compared(write, tmp_path, monkeypatch, fingerprints, flags, reasons):
+def test_runs_on_other_text_are_not_compared(
+    write, tmp_path, monkeypatch, fingerprints, flags, reasons
+):
     """The text counts, by its fingerprint, not the folder. Here without a figure."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = [
@@ -165,7 +199,9 @@ def test_runs_on_other_text_are_not_compared(write, tmp_path, monkeypatch, finge
     ]
     cells, page = shown(tmp_path / "shown", *runs)
     assert [cell["vs_softmax"] is None for cell in cells] == [bool(reasons), False]
-    lines = [f"- 125M: runs differ in {reason}, so no percentage compares them." for reason in reasons]
+    lines = [
+        f"- 125M: runs differ in {reason}, so no percentage compares them." for reason in reasons
+    ]
     assert [line for line in page.splitlines() if "no percentage" in line] == lines
 
 
@@ -194,7 +230,9 @@ conditions = ["softmax"]
 def test_home_and_variables_in_the_paths_of_a_study(described, tmp_path, monkeypatch):
     """Of its folders and its runs' settings, which stay in the run's file as they were written."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    text = STUDY.replace("{folder}/out", "~/out").replace("[all]", '[all]\ndata.corpus = "~/recall"')
+    text = STUDY.replace("{folder}/out", "~/out").replace(
+        "[all]", '[all]\ndata.corpus = "~/recall"'
+    )
     run = definition.read_study(Path(described(text))).runs[0]
     assert run.folder == tmp_path / "home/out" / run.name
     assert run.record == tmp_path / "home/out/records" / f"{run.name}.json"
@@ -218,23 +256,43 @@ def described(tmp_path, monkeypatch):
 def test_the_runs_of_a_study(described, capsys):
     runs = {run.name: run for run in definition.read_study(Path(described())).runs}
     assert len(runs) == 2 * 2 * 2 + 1
-    assert list(runs)[::4] == ["debug/softmax/seed-1", "debug/softmax/seed-2", "debug/softmax/seed-42"]
+    assert list(runs)[::4] == [
+        "debug/softmax/seed-1",
+        "debug/softmax/seed-2",
+        "debug/softmax/seed-42",
+    ]
     first = runs["debug/softmax/seed-1"].plan
     short = runs["short/s4d-own-scale/seed-2"].plan
-    assert (first.steps, first.seed, short.seed) == (40, 1, 2)  # steps of the study win over the file's tokens
+    assert (first.steps, first.seed, short.seed) == (
+        40,
+        1,
+        2,
+    )  # steps of the study win over the file's tokens
     assert short.steps == 20
     assert short.config.mixer.linear_scale == 1
     file = runs["debug/softmax/seed-1"].write_config()  # what ./launch.sh reads is what was planned
     again = make_plan(read_job_config(["--job.config_file", str(file)]), 1)
-    assert (again.steps, again.tokens, again.seed, again.config) == (40, first.tokens, 1, first.config)
+    assert (again.steps, again.tokens, again.seed, again.config) == (
+        40,
+        first.tokens,
+        1,
+        first.config,
+    )
     assert study.main(["plan", described(), "--only", "*/seed-42"]) == 0
-    assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
+    assert (
+        "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
+    )
 
 
 def test_a_begun_run_with_other_settings_is_refused(described, refused, capsys):
     """tests/titan/test_study_run.py has a finished one. Before the first checkpoint nothing is lost."""
-    study_file, changed = described(), described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]"))
-    run = {run.name: run for run in definition.read_study(Path(study_file)).runs}["debug/softmax/seed-1"]
+    study_file, changed = (
+        described(),
+        described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]")),
+    )
+    run = {run.name: run for run in definition.read_study(Path(study_file)).runs}[
+        "debug/softmax/seed-1"
+    ]
     begun = run.write_config().read_text()
     assert study.main(["plan", changed]) == 0
     (run.folder / "checkpoint/step-20").mkdir(parents=True)
@@ -250,18 +308,33 @@ def test_a_begun_run_with_other_settings_is_refused(described, refused, capsys):
 def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
     """Those that are not in the queue, each by its own file and name; none before there is data, which a command makes."""
     (tmp_path / "bin").mkdir()
-    scripts = {"squeue": "echo mine/debug/softmax/seed-42", "sbatch": f'echo "$@" >> {tmp_path}/asked; echo job 7'}
+    scripts = {
+        "squeue": "echo mine/debug/softmax/seed-42",
+        "sbatch": f'echo "$@" >> {tmp_path}/asked; echo job 7',
+    }
     for name, script in scripts.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    corpus, options = f"{tmp_path}/recall", "--synthetic mqar --synthetic-examples 200 --validation-fraction 0.2"
+    corpus, options = (
+        f"{tmp_path}/recall",
+        "--synthetic mqar --synthetic-examples 200 --validation-fraction 0.2",
+    )
     data = f'[corpora]\n"{corpus}" = "{options}"\n[all]\ndata.corpus = "{corpus}"\n'
     study_file = described(STUDY.replace("[all]\n", data))
-    command = ["run", study_file, "--only", "debug/softmax/*", "--sbatch", "sbatch --nodes=2 site.sbatch"]
+    command = [
+        "run",
+        study_file,
+        "--only",
+        "debug/softmax/*",
+        "--sbatch",
+        "sbatch --nodes=2 site.sbatch",
+    ]
     assert study.main(command) == 2
     *_, error, _, make = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"3 run(s), the first of them debug/softmax/seed-1: data.corpus = '{corpus}': there is no")
+    assert error.startswith(
+        f"3 run(s), the first of them debug/softmax/seed-1: data.corpus = '{corpus}': there is no"
+    )
     assert not (tmp_path / "asked").exists()
     assert prepare_data.main(shlex.split(make.partition(" prepare-data ")[2])) == 0
     assert study.main(command) == 0
@@ -275,14 +348,23 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
 
 def finish(run, loss, accuracy=None):
     """Write a run's record. The validation loss is the mean over three documents."""
-    facts = dict(model="debug", condition=run.labels["condition"], seed=run.seed, lr=run.settings["optimizer"]["lr"])
+    facts = dict(
+        model="debug",
+        condition=run.labels["condition"],
+        seed=run.seed,
+        lr=run.settings["optimizer"]["lr"],
+    )
     facts |= dict(tokens=163840, parameters=7, state=[7, 0], fingerprints={}, tokens_per_step=4096)
     curves = {"validation_metrics/loss": {"1": 7, "40": loss}, "n_tokens_seen": {"40": 163840}}
     if accuracy is not None:
         curves[tables.ACCURACY] = {"1": 0.0, "40": accuracy}
     documents = dict(nats=[30 * loss + 5, 70 * loss - 6, 900 * loss + 1], labels=[30, 70, 900])
     record = dict(
-        run=run.labels | {"seed": run.seed}, settings=run.settings, facts=facts, configuration={}, environment={}
+        run=run.labels | {"seed": run.seed},
+        settings=run.settings,
+        facts=facts,
+        configuration={},
+        environment={},
     )
     run.record.parent.mkdir(parents=True, exist_ok=True)
     run.record.write_bytes(definition.dumped(record | dict(documents=documents, curves=curves)))
@@ -314,7 +396,10 @@ def test_more_seeds_at_the_best_rate(described, refused, tmp_path, capsys):
     assert study.main(["plan", str(path)]) == 0
     assert "\n4 more at the best rate of their condition" in capsys.readouterr().out
     losses = {("softmax", "slow"): 2.2, ("softmax", "fast"): 2.1, ("s4d, own scale", "slow"): 1.9}
-    runs = {(run.labels["condition"], run.labels["rate"]): run for run in definition.read_study(path).runs}
+    runs = {
+        (run.labels["condition"], run.labels["rate"]): run
+        for run in definition.read_study(path).runs
+    }
     for labels, loss in losses.items():
         finish(runs[labels], loss)
     read = definition.read_study(path)
@@ -333,7 +418,9 @@ def test_more_seeds_at_the_best_rate(described, refused, tmp_path, capsys):
     assert s4d["interval"][0] < s4d["perplexity"][0] < s4d["interval"][1]
     # Against softmax at its best rate. The documents differ by the same sums in all runs, so only the seeds of softmax move the
     # ratio. At least one draw in 40 takes a single one of its losses, 2.1 or 2.12, three times.
-    assert s4d["vs_softmax_interval"] == pytest.approx([math.expm1(1.9 - 2.12), math.expm1(1.9 - 2.1)])
+    assert s4d["vs_softmax_interval"] == pytest.approx(
+        [math.expm1(1.9 - 2.12), math.expm1(1.9 - 2.1)]
+    )
     (dots, *_) = tables.panels(study.shown([path]))["debug"]
     assert [dot.name for dot in dots.dots] == ["s4d, own scale (1)", "softmax (3)"]
     file = run.record
@@ -341,7 +428,9 @@ def test_more_seeds_at_the_best_rate(described, refused, tmp_path, capsys):
     for damaged in (text[:90], "[]", '{"run": {}}'):
         file.write_text(damaged)
         refused(study.main, ["show", str(path)], f"{file} is damaged")
-    for run in definition.read_study(Path(described(RATES.replace("{folder}/out", "{folder}/answers")))).runs:
+    for run in definition.read_study(
+        Path(described(RATES.replace("{folder}/out", "{folder}/answers")))
+    ).runs:
         finish(run, 2.0, accuracy=0.75)
     cells, _ = shown(tmp_path / "shown answers", str(tmp_path / "mine1.toml"))
     assert [cell["accuracy"] for cell in cells] == [[0.75, None]] * 4
@@ -351,7 +440,9 @@ def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):
     """Each time: a run saves and leaves at the first, and ends at the second. Here the run presses it, in place of a user."""
     press = "while True: os.kill(os.getppid(), signal.SIGINT); time.sleep(0.05)"
     count = "seen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1) or seen[1:] and os._exit(130))"
-    (tmp_path / "run").write_text(f"#!{sys.executable}\nimport os, signal, time\n{count}\n{press}\n")
+    (tmp_path / "run").write_text(
+        f"#!{sys.executable}\nimport os, signal, time\n{count}\n{press}\n"
+    )
     (tmp_path / "run").chmod(0o755)
     monkeypatch.setattr(_study_run.sys, "executable", str(tmp_path / "run"))
     (one, *_) = definition.read_study(Path(described())).runs
@@ -364,7 +455,10 @@ def test_the_studies_of_the_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     for file in Path("train_configs/studies").iterdir():
         read = definition.read_study(file)
-        assert {run.settings["data"]["corpus"] for run in read.runs} <= {launch.EMBEDDED_CORPUS, *read.corpora}
+        assert {run.settings["data"]["corpus"] for run in read.runs} <= {
+            launch.EMBEDDED_CORPUS,
+            *read.corpora,
+        }
         for corpus, options in read.corpora.items():
             prepare_data.parse([*shlex.split(options), "--output", corpus])
 
@@ -372,7 +466,11 @@ def test_the_studies_of_the_repository(monkeypatch):
 def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch):
     """The committed records stay those of their runs."""
     monkeypatch.chdir(REPOSITORY)
-    runs = [run for run in definition.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
+    runs = [
+        run
+        for run in definition.read_study(Path("train_configs/studies/small.toml")).runs
+        if run.record.is_file()
+    ]
     assert len(runs) > 100
     assert all(run.is_finished for run in runs)
     recall = {run.labels["condition"]: run for run in runs if run.labels["setting"] == "mqar"}
@@ -391,18 +489,45 @@ def test_what_is_refused(write, described, tmp_path, refused):
     for argv, words in (
         (["show", "no such run", "--output", tmp_path], "exists and is not empty"),
         (["show", tmp_path / "other"], "holds no run of this project"),
-        (["show", write("never", "softmax", {1: math.nan})], "was never validated: train with validation.enable"),
+        (
+            ["show", write("never", "softmax", {1: math.nan})],
+            "was never validated: train with validation.enable",
+        ),
         (["show", described()], "no run is finished. Train with: interdomain study run"),
-        (["plan", described(), "--only", "x"], "--only x matches no run. A run's name is like debug/softmax/seed-1"),
-        (["plan", described("sizes.debug.model.flavor = 'debug'")], "there are no conditions: add a table"),
+        (
+            ["plan", described(), "--only", "x"],
+            "--only x matches no run. A run's name is like debug/softmax/seed-1",
+        ),
+        (
+            ["plan", described("sizes.debug.model.flavor = 'debug'")],
+            "there are no conditions: add a table",
+        ),
         (["plan", changed("[1, 2]", "[]")], "seeds = [] names no run"),
-        (["plan", changed("training.steps = 20", "tokens_per_parameter = 2")], "tokens_per_parameter was removed"),
+        (
+            ["plan", changed("training.steps = 20", "tokens_per_parameter = 2")],
+            "tokens_per_parameter was removed",
+        ),
         (["plan", changed("seeds", "sizse")], "[[runs]] has no sizse; allowed: sizes"),
-        (["plan", changed('ns = ["softmax"]', 'ns = ["sofmax"]')], "names conditions sofmax; the file"),
-        (["plan", changed("[all]", f"[all]\ncheckpoint.folder = '{tmp_path}'")], "would write into one folder"),
-        (["plan", changed("[all]", "[all]\nmetrics.save_tb_folder = '../tb'")], "would write into one folder"),
+        (
+            ["plan", changed('ns = ["softmax"]', 'ns = ["sofmax"]')],
+            "names conditions sofmax; the file",
+        ),
+        (
+            ["plan", changed("[all]", f"[all]\ncheckpoint.folder = '{tmp_path}'")],
+            "would write into one folder",
+        ),
+        (
+            ["plan", changed("[all]", "[all]\nmetrics.save_tb_folder = '../tb'")],
+            "would write into one folder",
+        ),
         (["plan", changed("linear_scale", "linaer_scale")], "no setting mixer.linaer_scale. Near"),
-        (["plan", changed('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')], "n_basis = 8 is not"),
-        (["run", changed("linear_scale = 1", "normalize = true")], "own-scale/seed-1: mixer.normalize = True is not"),
+        (
+            ["plan", changed('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')],
+            "n_basis = 8 is not",
+        ),
+        (
+            ["run", changed("linear_scale = 1", "normalize = true")],
+            "own-scale/seed-1: mixer.normalize = True is not",
+        ),
     ):
         refused(study.main, argv, words)

@@ -76,16 +76,22 @@ def ran(tmp_path_factory, tokenizer):
             (checkpoint / KEEP).touch()
     (run / "checkpoint").mkdir(parents=True)
     tasks.mkdir()
-    choice = dict(doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}")
+    choice = dict(
+        doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}"
+    )
     rows = [{"q": "def f(", "c": ["x):", "  ", "self, y"], "a": 0}]
     write_task(tasks, "choice", "multiple_choice", rows, ["acc"], **choice)
-    write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
+    write_task(
+        tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice
+    )
     text.write_text("def f(x):\n    return x\n" * 30)
     with SummaryWriter(run / "tb") as writer:
         writer.add_scalar("loss", 2.0, 1)
 
     def save(*steps):
-        return {str(later / f"step-{step}"): str(run / "checkpoint" / f"step-{step}") for step in steps}
+        return {
+            str(later / f"step-{step}"): str(run / "checkpoint" / f"step-{step}") for step in steps
+        }
 
     aside = {str(run / "checkpoint" / "step-300"): str(run / "checkpoint" / "step-300.superseded")}
     of_task = [str(run), "--include-path", str(tasks), "--tasks"]
@@ -122,7 +128,13 @@ def evaluated(said):
 def test_a_killed_watcher_goes_on_and_repeats_nothing(ran):
     path, ((killed, first), (ended, second), (again, third), *_) = ran
     assert killed == -9
-    assert evaluated(first) == ["waiting", "task step-100", "corpus step-100", "task step-200", "corpus step-200"]
+    assert evaluated(first) == [
+        "waiting",
+        "task step-100",
+        "corpus step-100",
+        "task step-200",
+        "corpus step-200",
+    ]
     assert ended == 0, second
     assert evaluated(second) == [
         *("task step-200", "corpus step-200", "waiting"),
@@ -141,13 +153,20 @@ def test_the_curves_are_the_results(ran):
     path, run = ran[0], ran[0] / "run"
     curves = read_curves(run / "tb" / "evaluation")
     text = path / "text.md"
-    assert curves.keys() == {"tasks/choice/acc", *(f"perplexity/{text}/{length}" for length in (30, 60))}
+    assert curves.keys() == {
+        "tasks/choice/acc",
+        *(f"perplexity/{text}/{length}" for length in (30, 60)),
+    }
     for step in (100, 200, 400):
         found = json.loads((run / "checkpoint" / f"step-{step}" / "evaluation.json").read_text())
         assert (found["step"], found["tokens"]) == (step, 2048 * step)
-        assert curves["tasks/choice/acc"][step] == found["tasks"]["results"]["choice"]["acc"]["value"]
+        assert (
+            curves["tasks/choice/acc"][step] == found["tasks"]["results"]["choice"]["acc"]["value"]
+        )
         for row in found["perplexity"]:
-            assert curves[f"perplexity/{text}/{row['length']}"][step] == pytest.approx(row["perplexity"], rel=1e-6)
+            assert curves[f"perplexity/{text}/{row['length']}"][step] == pytest.approx(
+                row["perplexity"], rel=1e-6
+            )
     assert len({*curves[f"perplexity/{text}/60"].values()}) == 3
     assert read_curves(run / "tb") == {"loss": {1: 2.0}}
 

@@ -44,7 +44,9 @@ def test_the_shapes_of_states_and_the_architecture(case):
 )
 def test_without_vllm_or_with_another(version, words, tmp_path):
     path = [str(tmp_path)]
-    (tmp_path / "vllm.py").write_text(f"__version__ = {version!r}" if version else "raise ImportError")
+    (tmp_path / "vllm.py").write_text(
+        f"__version__ = {version!r}" if version else "raise ImportError"
+    )
     program = f"import sys; sys.path[:0] = {path}; from interdomain.vllm import Interdomain"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
@@ -54,16 +56,27 @@ def test_without_vllm_or_with_another(version, words, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (dict(quantization="fp8", quant_config="fp8"), "this model has no quantization = fp8 under vLLM"),
-        (dict(mamba_ssm_cache_dtype="bfloat16"), "this model has no mamba_ssm_cache_dtype = bfloat16 under vLLM"),
-        (dict(mamba_cache_dtype="bfloat16"), "this model has no mamba_cache_dtype = bfloat16 under vLLM"),
+        (
+            dict(quantization="fp8", quant_config="fp8"),
+            "this model has no quantization = fp8 under vLLM",
+        ),
+        (
+            dict(mamba_ssm_cache_dtype="bfloat16"),
+            "this model has no mamba_ssm_cache_dtype = bfloat16 under vLLM",
+        ),
+        (
+            dict(mamba_cache_dtype="bfloat16"),
+            "this model has no mamba_cache_dtype = bfloat16 under vLLM",
+        ),
         (dict(cache_dtype="fp8"), "this model has no kv_cache_dtype = fp8 under vLLM"),
         (dict(speculative_config="ngram"), "this model has no speculative decoding under vLLM"),
         (dict(tensor_parallel_size=3), r"tensor_parallel_size = 3 must divide the heads, \[4\]"),
     ],
 )
 def test_settings_that_would_be_ignored(settings, words):
-    usual = dict(quantization=None, quant_config=None, speculative_config=None, tensor_parallel_size=1)
+    usual = dict(
+        quantization=None, quant_config=None, speculative_config=None, tensor_parallel_size=1
+    )
     usual |= dict.fromkeys(("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"), "auto")
     every = SimpleNamespace(**(usual | settings))
     every.cache_config = every.parallel_config = every.model_config = every

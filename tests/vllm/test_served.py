@@ -13,7 +13,9 @@ import torch
 from ..common import TIMEOUT
 from ..hf.common import CASES, TOKENS, greedy, random_texts
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: ./launch.sh test tests/vllm --vllm")
+vllm = pytest.importorskip(
+    "vllm", reason="vLLM is not installed: ./launch.sh test tests/vllm --vllm"
+)
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 pytestmark = pytest.mark.e2e
@@ -32,7 +34,9 @@ def made(exported_model, case):
 @contextlib.contextmanager
 def engine(folder, **options):
     """An engine in this process, with fewer states than requests, whose prompts are read in pieces."""
-    small = dict(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", seed=0)
+    small = dict(
+        max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", seed=0
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -67,7 +71,12 @@ def wanted(model, given):
 def pages(llm):
     """The memory of all layers with states."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    return [page for mixer in runner.model.mixers for page in getattr(mixer, "kv_cache", ()) if torch.is_tensor(page)]
+    return [
+        page
+        for mixer in runner.model.mixers
+        for page in getattr(mixer, "kv_cache", ())
+        if torch.is_tensor(page)
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,7 +113,9 @@ def test_requests_do_not_see_each_other(case, exported_model):
         for i, prompt in enumerate(given):
             core.add_request(str(i), {"prompt_token_ids": prompt}, options)
         while core.has_unfinished_requests():
-            answers |= {out.request_id: [*out.outputs[0].token_ids] for out in core.step() if out.finished}
+            answers |= {
+                out.request_id: [*out.outputs[0].token_ids] for out in core.step() if out.finished
+            }
             steps += 1
             if steps % 3 == 0 and str(steps) not in answers and steps < len(given):
                 core.abort_request([str(steps)])
@@ -146,7 +157,9 @@ def test_log_probabilities(case, dtype, near, exported_model):
         found = [answer.outputs[0] for answer in outputs(llm, given, logprobs=5)]
     for prompt, text in zip(given, found, strict=True):
         with torch.no_grad():
-            exact = model(torch.tensor([[*prompt, *text.token_ids]]))[0, len(prompt) - 1 : -1, :TOKENS].log_softmax(-1)
+            exact = model(torch.tensor([[*prompt, *text.token_ids]]))[
+                0, len(prompt) - 1 : -1, :TOKENS
+            ].log_softmax(-1)
         for token, wanted_here, by_token in zip(text.token_ids, exact, text.logprobs, strict=True):
             assert wanted_here.max() - wanted_here[token] < near
             for other, found_here in by_token.items():
@@ -160,8 +173,12 @@ def test_prompts_of_unequal_length_are_read_together():
     lengths = torch.tensor([5, 8, 7, 3, 4, 9])
     metadata = Metadata.__new__(Metadata)
     vars(metadata).update(state_indices_tensor_d=None, num_decode_tokens=0, num_prefills=6)
-    vars(metadata).update(query_start_loc_p=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
-    vars(metadata).update(state_indices_tensor_p=torch.arange(6), has_initial_states_p=torch.arange(6) == 5)
+    vars(metadata).update(
+        query_start_loc_p=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    )
+    vars(metadata).update(
+        state_indices_tensor_p=torch.arange(6), has_initial_states_p=torch.arange(6) == 5
+    )
     batches = {tuple(batch.pages.tolist()): batch for batch in metadata.batches}
     assert batches.keys() == {(0, 1, 2), (3, 4), (5,)}
     together = batches[0, 1, 2]
@@ -190,9 +207,21 @@ def test_two_ranks(case, exported_model, tmp_path):
     """Tensor parallelism over gloo."""
     model, folder = made(exported_model, case)
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "program.py"), str(folder), json.dumps(prompts()), str(STEPS)]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=TIMEOUT)
+    command = [
+        sys.executable,
+        str(tmp_path / "program.py"),
+        str(folder),
+        json.dumps(prompts()),
+        str(STEPS),
+    ]
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, timeout=TIMEOUT
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("texts ")]
     assert json.loads(line.removeprefix("texts ")) == wanted(model, prompts())

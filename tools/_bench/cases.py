@@ -92,7 +92,12 @@ class Case:
         return BOUNDS[self.arithmetic]
 
     def __str__(self) -> str:
-        words = [f"{self.kind}:", self.backend, str(self.shape), str(self.dtype).removeprefix("torch.")]
+        words = [
+            f"{self.kind}:",
+            self.backend,
+            str(self.shape),
+            str(self.dtype).removeprefix("torch."),
+        ]
         for field in fields(self)[4:]:
             value = getattr(self, field.name)
             if field.name != "repeat" and value != field.default:
@@ -106,7 +111,10 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
     every = {name: [_case(**row) for row in rows] for name, rows in table.items()}
     if cuda:
         return every
-    return {name: [_tiny(case) for case in cases if case.mode != "graph"] for name, cases in every.items()}
+    return {
+        name: [_tiny(case) for case in cases if case.mode != "graph"]
+        for name, cases in every.items()
+    }
 
 
 def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
@@ -117,17 +125,23 @@ def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
 
 def _tiny(case: Case) -> Case:
     s = case.shape
-    small = Shape(B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2))
+    small = Shape(
+        B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2)
+    )
     backend = "torch" if case.backend == "triton" else case.backend
     return replace(case, shape=small, backend=backend)
 
 
 def convert(tree: Any, **to: Any) -> Any:
     """Tensors in dicts and tuples, each by `Tensor.to(**to)`. Leaves that record gradients stay leaves."""
-    return tree_map_only(Tensor, lambda x: x.detach().to(**to).requires_grad_(x.requires_grad), tree)
+    return tree_map_only(
+        Tensor, lambda x: x.detach().to(**to).requires_grad_(x.requires_grad), tree
+    )
 
 
-def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def dynamics(
+    H: int, M: int, *, mixed: bool = False, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """(log_decay [H, M, 2], mixing [H, 2M, 2M], readout [H, 2M]), float64 on the CPU, at the model's initialisation.
 
     Delta log-uniform in [1e-3, 1e-1], A = -1/2 + i M/pi (M/(2n+1) - 1), C and c normal. With `mixed` every second head has
@@ -150,7 +164,9 @@ def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Ten
     return theta, scan.mixing_matrix(gain, C), scan.readout_vector(gain, C, c)
 
 
-def make_inputs(case: Case, device: torch.device, *, mixed: bool = False, seed: int = 0) -> tuple[dict, tuple]:
+def make_inputs(
+    case: Case, device: torch.device, *, mixed: bool = False, seed: int = 0
+) -> tuple[dict, tuple]:
     """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v]), and cotangents of its results.
 
     The numbers are drawn on `device`: on the CPU they are the same on every x86 machine with AVX2. Queries have unit length,
@@ -170,12 +186,21 @@ def make_inputs(case: Case, device: torch.device, *, mixed: bool = False, seed: 
         d_out = normal(s.B, s.T, s.H, P).to(dtype)
     else:
         q = torch.nn.functional.normalize(normal(s.B, s.T, s.H * s.G, s.d), dim=-1).to(dtype)
-        inputs = {"q": q, "k": normal(s.B, s.T, s.H, s.d).to(dtype), "v": normal(s.B, s.T, s.H, P - s.d).to(dtype)}
+        inputs = {
+            "q": q,
+            "k": normal(s.B, s.T, s.H, s.d).to(dtype),
+            "v": normal(s.B, s.T, s.H, P - s.d).to(dtype),
+        }
         inputs |= {"log_decay": theta, "mixing": W}
         d_out = normal(*q.shape[:3], P - s.d).to(dtype)
         if case.slow:
-            inputs |= {n: inputs[n].abs() for n in ("q", "k", "v", "mixing")} | {"log_decay": theta / 100}
+            inputs |= {n: inputs[n].abs() for n in ("q", "k", "v", "mixing")} | {
+                "log_decay": theta / 100
+            }
             d_out = d_out.abs()
     if case.state:
         inputs["initial_state"] = normal(s.B, s.H, s.M, P, 2)
-    return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(s.B, s.H, s.M, P, 2))
+    return {name: x.requires_grad_() for name, x in inputs.items()}, (
+        d_out,
+        normal(s.B, s.H, s.M, P, 2),
+    )

@@ -59,11 +59,17 @@ def main(argv: list[str] | None = None) -> int:
     report.table("ceilings", ["what", "rate"])
     report.add("ceilings", {"what": "copy, TB/s", "rate": copy_rate(device, nbytes)})
     report.add(
-        "ceilings", {"what": f"{size} x {size} bf16 matrix product, TFLOP/s", "rate": product_rate(device, size)}
+        "ceilings",
+        {
+            "what": f"{size} x {size} bf16 matrix product, TFLOP/s",
+            "rate": product_rate(device, size),
+        },
     )
     report.finish()
     if not on_cpu:  # for the log: clocks, power and temperature, just after the product
-        subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"], check=False)
+        subprocess.run(
+            ["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"], check=False
+        )
     return 0
 
 

@@ -39,8 +39,15 @@ def warnings(verdicts: dict[str, str]) -> list[str]:
 
 def page(contents: dict[str, Any]) -> list[str]:
     """Lines of one tool's results: label, machine, tables, notes."""
-    lines = ["", f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
-    facts = contents["environment"] | {f"--{name}": cell_text(value) for name, value in contents["options"].items()}
+    lines = [
+        "",
+        f"# {contents['part']}",
+        "",
+        f"**{contents['label']}.** Status: {contents['status']}.",
+    ]
+    facts = contents["environment"] | {
+        f"--{name}": cell_text(value) for name, value in contents["options"].items()
+    }
     lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
     for name, table in contents["tables"].items():
         cells = [table["columns"]]

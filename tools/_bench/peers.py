@@ -38,7 +38,9 @@ def time_refused_kernels(name: str, device: torch.device) -> str | None:
     if name not in ("fla-gated-delta", "fla-simple-gla") or device.type != "cuda":
         return None
     module = importlib.import_module(FLA_GUARD[0])
-    refused = module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
+    refused = (
+        module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
+    )
     if not refused:
         return None
     setattr(module, FLA_GUARD[1], True)
@@ -66,7 +68,9 @@ def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tenso
     package, module, function = PEERS[name]
     if (spec := importlib.util.find_spec(package)) is None:
         raise ImportError(f"{package} is not installed")
-    if name == "mamba2":  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
+    if (
+        name == "mamba2"
+    ):  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
         sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(spec))
     run = getattr(importlib.import_module(module), function)
     arguments = _arguments(name, q, k, v)
@@ -83,15 +87,21 @@ def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict:
     (B, T, H, d), device = q.shape, q.device
     if name.startswith("flash-attn"):
         return dict(q=q, k=k, v=v, causal=True)
-    if name == "mamba2":  # the state space duality on the values: one group of B and C, a state of d
+    if (
+        name == "mamba2"
+    ):  # the state space duality on the values: one group of B and C, a state of d
         dt = 0.1 * torch.rand(B, T, H, device=device)
         inputs, outputs = torch.randn(2, B, T, 1, d, device=device, dtype=v.dtype)
         made = dict(dt=dt, A=-torch.ones(H, device=device), B=inputs, C=outputs)
         return dict(x=v, chunk_size=256, **{name: x.requires_grad_() for name, x in made.items()})
     # The log of a forget gate near 1, per token and head (fla-gla: and channel), fp32.
-    gate = F.logsigmoid(torch.randn(B, T, H, *([d] if name == "fla-gla" else []), device=device) + 4).requires_grad_()
+    gate = F.logsigmoid(
+        torch.randn(B, T, H, *([d] if name == "fla-gla" else []), device=device) + 4
+    ).requires_grad_()
     if name != "fla-gated-delta":
         return dict(q=q, k=k, v=v, g=gate)
-    unit = F.normalize(k.detach().float(), dim=-1).to(k.dtype).requires_grad_()  # the rule needs unit keys
+    unit = (
+        F.normalize(k.detach().float(), dim=-1).to(k.dtype).requires_grad_()
+    )  # the rule needs unit keys
     beta = torch.rand(B, T, H, device=device).to(k.dtype).requires_grad_()
     return dict(q=q, k=unit, v=v, g=gate, beta=beta)

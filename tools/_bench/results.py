@@ -96,7 +96,9 @@ def choose_device(name: str) -> torch.device:
 def choose(option: str, wanted: Collection[str] | None, allowed: Collection[str]) -> list[str]:
     """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
     if unknown := [name for name in wanted or () if name not in allowed]:
-        raise ValueError(f"{option}: there is no {', '.join(unknown)}. Allowed are {', '.join(allowed)}.")
+        raise ValueError(
+            f"{option}: there is no {', '.join(unknown)}. Allowed are {', '.join(allowed)}."
+        )
     return list(wanted or allowed)
 
 
@@ -120,14 +122,22 @@ class Report:
     """
 
     def __init__(
-        self, part: str, folder: Path, device: torch.device, options: dict, label: str = "", named: bool = False
+        self,
+        part: str,
+        folder: Path,
+        device: torch.device,
+        options: dict,
+        label: str = "",
+        named: bool = False,
     ) -> None:
         self.folder = folder
         self.json = folder / f"{part}.json"
         self.started = time.monotonic()
         self.printed = None
         if self.json.exists():
-            raise FileExistsError(f"{self.json} exists, and results are never overwritten. Give another --output.")
+            raise FileExistsError(
+                f"{self.json} exists, and results are never overwritten. Give another --output."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         record = environment(device)
         verdicts = read_verdicts(folder / CHECK)
@@ -167,7 +177,9 @@ class Report:
         """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is not printed."""
         table = self.contents["tables"][name]
         table["rows"].append(row)
-        head, _, line = markdown_rows([table["columns"], [cell_text(row.get(column)) for column in table["columns"]]])
+        head, _, line = markdown_rows(
+            [table["columns"], [cell_text(row.get(column)) for column in table["columns"]]]
+        )
         if self.printed != name:
             print(f"\n{name}", head, sep="\n")
             self.printed = name
@@ -231,12 +243,16 @@ def work(
         with lock:
             add(case, row)
 
-    run = functools.partial(run_apart, function=functools.partial(_on_device, device, function), add=add_locked)
+    run = functools.partial(
+        run_apart, function=functools.partial(_on_device, device, function), add=add_locked
+    )
     with ThreadPoolExecutor(workers) as threads:
         list(threads.map(run, groups))
 
 
-def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, dict | str], None]) -> None:
+def run_apart(
+    cases: list, function: Callable[[Any], dict], add: Callable[[Any, dict | str], None]
+) -> None:
     """The cases of one group in a process, and in a new one after each that was lost."""
     context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
     # Seconds at which the case last began to run without compiling; infinite while it compiles.
@@ -247,7 +263,9 @@ def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, 
             pool = ProcessPoolExecutor(1, context, _report_compilations, (running_since,))
             process = pool.submit(_ready, function).result()
         try:
-            running_since.value = time.monotonic()  # before the case begins, which may compile at once
+            running_since.value = (
+                time.monotonic()
+            )  # before the case begins, which may compile at once
             row = _result(pool.submit(function, case), running_since)
         except Exception as e:
             row = str(e) if isinstance(e, TimeoutError) else reason(e)
@@ -294,7 +312,9 @@ def _ready(function: Callable) -> int:
     return os.getpid()
 
 
-def _on_device(device: torch.device, function: Callable[[Any, torch.device], dict], case: Any) -> dict:
+def _on_device(
+    device: torch.device, function: Callable[[Any, torch.device], dict], case: Any
+) -> dict:
     """Raises: RuntimeError if the GPU does not survive the case: a new process takes the rest."""
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
@@ -312,4 +332,6 @@ def require_healthy(device: torch.device, after: str) -> None:
         try:
             torch.cuda.synchronize()
         except Exception as e:
-            raise RuntimeError(f"after {after} the GPU is in an error state, nothing more can run: {reason(e)}") from e
+            raise RuntimeError(
+                f"after {after} the GPU is in an error state, nothing more can run: {reason(e)}"
+            ) from e

@@ -59,12 +59,19 @@ class Times(NamedTuple):
     count: int
 
 
-Call = Callable[[], object] | tuple[Callable, ...]  # a chain of steps: each takes what the one before it returned
+Call = (
+    Callable[[], object] | tuple[Callable, ...]
+)  # a chain of steps: each takes what the one before it returned
 Timer = Callable[[Call], list[float]]  # ms of every step of a call
 
 
 def measure(
-    call: Call, device: torch.device, *, rounds: int = 20, seconds: float = 1.0, lead_ms: float = LEAD_MS
+    call: Call,
+    device: torch.device,
+    *,
+    rounds: int = 20,
+    seconds: float = 1.0,
+    lead_ms: float = LEAD_MS,
 ) -> list[Times]:
     """Times of each step of a call, and last of all steps together, after two runs that compile and tune.
 
@@ -84,7 +91,9 @@ def measure(
     times = []
     for column in zip(*taken, strict=True):
         ms = sorted(column)
-        times.append(Times(statistics.median(ms), ms[round(0.1 * last)], ms[round(0.9 * last)], len(ms)))
+        times.append(
+            Times(statistics.median(ms), ms[round(0.1 * last)], ms[round(0.9 * last)], len(ms))
+        )
     return times
 
 

@@ -15,7 +15,9 @@ from interdomain.tools._evaluate.task_table import SUITES, task_names
 BOOTSTRAP = 1000  # resamples for the standard error of what is not a mean
 
 
-def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetch: bool = False) -> dict[str, dict]:
+def load_tasks(
+    asked: list[str], include: list[str | Path], tokenizer=None, fetch: bool = False
+) -> dict[str, dict]:
     """Loads tasks with their data, before any model is loaded.
 
     Args:
@@ -41,7 +43,9 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None, fetc
     names = task_names(asked)
     theirs = [name for name in names if name not in recall.NAMES]
     manager = TaskManager(include_path=include, include_defaults=False)
-    if not set(theirs) <= set(manager.all_tasks):  # reading the harness's own 14,000 takes it seconds
+    if not set(theirs) <= set(
+        manager.all_tasks
+    ):  # reading the harness's own 14,000 takes it seconds
         manager = TaskManager(include_path=include)
     if unknown := [name for name in theirs if name not in manager.all_tasks]:
         raise ValueError(
@@ -87,7 +91,9 @@ def mistake_in(name: str, error: Exception) -> str:
     )
 
 
-def evaluate_folder(folder: Path, named: dict, tokenizer, device, max_length: int, args) -> Iterator[tuple[str, dict]]:
+def evaluate_folder(
+    folder: Path, named: dict, tokenizer, device, max_length: int, args
+) -> Iterator[tuple[str, dict]]:
     """Evaluates an exported model on one task or group after the other.
 
     Args:
@@ -100,31 +106,43 @@ def evaluate_folder(folder: Path, named: dict, tokenizer, device, max_length: in
     Raises:
         ValueError: A mistake in a task's file that shows only now.
     """
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the bootstrap: forks beside a GPU's threads are no help
+    os.environ.setdefault(
+        "DISABLE_MULTIPROC", "1"
+    )  # the bootstrap: forks beside a GPU's threads are no help
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED
 
     import interdomain.hf  # noqa: F401  (registers the model)
     from interdomain.tools._evaluate.harness_model import FolderModel, HarnessTokenizer
 
-    options: Any = dict(batch_size=args.batch_size, softmax_dtype="float32", tokenizer=HarnessTokenizer(tokenizer))
+    options: Any = dict(
+        batch_size=args.batch_size, softmax_dtype="float32", tokenizer=HarnessTokenizer(tokenizer)
+    )
     placed = dict(device=str(device), dtype=args.dtype or "auto")
     model = FolderModel(pretrained=str(folder), max_length=max_length, **placed, **options)
-    model.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
+    model.model.config.use_cache = (
+        False  # scoring reads no state; `generate` asks for one by itself
+    )
     for name, loaded in named.items():
-        torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
+        torch.manual_seed(
+            DEFAULT_OTHER_SEED
+        )  # for tasks that sample, as the harness's own command has it
         collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
         for length, part in by_length(loaded, max_length).items():
             sees = model
             if length > max_length:
                 sees = FolderModel(pretrained=model.model, max_length=length, **options)
             try:
-                out: Any = evaluate(sees, part, limit=args.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
+                out: Any = evaluate(
+                    sees, part, limit=args.limit, bootstrap_iters=BOOTSTRAP, log_samples=False
+                )
             except RuntimeError:  # such as a GPU that is out of memory
                 raise
             except Exception as e:
                 raise ValueError(mistake_in(name, e)) from e
-            collected["results"] |= {task: metrics(values) for task, values in out["results"].items()}
+            collected["results"] |= {
+                task: metrics(values) for task, values in out["results"].items()
+            }
             collected["samples"] |= out["n-samples"]
             collected["versions"] |= out["versions"]
             collected["shots"] |= out["n-shot"]

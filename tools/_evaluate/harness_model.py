@@ -58,11 +58,17 @@ class FolderModel(HFLM):
         """
         start = self.tokenizer.tokenizer.documents.start
         if not start:
-            raise ValueError("in the model's training nothing stood before a text, so an empty context has no tokens")
+            raise ValueError(
+                "in the model's training nothing stood before a text, so an empty context has no tokens"
+            )
         return start[-1]
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **_: Any
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **_: Any,
     ) -> list[int]:
         ids = self.tokenizer.encode(string)
         return ids[-left_truncate_len:] if left_truncate_len else ids
@@ -81,7 +87,9 @@ class FolderModel(HFLM):
             rows.append(torch.tensor(ids or [self.prefix_token_id]))
         masks = [torch.ones_like(row) for row in rows]
         options: Any = dict(batch_first=True, padding_side=padding_side)
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, padding_value=self.tokenizer.pad_token_id, **options)
+        tokens = torch.nn.utils.rnn.pad_sequence(
+            rows, padding_value=self.tokenizer.pad_token_id, **options
+        )
         return tokens, torch.nn.utils.rnn.pad_sequence(masks, padding_value=0, **options)
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str | None:

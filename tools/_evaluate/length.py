@@ -55,7 +55,10 @@ def _fetch(source: Source, file: Path) -> dict:
     seen = set()
     size = 0
     documents = read_documents([HUGGING_FACE + source.dataset], source.field)
-    with file.open("w") as f, tqdm(total=CORPUS_BYTES, desc=file.stem, unit="B", unit_scale=True, disable=None) as bar:
+    with (
+        file.open("w") as f,
+        tqdm(total=CORPUS_BYTES, desc=file.stem, unit="B", unit_scale=True, disable=None) as bar,
+    ):
         for text in documents:  # LongBench has a text once for every question about it
             if text not in seen:
                 seen.add(text)
@@ -64,7 +67,12 @@ def _fetch(source: Source, file: Path) -> dict:
                 bar.update(size - bar.n)
             if size >= CORPUS_BYTES:
                 break
-    return {"dataset": source.dataset, "documents": len(seen), "bytes": size, "sha256": file_sha256(file)}
+    return {
+        "dataset": source.dataset,
+        "documents": len(seen),
+        "bytes": size,
+        "sha256": file_sha256(file),
+    }
 
 
 def read_record(folder: Path) -> dict[str, dict]:
@@ -78,5 +86,7 @@ def read_record(folder: Path) -> dict[str, dict]:
     for name, row in record.items():
         file = folder / f"{name}.jsonl"
         if not file.is_file() or file_sha256(file) != row["sha256"]:
-            raise ValueError(f"{file} has changed since it was fetched. Remove {folder} and fetch the corpora again.")
+            raise ValueError(
+                f"{file} has changed since it was fetched. Remove {folder} and fetch the corpora again."
+            )
     return record

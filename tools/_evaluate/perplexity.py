@@ -51,7 +51,9 @@ def text_sizes(tokenizer, text: str, ids: list[int]) -> np.ndarray:
     return np.diff(ends, prepend=0)
 
 
-def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=False, limit=None) -> np.ndarray:
+def read_spans(
+    corpus: str, tokenizer, size: int, *, text_field="text", packed=False, limit=None
+) -> np.ndarray:
     """Cuts a corpus into spans of `size` tokens (see above), at most `limit` of them.
 
     Returns:
@@ -93,7 +95,9 @@ def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=F
         if packed:
             lengths = f"all documents have {rest.shape[1]:,}"
             advice = "more text"
-        raise ValueError(f"{corpus} is too short for {size:,} tokens: {lengths}. Give shorter --lengths or {advice}.")
+        raise ValueError(
+            f"{corpus} is too short for {size:,} tokens: {lengths}. Give shorter --lengths or {advice}."
+        )
     text = np.stack(spans, axis=1)
     return text.reshape(2, 1, -1) if packed else text
 
@@ -107,22 +111,35 @@ def window_losses(model, windows: Tensor, start: list[int]) -> Tensor:
     if before:
         model(torch.tensor([before], device=windows.device).expand(len(windows), -1), state)
     losses = []
-    for tokens, targets in zip(inputs.split(PREFILL_CHUNK, 1), windows.split(PREFILL_CHUNK, 1), strict=True):
+    for tokens, targets in zip(
+        inputs.split(PREFILL_CHUNK, 1), windows.split(PREFILL_CHUNK, 1), strict=True
+    ):
         logits = model(tokens, state)
         # Row by row: the float32 logits of all rows at once would be the largest thing in memory.
-        rows = [F.cross_entropy(x.float(), y, reduction="none") for x, y in zip(logits, targets, strict=True)]
+        rows = [
+            F.cross_entropy(x.float(), y, reduction="none")
+            for x, y in zip(logits, targets, strict=True)
+        ]
         losses.append(torch.stack(rows))
     return torch.cat(losses, dim=1)
 
 
-def measure(model, spans: np.ndarray, length: int, start: list[int], *, batch: int, name: str = "") -> dict:
+def measure(
+    model, spans: np.ndarray, length: int, start: list[int], *, batch: int, name: str = ""
+) -> dict:
     """One model on one corpus at one length: a row of the results, see the protocol. spans: [2, N, S] of `read_spans`."""
     device = model.tok_embeddings.weight.device
     used = spans[:, :, : spans.shape[2] // length * length]
     windows = torch.from_numpy(used[0].reshape(-1, length).astype(np.int64))
     text = int(used[1].sum())
     total = 0.0
-    with tqdm(total=windows.numel(), desc=f"{name} {length:,}", unit=" tokens", unit_scale=True, disable=None) as bar:
+    with tqdm(
+        total=windows.numel(),
+        desc=f"{name} {length:,}",
+        unit=" tokens",
+        unit_scale=True,
+        disable=None,
+    ) as bar:
         for part in windows.split(batch):
             total += window_losses(model, part.to(device), start).double().sum().item()
             bar.update(part.numel())

@@ -25,7 +25,10 @@ SEED = 42
 ANSWER = 128
 NEEDLES = {f"niah_single_1_{length}": length for length in (1024, 2048, 4096, 8192)}
 BOOKS = {f"phonebook_{entries}": entries for entries in (16, 32, 64, 128)}
-BASED = {f"based_{name.partition('_')[0]}": f"hazyresearch/based_{name}" for name in ("nq_2048", "triviaqa", "drop")}
+BASED = {
+    f"based_{name.partition('_')[0]}": f"hazyresearch/based_{name}"
+    for name in ("nq_2048", "triviaqa", "drop")
+}
 MADE = [*NEEDLES, *BOOKS]  # here, of no data
 NAMES = [*MADE, *BASED]
 MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # of TriviaQA's pages
@@ -60,7 +63,9 @@ def make(name: str, tokenizer) -> ConfigurableTask:
         "doc_to_text": text,
         "doc_to_target": lambda doc: answers(doc)[0],
         "process_results": score,
-        "metric_list": [{"metric": score.__name__, "aggregation": "mean", "higher_is_better": True}],
+        "metric_list": [
+            {"metric": score.__name__, "aggregation": "mean", "higher_is_better": True}
+        ],
         "generation_kwargs": {"until": until, "max_gen_toks": tokens, "do_sample": False},
         "metadata": {"version": 1.0},
     }
@@ -68,7 +73,9 @@ def make(name: str, tokenizer) -> ConfigurableTask:
         return Made(config, needles(NEEDLES[name], tokenizer), NEEDLES[name])
     if name in BOOKS:
         return Made(config, books(BOOKS[name]))
-    return ConfigurableTask(config={"dataset_path": BASED[name], "validation_split": "validation", **config})
+    return ConfigurableTask(
+        config={"dataset_path": BASED[name], "validation_split": "validation", **config}
+    )
 
 
 def answers(doc: dict) -> list[str]:
@@ -90,9 +97,13 @@ def needles(length: int, tokenizer) -> list[dict]:
     def fits(lines: list[str], key: str) -> bool:
         return len(tokenizer.encode(find({"lines": lines, "key": key}))) + ANSWER <= length
 
-    room = bisect.bisect(range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse"))
+    room = bisect.bisect(
+        range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse")
+    )
     if not room:
-        raise ValueError(f"{length:,} tokens of this tokenizer are too few for a needle-in-a-haystack text.")
+        raise ValueError(
+            f"{length:,} tokens of this tokenizer are too few for a needle-in-a-haystack text."
+        )
     draw = random.Random(SEED)
     made = []
     for _ in range(SAMPLES):
@@ -100,7 +111,9 @@ def needles(length: int, tokenizer) -> list[dict]:
         key = f"{kind}-{draw.choice(THINGS.split())}"
         number = str(draw.randrange(10**6, 10**7))
         lines = [HAY] * room
-        lines.insert(draw.randint(0, room), f"One of the special magic numbers for {key} is: {number}.")
+        lines.insert(
+            draw.randint(0, room), f"One of the special magic numbers for {key} is: {number}."
+        )
         while not fits(lines, key):
             lines.remove(HAY)
         made.append({"lines": lines, "key": key, "answers": [number]})
@@ -111,7 +124,9 @@ def find(doc: dict) -> str:
     """RULER's question about one number, and the beginning of its answer."""
     number = f"special magic number for {doc['key']} mentioned in the provided text"
     before = "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the"
-    return "\n".join([f"{before} number afterwards.", *doc["lines"], f"What is the {number}? The {number} is"])
+    return "\n".join(
+        [f"{before} number afterwards.", *doc["lines"], f"What is the {number}? The {number} is"]
+    )
 
 
 def books(entries: int) -> list[dict]:

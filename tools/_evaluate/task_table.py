@@ -6,7 +6,9 @@ from typing import Any
 from interdomain.markdown import cell_text
 from interdomain.tools._paper import CONDITIONS, PAPER, SIZE
 
-TASKS: dict[str, dict[str, list[float]]] = PAPER["tasks"]  # {group: {"task metric": figures by condition}}
+TASKS: dict[str, dict[str, list[float]]] = PAPER[
+    "tasks"
+]  # {group: {"task metric": figures by condition}}
 LENGTHS = (4096, 8192, 14_336)  # the paper's context lengths in tokens
 PERCENT = ("acc", "acc_norm", "exact_match", "contains")
 
@@ -119,7 +121,9 @@ def perplexity_rows(
     lengths = list(dict.fromkeys(row["length"] for row in measured))
 
     def mean(model: str, corpora: list[str], length: int, measure: str, form: str) -> str:
-        values: list[Any] = [by_place.get((model, corpus, length), {}).get(measure) for corpus in corpora]
+        values: list[Any] = [
+            by_place.get((model, corpus, length), {}).get(measure) for corpus in corpora
+        ]
         return cell_text(None if None in values else sum(values) / len(values), form)
 
     rows = []
@@ -129,7 +133,9 @@ def perplexity_rows(
             for model in models:
                 row[f"{model}, perplexity"] = mean(model, corpora, length, "perplexity", ".2f")
             for model in models:
-                row[f"{model}, bits per byte"] = mean(model, corpora, length, "bits per byte", ".4f")
+                row[f"{model}, bits per byte"] = mean(
+                    model, corpora, length, "bits per byte", ".4f"
+                )
             for condition in conditions_in(cells):
                 figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))
                 row[f"paper's {SIZE} {condition}"] = cell_text(figures.get(length), ".2f")

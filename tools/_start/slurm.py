@@ -10,14 +10,22 @@ from pathlib import Path
 
 from interdomain.folders import expand_path
 from interdomain.tools._cli import python_here
-from interdomain.tools._start.torchrun import CONTINUE, ONE_MACHINE, REFUSED, handlers, torchrun_command
+from interdomain.tools._start.torchrun import (
+    CONTINUE,
+    ONE_MACHINE,
+    REFUSED,
+    handlers,
+    torchrun_command,
+)
 
 SITES = Path(__file__).parents[1] / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
 # The last steps' numbers are SLURM's own: the batch script, an interactive shell.
 FIRST_SPECIAL_STEP = 2**32 - 16
 # How a job shares its nodes' GPUs and CPUs out among tasks: srun reads it too, and would give our one task a share, or refuse.
-SHARES = re.compile(r"S(LURM|RUN)_((GPUS|CPUS|TRES|NTASKS)_PER_(TASK|GPU|TRES)|(GPU|CPU|TRES|MEM)_BIND)")
+SHARES = re.compile(
+    r"S(LURM|RUN)_((GPUS|CPUS|TRES|NTASKS)_PER_(TASK|GPU|TRES)|(GPU|CPU|TRES|MEM)_BIND)"
+)
 # When one node has ended, the others get this long to end too. They save together, and so end together; where one lost its
 # torchrun, they would wait for it in vain: ten minutes at the rendezvous, as long in a collective.
 WAIT_SECONDS = 180
@@ -45,7 +53,16 @@ class Allocation:
         nodes = str(len(self.hosts))
         # A port of the job's own, for jobs may share a node, and below those that Linux hands out.
         endpoint = f"{self.hosts[0]}:{20_000 + int(self.job) % 10_000}"
-        rendezvous = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", endpoint]
+        rendezvous = [
+            "--nnodes",
+            nodes,
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            self.job,
+            "--rdzv-endpoint",
+            endpoint,
+        ]
         if len(self.hosts) == 1:
             rendezvous = [*ONE_MACHINE]
         rendezvous += shlex.split(self.environment.get("INTERDOMAIN_TORCHRUN", ""))
@@ -63,7 +80,11 @@ class Allocation:
 
     def describe(self) -> str:
         """The dry run's rows."""
-        set_here = [f"{n}={shlex.quote(self.environment[n])}" for n in self.site if not n.startswith("INTERDOMAIN_")]
+        set_here = [
+            f"{n}={shlex.quote(self.environment[n])}"
+            for n in self.site
+            if not n.startswith("INTERDOMAIN_")
+        ]
         nodes = f"{len(self.hosts)} x {self.ranks} rank(s): {', '.join(self.hosts)} (SLURM job {self.job})"
         return f"{'nodes':>18}  {nodes}\n{'site':>18}  {' '.join(set_here) or 'sets nothing'}"
 
@@ -73,7 +94,9 @@ def read_site(name: str) -> dict[str, str]:
     file = Path(expand_path(name)) if name.endswith(".env") else SITES / f"{name}.env"
     if not file.is_file():
         known = ", ".join([*sorted(path.stem for path in SITES.glob("*.env")), LOCAL])
-        raise ValueError(f"--site {name}: there is no such site. Known: {known}; or give the path of a file NAME.env.")
+        raise ValueError(
+            f"--site {name}: there is no such site. Known: {known}; or give the path of a file NAME.env."
+        )
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     for line in lines:
         if not re.match(r"[A-Za-z_]\w*=", line):
@@ -97,7 +120,9 @@ def _hosts() -> list[str]:
     """The allocation's nodes. Raises: ValueError where SLURM's variables or its commands are not there, as in containers."""
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     try:
-        show = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+        show = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True
+        )
         hosts = show.stdout.split()
         why = show.stderr.strip()
     except OSError as e:
@@ -128,20 +153,27 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
             f"--site {site} needs a SLURM allocation, and this is none (SLURM_JOB_ID is not set). Run the same command under "
             f"sbatch or after salloc. To run on this machine alone, leave --site out or give --site {LOCAL}."
         )
-    if step.isdecimal() and int(step) < FIRST_SPECIAL_STEP:  # SLURM's own may also have names, such as batch
+    if (
+        step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    ):  # SLURM's own may also have names, such as batch
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks != "1":
             advice = "Leave srun out: ./launch.sh starts one torchrun per node"
             raise ValueError(f"srun started this command {tasks} times. {advice}.")
         return None  # in a shell of the user's (srun --pty)
     variables = read_site(site or "plain")
-    environment = variables | {name: value for name, value in os.environ.items() if not SHARES.match(name)}
+    environment = variables | {
+        name: value for name, value in os.environ.items() if not SHARES.match(name)
+    }
     hosts = _hosts()
     _number("SLURM_JOB_ID", environment)
     # The second is what salloc sets in a login node's shell.
     gpus = _number("SLURM_GPUS_ON_NODE", environment) or _number("SLURM_GPUS_PER_NODE", environment)
     # The smallest node's: "288(x3),72".
-    cpus = min(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))), default=0)
+    cpus = min(
+        map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))),
+        default=0,
+    )
     ranks = ranks or gpus or _number("INTERDOMAIN_GPUS_PER_NODE", environment) or ranks_here
     return Allocation(job, hosts, ranks, gpus, cpus, variables, environment)
 
@@ -160,6 +192,8 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         asked.append(number)
         process.send_signal(signal.SIGUSR1)
 
-    with handlers({signal.SIGUSR1: pass_on, signal.SIGTERM: pass_on, signal.SIGINT: signal.SIG_IGN}):
+    with handlers(
+        {signal.SIGUSR1: pass_on, signal.SIGTERM: pass_on, signal.SIGINT: signal.SIG_IGN}
+    ):
         code = process.wait()
     return CONTINUE if asked and code not in (0, REFUSED) else code

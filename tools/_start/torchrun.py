@@ -40,11 +40,22 @@ ONE_MACHINE = ("--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1")
 
 
 def torchrun_command(
-    config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ONE_MACHINE
+    config: str,
+    flags: list[str],
+    ranks: int,
+    restarts: int = 0,
+    rendezvous: Sequence[str] = ONE_MACHINE,
 ) -> list[str]:
     """The command of one node. rendezvous: torchrun's flags by which nodes find each other."""
     return [
-        *(python_here(), "-m", "interdomain.tools._start.elastic", *rendezvous, "--nproc-per-node", str(ranks)),
+        *(
+            python_here(),
+            "-m",
+            "interdomain.tools._start.elastic",
+            *rendezvous,
+            "--nproc-per-node",
+            str(ranks),
+        ),
         *(("--max-restarts", str(restarts)) if restarts else ()),
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
         *("-m", "interdomain.titan.entry", config, *flags),
@@ -54,7 +65,11 @@ def torchrun_command(
 def command_here(name: str) -> list[str]:
     """The words that start one of our commands: this environment's `interdomain NAME`, or the module if that is missing."""
     script = Path(python_here()).with_name("interdomain")
-    return [str(script), name] if script.is_file() else [python_here(), "-m", "interdomain.tools.main", name]
+    return (
+        [str(script), name]
+        if script.is_file()
+        else [python_here(), "-m", "interdomain.tools.main", name]
+    )
 
 
 def is_torchrun_option(name: str) -> bool:
@@ -103,13 +118,23 @@ def run(command: list[str], environment: dict[str, str]) -> int:
             if number in asked:
                 end_at_once(process.pid)
             else:
-                print("\nCtrl-C: saving, then leaving. Once more ends the run at once.", file=sys.stderr, flush=True)
-        if not asked:  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
+                print(
+                    "\nCtrl-C: saving, then leaving. Once more ends the run at once.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if (
+            not asked
+        ):  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
             process.send_signal(signal.SIGTERM)
         asked.append(number)
 
-    requests = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), pass_on)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the run goes on without its terminal
+    requests = dict.fromkeys(
+        (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), pass_on
+    )
+    if (
+        signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    ):  # nohup: the run goes on without its terminal
         del requests[signal.SIGHUP]
     # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every process, it
     # must not die of it.
@@ -128,8 +153,15 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     if word == ENDED and asked:  # in its last seconds: torchrun's status is the signal's
         return 0
     if word == LEFT or (asked and code):
-        saved = "left on a signal" if word == LEFT else "ended after a signal, without a checkpoint of where it was"
-        print(f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
+        saved = (
+            "left on a signal"
+            if word == LEFT
+            else "ended after a signal, without a checkpoint of where it was"
+        )
+        print(
+            f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.",
+            file=sys.stderr,
+        )
         return CONTINUE
     if code < 0:
         ended = f"torchrun was ended by {signal.Signals(-code).name}, and its ranks with it"
@@ -151,7 +183,9 @@ def main(argv=None) -> int:
     ranks, *command = sys.argv[1:] if argv is None else argv
     # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
     first = os.environ["SLURM_NODEID"] == "0"
-    return run(command, {"PET_RDZV_CONF": f"is_host={str(first).lower()}", **environment(int(ranks))})
+    return run(
+        command, {"PET_RDZV_CONF": f"is_host={str(first).lower()}", **environment(int(ranks))}
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ BEST = "best"  # in the place of a rate: the one at which the condition's finish
 TOP = ("config", "output", "results", "ranks", "all", *AXES, "corpora", "runs")
 VALIDATION = "validation_metrics/loss"
 # Tags of a record.
-KEPT = re.compile(r"validation_(metrics/(loss|accuracy)|position/.*)$|loss_metrics/global_avg_loss$|n_tokens_seen$")
+KEPT = re.compile(
+    r"validation_(metrics/(loss|accuracy)|position/.*)$|loss_metrics/global_avg_loss$|n_tokens_seen$"
+)
 IN_RUN = (CHECKPOINTS, EVENTS_FOLDER)  # settings that name folders within a run's
 CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
 
@@ -60,9 +62,13 @@ class StudyRun:
         """Raises: ValueError for settings that no run of a study can have, with the run's name."""
         try:
             job = job_config_of(self.settings)
-            if not (job.validation.enable and job.checkpoint.enable and job.metrics.enable_tensorboard):
+            if not (
+                job.validation.enable and job.checkpoint.enable and job.metrics.enable_tensorboard
+            ):
                 needed = "validation.enable, checkpoint.enable and metrics.enable_tensorboard"
-                raise ValueError(f"a study compares validation losses and continues its runs: set {needed} to true.")
+                raise ValueError(
+                    f"a study compares validation losses and continues its runs: set {needed} to true."
+                )
             return make_plan(job, self.ranks or 1, on_gpus=True)
         except ValueError as e:
             raise ValueError(f"{self.name}: {e}") from e
@@ -166,7 +172,9 @@ def read_study(path: Path) -> Study:
         names = [grid.get(axis, [*table.get(axis, {})] or [None]) for axis in AXES]
         earlier = list(runs.values())
         for seed, *labels in itertools.product(grid.get("seeds", [42]), *names):
-            chosen = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
+            chosen = {
+                axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None
+            }
             if chosen.get("rates") == BEST:
                 rate = _best_rate(earlier, chosen)
                 if rate is None:
@@ -180,7 +188,9 @@ def read_study(path: Path) -> Study:
             except ValueError as e:
                 raise ValueError(f"{name}: {e}") from e
             settings.setdefault("debug", {})["seed"] = seed
-            settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
+            settings.setdefault("job", {}).update(
+                dump_folder=str(output / name), description=f"{path.stem}: {name}"
+            )
             labels_by_axis = {axis.removesuffix("s"): label for axis, label in chosen.items()}
             record = results / f"{name}.json"
             runs[name] = StudyRun(labels_by_axis, seed, name, settings, record, table.get("ranks"))
@@ -195,18 +205,26 @@ def _check(path: Path, table: Table, grids: Any) -> None:
             problems.append(f"there is no {key} in a study; allowed: {', '.join(TOP)}")
     for axis in ("sizes", "conditions"):
         if not table.get(axis):
-            problems.append(f"there are no {axis}: add a table [{axis}.NAME] with that one's settings")
+            problems.append(
+                f"there are no {axis}: add a table [{axis}.NAME] with that one's settings"
+            )
     for grid in grids:
         for key, names in grid.items():
             if key not in (*AXES, "seeds"):
                 problems.append(f"[[runs]] has no {key}; allowed: {', '.join(AXES)}, seeds")
             elif not isinstance(names, list) or not names:
-                problems.append(f"{key} = {names!r} names no run: give a list with at least one entry, or leave it out")
+                problems.append(
+                    f"{key} = {names!r} names no run: give a list with at least one entry, or leave it out"
+                )
             elif key != "seeds":
                 known = table.get(key, {})
-                unknown = [name for name in names if name not in known and (key, name) != ("rates", BEST)]
+                unknown = [
+                    name for name in names if name not in known and (key, name) != ("rates", BEST)
+                ]
                 if unknown:
-                    problems.append(f"[[runs]] names {key} {', '.join(unknown)}; the file has {', '.join(known)}")
+                    problems.append(
+                        f"[[runs]] names {key} {', '.join(unknown)}; the file has {', '.join(known)}"
+                    )
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}.")
 
@@ -247,10 +265,14 @@ def _put(settings: Table, layer: Table) -> None:
     for name, value in layer_settings.items():
         section, _, key = name.partition(".")
         if not key:
-            no_setting = f"{name} = {value!r} is no setting: write section.name, as training.tokens."
+            no_setting = (
+                f"{name} = {value!r} is no setting: write section.name, as training.tokens."
+            )
             raise ValueError(removal_of(name) or no_setting)
         if name in IN_RUN and (Path(value).is_absolute() or ".." in Path(value).parts):
-            raise ValueError(f"{name} = {value}: several runs would write into one folder. Name one within a run's.")
+            raise ValueError(
+                f"{name} = {value}: several runs would write into one folder. Name one within a run's."
+            )
         settings.setdefault(section, {})[key] = deepcopy(value)
     for steps, tokens in IN_TOKENS.items():
         if steps in layer_settings and tokens not in layer_settings:
@@ -297,7 +319,9 @@ def record_of(folder: Path) -> Table:
     curves = curves_of(events)
     facts = facts_of(events, "hyperparameters")
     if not facts or "n_tokens_seen" not in curves:
-        raise ValueError(f"{folder} holds no run of this project: its TensorBoard events have no record of the model.")
+        raise ValueError(
+            f"{folder} holds no run of this project: its TensorBoard events have no record of the model."
+        )
     kept = {}
     for tag in sorted(curves):
         if KEPT.match(tag):
@@ -312,9 +336,15 @@ def record_of(folder: Path) -> Table:
 
 def dumped(record: Table) -> bytes:
     """A record as JSON, a fact or curve to a line; figures in seven digits, as float32 has them."""
-    facts = [f" {json.dumps(name)}: {json.dumps(fact)}" for name, fact in record.items() if name != "curves"]
+    facts = [
+        f" {json.dumps(name)}: {json.dumps(fact)}"
+        for name, fact in record.items()
+        if name != "curves"
+    ]
     curves = []
     for tag, curve in record["curves"].items():
         rounded = {step: float(f"{value:.7g}") for step, value in curve.items()}
         curves.append(f"  {json.dumps(tag)}: {json.dumps(rounded)}")
-    return "\n".join(["{", ",\n".join(facts) + ",", ' "curves": {', ",\n".join(curves), " }", "}", ""]).encode()
+    return "\n".join(
+        ["{", ",\n".join(facts) + ",", ' "curves": {', ",\n".join(curves), " }", "}", ""]
+    ).encode()

@@ -34,7 +34,14 @@ class Running(NamedTuple):
 
 def start(run: StudyRun, share: int, jobs: int) -> Running:
     ranks = run.ranks or 1
-    command = [sys.executable, "-m", "interdomain.tools.launch", str(run.write_config()), "--site", "local"]
+    command = [
+        sys.executable,
+        "-m",
+        "interdomain.tools.launch",
+        str(run.write_config()),
+        "--site",
+        "local",
+    ]
     if run.ranks is not None:
         command += ["--ranks", str(ranks)]
     with open(run.folder / LOG, "ab") as log:
@@ -78,7 +85,12 @@ def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
             errors.setdefault(str(e), []).append(run.name)
             for corpus in [*folders_of(job.data.corpus), job.data.validation_corpus]:
                 if corpus in corpora and not os.path.exists(corpus):
-                    prepare = [*command_here("prepare-data"), *shlex.split(corpora[corpus]), "--output", corpus]
+                    prepare = [
+                        *command_here("prepare-data"),
+                        *shlex.split(corpora[corpus]),
+                        "--output",
+                        corpus,
+                    ]
                     commands[shlex.join(prepare)] = None
     if errors:
         lines = ["data cannot be read, so no run was started."]
@@ -103,7 +115,9 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
     failed = 0
     signals: list[int] = []
     total = sum(run.plan.steps for run in missing)
-    bar = tqdm(total=total, unit=" steps saved", disable=None, initial=sum(run.step for run in missing))
+    bar = tqdm(
+        total=total, unit=" steps saved", disable=None, initial=sum(run.step for run in missing)
+    )
 
     def pass_on(number, frame):
         signals.append(number)
@@ -134,11 +148,16 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
                     bar.write(f"{run.name}: left at step {run.step}")
                 else:
                     failed += 1
-                    bar.write(f"{run.name}: failed with exit status {code}; its output is in {run.folder / LOG}")
+                    bar.write(
+                        f"{run.name}: failed with exit status {code}; its output is in {run.folder / LOG}"
+                    )
             bar.n = sum(run.step for run in missing)
             bar.refresh()
     if signals:
-        print(f"left on a signal (exit status {CONTINUE}): the same command continues the study.", file=sys.stderr)
+        print(
+            f"left on a signal (exit status {CONTINUE}): the same command continues the study.",
+            file=sys.stderr,
+        )
         return CONTINUE
     if failed:
         print(f"{failed} run(s) failed, as said above.", file=sys.stderr)
@@ -161,12 +180,16 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
         if job in queued:
             print(f"{run.name}: in the queue")
             continue
-        answer = _output_of([command[0], f"--job-name={job}", *command[1:], str(run.write_config())])
+        answer = _output_of(
+            [command[0], f"--job-name={job}", *command[1:], str(run.write_config())]
+        )
         print(f"{run.name}: {answer.strip()}")
 
 
 def _output_of(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")
+        raise ValueError(
+            f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}"
+        )
     return done.stdout

@@ -175,7 +175,11 @@ def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
 @functools.cache
 def _times_drawn(documents: int) -> np.ndarray:
     """[DRAWS, documents]: how many times each draw takes each document."""
-    return np.random.default_rng(0).multinomial(documents, np.full(documents, 1 / documents), DRAWS).astype(np.float64)
+    return (
+        np.random.default_rng(0)
+        .multinomial(documents, np.full(documents, 1 / documents), DRAWS)
+        .astype(np.float64)
+    )
 
 
 def interval_of(draws: np.ndarray) -> list[float]:
@@ -255,7 +259,10 @@ def cells_of(runs: list[Run]) -> Groups:
     for cell in by_cell.values():
         cell.runs.sort(key=lambda run: run.seed)
         groups.setdefault(cell.group, []).append(cell)
-    return {group: sorted(cells, key=lambda cell: cell.perplexity.mean) for group, cells in groups.items()}
+    return {
+        group: sorted(cells, key=lambda cell: cell.perplexity.mean)
+        for group, cells in groups.items()
+    }
 
 
 def at_best_rates(groups: Groups) -> Groups:
@@ -278,7 +285,10 @@ def differences(cells: Sequence[Cell]) -> dict[str, list[str]]:
 
 def incomparable(group: str, cells: list[Cell]) -> list[str]:
     """Sentences that say why no percentage compares cells of a group."""
-    reasons = [f"runs differ in {name} ({'; '.join(values)})" for name, values in differences(cells).items()]
+    reasons = [
+        f"runs differ in {name} ({'; '.join(values)})"
+        for name, values in differences(cells).items()
+    ]
     if any(len(softmax_cells(cell, cells)) > 1 for cell in cells):
         reasons.append("several rows are of softmax")
     return [f"{group}: {reason}, so no percentage compares them." for reason in reasons]
@@ -382,7 +392,11 @@ def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
     by_setting: Groups = {}
     for group, cells in at_best_rates(cells_of(runs)).items():
         labels = cells[0].runs[0].labels
-        setting = " ".join(str(label) for axis, label in labels.items() if axis not in ("size", "condition", "rate"))
+        setting = " ".join(
+            str(label)
+            for axis, label in labels.items()
+            if axis not in ("size", "condition", "rate")
+        )
         by_setting.setdefault(setting, []).extend(cells)
 
         accurate = any(cell.last(ACCURACY) for cell in cells)
@@ -397,18 +411,31 @@ def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
         drawn[group] = [_dots(group, cells, accurate)]
         if max(len(curve.x) for curve in curves) > 1:
             y_label = measure.removeprefix("validation_metrics/")
-            drawn[group].append(Panel(group, curves, "tokens (millions)", y_label, log_y=not accurate))
+            drawn[group].append(
+                Panel(group, curves, "tokens (millions)", y_label, log_y=not accurate)
+            )
 
     for setting, cells in by_setting.items():
         if len({cell.runs[0].labels["size"] for cell in cells}) == 1:
             continue
         curves = []
         for label in dict.fromkeys(cell.label for cell in cells):
-            same = sorted((cell for cell in cells if cell.label == label), key=lambda cell: cell.compute)
+            same = sorted(
+                (cell for cell in cells if cell.label == label), key=lambda cell: cell.compute
+            )
             compute = [float(f"{cell.compute / 1e18:.3g}") for cell in same]
             curves.append(_curve(label, compute, [cell.perplexity for cell in same]))
         title = f"{setting}, all sizes".removeprefix(", ")
-        drawn[title] = [Panel(title, curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", log_x=True, log_y=True)]
+        drawn[title] = [
+            Panel(
+                title,
+                curves,
+                "6ND ($10^{18}$ FLOPs)",
+                "validation perplexity",
+                log_x=True,
+                log_y=True,
+            )
+        ]
     return drawn
 
 

@@ -58,9 +58,13 @@ def read_manifest(folder: Path | str) -> dict:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = (manifest["format"], manifest["format_version"])
         if version != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format and version are {version}, this version reads {(FORMAT, FORMAT_VERSION)}")
+            raise ValueError(
+                f"format and version are {version}, this version reads {(FORMAT, FORMAT_VERSION)}"
+            )
     except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged or of another version ({e}); prepare the corpus again.") from e
+        raise ValueError(
+            f"{path} is damaged or of another version ({e}); prepare the corpus again."
+        ) from e
     return manifest
 
 
@@ -71,7 +75,10 @@ def sources(source: dict) -> dict[str, list[str]]:
     """
     if "synthetic" in source:
         options = [f"{name} {value}" for name, value in source.items() if name != "synthetic"]
-        return {"sources": [f"synthetic {source['synthetic']} ({', '.join(options)})"], "datasets": []}
+        return {
+            "sources": [f"synthetic {source['synthetic']} ({', '.join(options)})"],
+            "datasets": [],
+        }
     phrases = []
     datasets = []
     files = []
@@ -85,7 +92,9 @@ def sources(source: dict) -> dict[str, list[str]]:
             files.append(item)
     if len(files) > NAMED:
         size = sum(item["bytes"] for item in files)
-        phrases.append(f"{len(files):,} files, {files[0]['file']} to {files[-1]['file']} ({size / 1e6:,.1f} MB)")
+        phrases.append(
+            f"{len(files):,} files, {files[0]['file']} to {files[-1]['file']} ({size / 1e6:,.1f} MB)"
+        )
     else:
         phrases += [f"{item['file']} ({item['bytes'] / 1e6:,.1f} MB)" for item in files]
     if phrases and source.get("max_bytes"):
@@ -101,7 +110,9 @@ def _prefixes(source: str) -> list[str]:
     # Either file of a pair names the shard, so that one whose .bin is missing is reported and not skipped.
     files = glob.glob(f"{stem}.bin", recursive=True) + glob.glob(f"{stem}.idx", recursive=True)
     if not files:
-        raise FileNotFoundError(f"No shard matches {source}; expected files like {stem}.bin and {stem}.idx.")
+        raise FileNotFoundError(
+            f"No shard matches {source}; expected files like {stem}.bin and {stem}.idx."
+        )
     return sorted({file[:-4] for file in files})
 
 
@@ -192,7 +203,9 @@ class TokenCorpus:
         for shard in self.shards:
             with open(shard.idx_path, "rb") as f:
                 head = f.read(65536)
-            digest.update(f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:".encode() + head)
+            digest.update(
+                f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:".encode() + head
+            )
         return digest.hexdigest()
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -215,7 +228,9 @@ class TokenCorpus:
             shard = self.shards[number]
             out[filled : filled + last - first] = shard.tokens(first, last)
             filled += last - first
-        if len(out) and (out.min() < 0 or (self.vocab_size is not None and out.max() >= self.vocab_size)):
+        if len(out) and (
+            out.min() < 0 or (self.vocab_size is not None and out.max() >= self.vocab_size)
+        ):
             raise ValueError(
                 f"Token ids from {out.min()} to {out.max()} at tokens {start} to {stop} of split {self.split!r} "
                 f"({shard.prefix}), the vocabulary has 0 to {(self.vocab_size or 0) - 1}: a damaged shard, or one made "

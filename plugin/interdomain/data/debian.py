@@ -25,17 +25,48 @@ JOINED = 8_000  # characters from which a document takes no further entry of a d
 CHAPTER = re.compile(r"^(?=Chapter \d+[.:] )", re.M)
 DRAWN_TABLE = re.compile(r"^[ \t]*([|│].*[|│]|[+┌├└][-=+─┬┼┴]+[+┐┤┘])\n", re.M)
 # Entries of a dictionary: its own description, tables of codes and of digits, a licence.
-ENTRY_LEFT_OUT = re.compile(r"00-database|ASCII character table|bignum|GNU Free Documentation License")
+ENTRY_LEFT_OUT = re.compile(
+    r"00-database|ASCII character table|bignum|GNU Free Documentation License"
+)
 NODE_LEFT_OUT = re.compile(r"File: .*Node: [^,\n]*(Licen[sc]e|Copying)|[^\0]*\0\x08\[index")
-NOT_PRINTED = re.compile(r"^\* (Menu:|.*::).*\n|\0\x08\[[^\0]*\0\x08\]", re.M)  # in a node: menus, images
+NOT_PRINTED = re.compile(
+    r"^\* (Menu:|.*::).*\n|\0\x08\[[^\0]*\0\x08\]", re.M
+)  # in a node: menus, images
 
 # troff, as far as these manual pages use it: an escape (a character's name is in one of the groups), a macro's argument
-ESCAPE = re.compile(r"\\(?:f(?:\(..|\[[^]]*\]|.)|s[-+]?\d|[hvw]'[^']*'|n\(..|\*?(?:\((..)|\[([^]]*)\]|(.))|$)")
+ESCAPE = re.compile(
+    r"\\(?:f(?:\(..|\[[^]]*\]|.)|s[-+]?\d|[hvw]'[^']*'|n\(..|\*?(?:\((..)|\[([^]]*)\]|(.))|$)"
+)
 ARGUMENT = re.compile(r'"((?:[^"]|"")*)"?|((?:\\.|[^ ])+)')
-CHARACTERS = {"-": "-", "e": "\\", "\\": "\\", " ": " ", "~": " ", "0": " ", "`": "`", "'": "'", "aq": "'", "dq": '"'}
-CHARACTERS |= {"lq": '"', "rq": '"', "bu": "*", "em": "--", "en": "-", "ha": "^", "ti": "~", "ga": "`", "+-": "+/-"}
+CHARACTERS = {
+    "-": "-",
+    "e": "\\",
+    "\\": "\\",
+    " ": " ",
+    "~": " ",
+    "0": " ",
+    "`": "`",
+    "'": "'",
+    "aq": "'",
+    "dq": '"',
+}
+CHARACTERS |= {
+    "lq": '"',
+    "rq": '"',
+    "bu": "*",
+    "em": "--",
+    "en": "-",
+    "ha": "^",
+    "ti": "~",
+    "ga": "`",
+    "+-": "+/-",
+}
 SKIPPED = {"TS": ".TE", "de": ".."}  # tables and definitions of macros, with their end
-FONTS = {"B": " ", "I": " ", **dict.fromkeys(("BI", "BR", "IB", "IR", "RB", "RI", "q"), "")}  # between the arguments
+FONTS = {
+    "B": " ",
+    "I": " ",
+    **dict.fromkeys(("BI", "BR", "IB", "IR", "RB", "RI", "q"), ""),
+}  # between the arguments
 SPACE_BEFORE = {"SH", "SS", "PP", "sp", "HP", "RS", "RE", "TP", "IP", "nf", "fi", "EX", "EE"}
 
 
@@ -54,8 +85,13 @@ def debian_packages(source: str) -> dict[str, Path]:
     """
     folder = Path(source.removeprefix(DEBIAN).removeprefix(":") or DOWNLOADS)
     table = package_table()
-    files = {name: folder / f"{name}_{row['version'].replace(':', '%3a')}_all.deb" for name, row in table.items()}
-    missing = [f"{name}={table[name]['version']}" for name, path in files.items() if not path.is_file()]
+    files = {
+        name: folder / f"{name}_{row['version'].replace(':', '%3a')}_all.deb"
+        for name, row in table.items()
+    }
+    missing = [
+        f"{name}={table[name]['version']}" for name, path in files.items() if not path.is_file()
+    ]
     if missing and source == DEBIAN:
         _download(missing)
     elif missing:
@@ -78,7 +114,14 @@ def _download(packages: list[str]) -> None:
     print(f"downloading {len(packages)} Debian packages to {DOWNLOADS}", flush=True)
     command = ["apt-get", "download", "--quiet", *packages]
     try:
-        subprocess.run(command, cwd=DOWNLOADS, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        subprocess.run(
+            command,
+            cwd=DOWNLOADS,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     except (OSError, subprocess.CalledProcessError) as e:
         reason = " ".join((getattr(e, "stderr", None) or str(e)).split())
         raise ValueError(
@@ -95,12 +138,18 @@ def read_package(name: str, path: Path) -> Iterator[str]:
     with tarfile.open(fileobj=io.BytesIO(_data_member(path.read_bytes()))) as tar:
         for member in sorted(tar.getmembers(), key=lambda member: member.name):
             file = member.name.removeprefix("./")
-            if not member.isfile() or not _matches(file, row["read"]) or _matches(file, row.get("leave_out", [])):
+            if (
+                not member.isfile()
+                or not _matches(file, row["read"])
+                or _matches(file, row.get("leave_out", []))
+            ):
                 continue
             content = tar.extractfile(member)
             assert content is not None  # of a file
             data = content.read()
-            for text in _documents(file, gzip.decompress(data) if file.endswith((".gz", ".dz")) else data):
+            for text in _documents(
+                file, gzip.decompress(data) if file.endswith((".gz", ".dz")) else data
+            ):
                 if len(text) >= SHORTEST and text not in seen:
                     seen.add(text)
                     yield text
@@ -124,13 +173,22 @@ def _data_member(deb: bytes) -> bytes:
 def _documents(file: str, data: bytes) -> list[str]:
     text = DRAWN_TABLE.sub("", data.decode().replace("\xa0", " "))
     if file.endswith(".dict.dz"):  # an entry begins at a line without indentation
-        documents = _joined(entry for entry in re.split(r"(?<=\n)(?=\S)", text) if not ENTRY_LEFT_OUT.match(entry))
+        documents = _joined(
+            entry for entry in re.split(r"(?<=\n)(?=\S)", text) if not ENTRY_LEFT_OUT.match(entry)
+        )
     elif "/info/" in file:
-        nodes = [node for node in text.split("\x1f\n") if node.startswith("File: ") and not NODE_LEFT_OUT.match(node)]
+        nodes = [
+            node
+            for node in text.split("\x1f\n")
+            if node.startswith("File: ") and not NODE_LEFT_OUT.match(node)
+        ]
         documents = _joined(NOT_PRINTED.sub("", node.partition("\n")[2]) for node in nodes)
     else:
         documents = [man_text(text)] if "/man/" in file else CHAPTER.split(text)
-    return [re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip("\n") + "\n" for text in documents]
+    return [
+        re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip("\n") + "\n"
+        for text in documents
+    ]
 
 
 def _joined(texts: Iterable[str]) -> list[str]:
@@ -154,7 +212,10 @@ def man_text(source: str) -> str:
         text = _plain(line)
         if line.startswith((".", "'")):
             macro, _, arguments = line[1:].partition(" ")
-            words = [_plain(quoted.replace('""', '"') or bare) for quoted, bare in ARGUMENT.findall(arguments)]
+            words = [
+                _plain(quoted.replace('""', '"') or bare)
+                for quoted, bare in ARGUMENT.findall(arguments)
+            ]
             text = FONTS.get(macro, " ").join(words)
             if macro in SKIPPED:
                 next((line for line in lines if line.startswith(SKIPPED[macro])), None)
@@ -168,7 +229,11 @@ def man_text(source: str) -> str:
                 text = words[0] if words else ""
             elif macro not in (*FONTS, "SH", "SS"):
                 text = ""
-            heading = heading or macro in ("TP", "TQ", "SH", "SS", "TH") or (macro == "IP" and len(text) > 1)
+            heading = (
+                heading
+                or macro in ("TP", "TQ", "SH", "SS", "TH")
+                or (macro == "IP" and len(text) > 1)
+            )
         elif not code and (not line or line.startswith(" ")):
             parts.append("\n" if line else "\n\n")
         if code and macro in (*FONTS, ""):

@@ -61,10 +61,14 @@ def recorded_documents(run: dict[str, Any], tokenizer: Any) -> Documents:
     try:
         begin, end = (tuple(described[name]) for name in ("begin", "end"))
     except (KeyError, TypeError) as e:
-        raise ValueError(f"the record's documents are {described!r}: they must have a begin and an end.") from e
+        raise ValueError(
+            f"the record's documents are {described!r}: they must have a begin and an end."
+        ) from e
     for token in (*begin, *end):
         if type(token) is not int or not 0 <= token < tokenizer.vocab_size:
-            raise ValueError(f"the record's documents name {token!r}, which is no token of {tokenizer.vocab_size:,}.")
+            raise ValueError(
+                f"the record's documents name {token!r}, which is no token of {tokenizer.vocab_size:,}."
+            )
     return Documents(begin, end)
 
 

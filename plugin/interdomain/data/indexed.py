@@ -22,7 +22,9 @@ from interdomain.folders import sync, write_whole
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
-U16_VOCAB = 65500  # Megatron's rule: ids of a vocabulary below it are stored as u16, from it on as i32
+U16_VOCAB = (
+    65500  # Megatron's rule: ids of a vocabulary below it are stored as u16, from it on as i32
+)
 
 
 def file_sha256(path: Path | str) -> str:
@@ -61,12 +63,20 @@ class IndexedDataset:
         self.idx_bytes, self.bin_bytes = self.idx_path.stat().st_size, self.bin_path.stat().st_size
         self._open_index()
         itemsize = self.dtype.itemsize
-        expected = int(self.offsets[-1]) + int(self.lengths[-1]) * itemsize if len(self.offsets) else 0
+        expected = (
+            int(self.offsets[-1]) + int(self.lengths[-1]) * itemsize if len(self.offsets) else 0
+        )
         if self.bin_bytes != expected or expected % itemsize:
-            raise self._damaged(f"describes {expected:,} bytes of tokens, {self.bin_path} has {self.bin_bytes:,}")
+            raise self._damaged(
+                f"describes {expected:,} bytes of tokens, {self.bin_path} has {self.bin_bytes:,}"
+            )
         self.num_tokens = expected // itemsize
         # An empty file cannot be mapped.
-        self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r") if expected else np.empty(0, self.dtype)
+        self._tokens = (
+            np.memmap(self.bin_path, dtype=self.dtype, mode="r")
+            if expected
+            else np.empty(0, self.dtype)
+        )
 
     def _damaged(self, why: str) -> ValueError:
         return ValueError(
@@ -84,10 +94,16 @@ class IndexedDataset:
                 "the prefix of a .bin/.idx pair that Megatron, NeMo, datatrove or `interdomain prepare-data` wrote."
             )
         if code not in DTYPES:
-            raise self._damaged(f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8")
+            raise self._damaged(
+                f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8"
+            )
         expected = HEADER.size + 12 * n_seq + 8 * n_doc_idx
-        if self.idx_bytes != expected:  # also of a multimodal index, which has one byte more per sequence
-            raise self._damaged(f"has {self.idx_bytes:,} bytes, its header ({n_seq:,} sequences) implies {expected:,}")
+        if (
+            self.idx_bytes != expected
+        ):  # also of a multimodal index, which has one byte more per sequence
+            raise self._damaged(
+                f"has {self.idx_bytes:,} bytes, its header ({n_seq:,} sequences) implies {expected:,}"
+            )
         self.dtype = np.dtype(DTYPES[code])
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         at = HEADER.size + 12 * n_seq
@@ -114,26 +130,43 @@ class IndexedDataset:
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions p in [start, stop), in tokens of the shard, at which a document begins: int64, ascending."""
         # bisect: numpy's searchsorted would first copy all of the (unaligned) index.
-        first, last = (bisect_left(range(len(self)), p, key=self._document_start) for p in (start, stop))
+        first, last = (
+            bisect_left(range(len(self)), p, key=self._document_start) for p in (start, stop)
+        )
         # unique: an empty document starts where the next one does.
-        return np.unique([self._document_start(document) for document in range(first, last)]).astype(np.int64)
+        return np.unique(
+            [self._document_start(document) for document in range(first, last)]
+        ).astype(np.int64)
 
     def documents(self, start: int, stop: int) -> np.ndarray:
         """The number of the document of each token [start, stop) of the shard, int64."""
-        first, last = (bisect_right(range(len(self)), p, key=self._document_start) - 1 for p in (start, stop - 1))
-        ends = [min(self._document_start(document + 1), stop) for document in range(first, last + 1)]
+        first, last = (
+            bisect_right(range(len(self)), p, key=self._document_start) - 1
+            for p in (start, stop - 1)
+        )
+        ends = [
+            min(self._document_start(document + 1), stop) for document in range(first, last + 1)
+        ]
         return np.repeat(np.arange(first, last + 1), np.diff([start, *ends]))
 
     def _document_start(self, document: int) -> int:
         sequence = int(self.doc_idx[document])
-        return self.num_tokens if sequence >= len(self.offsets) else int(self.offsets[sequence]) // self.dtype.itemsize
+        return (
+            self.num_tokens
+            if sequence >= len(self.offsets)
+            else int(self.offsets[sequence]) // self.dtype.itemsize
+        )
 
     def verify(self) -> None:
         """Read all of the index. Raises ValueError if sequences do not lie back to back, or documents in another order."""
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
-        back_to_back = len(ends) == 0 or (self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:]))
+        back_to_back = len(ends) == 0 or (
+            self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:])
+        )
         if not back_to_back or (self.lengths < 0).any() or (np.diff(self.doc_idx) < 0).any():
-            raise self._damaged("has sequences that do not lie back to back, or documents in another order")
+            raise self._damaged(
+                "has sequences that do not lie back to back, or documents in another order"
+            )
 
 
 class IndexedDatasetWriter:
@@ -155,7 +188,9 @@ class IndexedDatasetWriter:
         self.prefix, self.vocab_size = Path(prefix), vocab_size
         self._bin_path, self._idx_path = shard_files(prefix)
         if self._idx_path.exists():
-            raise FileExistsError(f"{self._idx_path} exists, and shards are never overwritten; remove it first.")
+            raise FileExistsError(
+                f"{self._idx_path} exists, and shards are never overwritten; remove it first."
+            )
         self._code = code or (8 if vocab_size < U16_VOCAB else 4)
         self._dtype = np.dtype(DTYPES[self._code])
         self._lengths, self._bin_sha256 = array("i"), hashlib.sha256()
@@ -167,7 +202,9 @@ class IndexedDatasetWriter:
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
-            with contextlib.suppress(OSError):  # closing flushes, and on a full disk that fails once more
+            with contextlib.suppress(
+                OSError
+            ):  # closing flushes, and on a full disk that fails once more
                 self._bin.close()
             self._bin_path.unlink(missing_ok=True)
         elif not self._bin.closed:
@@ -227,7 +264,9 @@ class ShardWriter:
     """Streams documents into the shards `prefix-00000`, `prefix-00001`, ... A shard is full with the document that brings it to
     `shard_tokens`. Further arguments and errors as in `IndexedDatasetWriter`."""
 
-    def __init__(self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None) -> None:
+    def __init__(
+        self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None
+    ) -> None:
         self.prefix, self.shard_tokens, self.options = prefix, shard_tokens, (vocab_size, code)
         self.records: list[dict] = []
         self.writer: IndexedDatasetWriter | None = None
@@ -235,9 +274,14 @@ class ShardWriter:
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         """Append documents that lie back to back in `tokens`, `lengths` tokens each."""
         while len(lengths):
-            self.writer = self.writer or IndexedDatasetWriter(f"{self.prefix}-{len(self.records):05d}", *self.options)
+            self.writer = self.writer or IndexedDatasetWriter(
+                f"{self.prefix}-{len(self.records):05d}", *self.options
+            )
             ends = np.cumsum(lengths, dtype=np.int64)
-            n = min(int(np.searchsorted(ends, self.shard_tokens - self.writer.num_tokens)) + 1, len(lengths))
+            n = min(
+                int(np.searchsorted(ends, self.shard_tokens - self.writer.num_tokens)) + 1,
+                len(lengths),
+            )
             self.writer.add_documents(tokens[: ends[n - 1]], lengths[:n])
             tokens, lengths = tokens[ends[n - 1] :], lengths[n:]
             if self.writer.num_tokens >= self.shard_tokens:

@@ -29,7 +29,15 @@ HUGGING_FACE = "hf:"
 LINES = (".jsonl", ".ndjson", ".json")
 ROWS = (*LINES, ".parquet")
 # Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the next.
-STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+STDLIB_EXCLUDED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib-dynload",
+}
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 # What a data set's folder has beside its rows, in small letters: a description, which is no document.
 DATASET_FILES = {
@@ -43,7 +51,9 @@ DATASET_FILES = {
 CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of the package encodings
 SPAN_BYTES = 2_000_000  # of a large file of lines
 EXCERPT = 200  # characters of a row that cannot be read, to find it by
-DATASET_SHARD_BYTES = 100_000_000  # taken for the size of one shard of a dataset on the hub, which is not known
+DATASET_SHARD_BYTES = (
+    100_000_000  # taken for the size of one shard of a dataset on the hub, which is not known
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,9 @@ def in_validation(text: str, fraction: float) -> bool:
 
     A function of the text alone: no seed, no position, so that adding documents moves none, and copies stay together.
     """
-    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10_000 < round(fraction * 10_000)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10_000 < round(
+        fraction * 10_000
+    )
 
 
 def read_documents(
@@ -127,7 +139,9 @@ def read_documents(
         convert: what to make of each text, for example its ids. A text of which it raises ValueError is a bad document.
     Raises: as `find_inputs` and `read_span`.
     """
-    yield from documents_of(list_spans(find_inputs(inputs).files, text_field, max_bytes), text_field, skip, convert)
+    yield from documents_of(
+        list_spans(find_inputs(inputs).files, text_field, max_bytes), text_field, skip, convert
+    )
 
 
 def documents_of(
@@ -204,7 +218,9 @@ def find_inputs(inputs: Iterable) -> Inputs:
             for name, path in matched:
                 kind = _kind(path)
                 if kind is None:
-                    raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
+                    raise ValueError(
+                        f"{path} is not a kind of file that is read; files are {READ}."
+                    )
                 file = _source_file(name, kind, path)
                 files.append(file)
                 described.append({"file": name, "bytes": file.size})
@@ -248,7 +264,9 @@ def _matches(item: str) -> tuple[list[tuple[str, Path]], int]:
     return [(path.name, path)] if path.exists() else [], 0
 
 
-def list_spans(files: list[SourceFile], text_field: str, max_bytes: int | None = None) -> Iterator[Span]:
+def list_spans(
+    files: list[SourceFile], text_field: str, max_bytes: int | None = None
+) -> Iterator[Span]:
     """The spans of all files in order: as many whole ones as `max_bytes` of the disk hold, but at least one.
 
     Raises: ValueError for what can be seen without reading it all: a missing column, a dataset that is not there.
@@ -298,9 +316,13 @@ def read_span(span: Span, text_field: str, convert: Callable[[str], Any] = str) 
                 if text:
                     yield convert(text)
             except ValueError as e:
-                yield BadDocument(_shown(file), file.name, reader.place(span, i), str(e).rstrip("."))
+                yield BadDocument(
+                    _shown(file), file.name, reader.place(span, i), str(e).rstrip(".")
+                )
         if file.kind != HUGGING_FACE and _source_file(file.name, file.kind, file.path) != file:
-            raise ValueError("it has changed since this command began. Start the same command again.")
+            raise ValueError(
+                "it has changed since this command began. Start the same command again."
+            )
 
 
 def content_digest(span: Span) -> str:
@@ -410,7 +432,9 @@ def _line_place(span: Span, i: int) -> str:
 
 def _parquet_rows(span: Span, text_field: str) -> Iterator[Any]:
     file = _parquet(span.file.path, text_field)
-    for batch in file.iter_batches(512, row_groups=[span.start], columns=[text_field], use_threads=False):
+    for batch in file.iter_batches(
+        512, row_groups=[span.start], columns=[text_field], use_threads=False
+    ):
         yield from batch.column(0)
 
 
@@ -430,7 +454,9 @@ def _parquet(path: Path, text_field: str) -> Any:
     file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
     if text_field not in file.schema_arrow.names:
         has = ", ".join(file.schema_arrow.names)
-        raise ValueError(f"there is no column {text_field!r} (it has: {has}); name the right one with --text-field.")
+        raise ValueError(
+            f"there is no column {text_field!r} (it has: {has}); name the right one with --text-field."
+        )
     return file
 
 
@@ -461,11 +487,15 @@ def _dataset(name: str) -> tuple[Any, Any]:
     source, _, revision = source.partition("@")
     config, _, split = rest.partition(":")
     if not source or ":" in split:
-        raise ValueError(f"{name} is no dataset: it must read {HUGGING_FACE}NAME[@REVISION][:CONFIG[:SPLIT]].")
+        raise ValueError(
+            f"{name} is no dataset: it must read {HUGGING_FACE}NAME[@REVISION][:CONFIG[:SPLIT]]."
+        )
     try:
         builder = datasets.load_dataset_builder(source, config or None, revision=revision or None)
         return builder, builder.as_streaming_dataset(split=split or "train")
-    except Exception as e:  # the hub's client, the HTTP library and the readers behind them each have their own
+    except (
+        Exception
+    ) as e:  # the hub's client, the HTTP library and the readers behind them each have their own
         first = str(e).strip().split("\n")[0]
         raise ValueError(
             f"The dataset {name} cannot be opened ({type(e).__name__}: {first}). Check name, configuration, split and network, "
@@ -504,7 +534,9 @@ READERS = {
     **dict.fromkeys(LINES, JSON_LINES),
     ".parquet": Reader(
         _parquet_rows,
-        lambda value, text_field: _field_text({text_field: value.as_py()}, text_field),  # raises for bytes, not UTF-8
+        lambda value, text_field: _field_text(
+            {text_field: value.as_py()}, text_field
+        ),  # raises for bytes, not UTF-8
         _parquet_place,
     ),
     DEBIAN: Reader(

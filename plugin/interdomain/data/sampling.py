@@ -80,7 +80,13 @@ class PackedDataset:
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
-        self.corpus, self.seq_len, self.seed, self.shuffle, self.first = corpus, seq_len, seed, shuffle, 0
+        self.corpus, self.seq_len, self.seed, self.shuffle, self.first = (
+            corpus,
+            seq_len,
+            seed,
+            shuffle,
+            0,
+        )
         self.num_tokens, self.num_documents = corpus.num_tokens, corpus.num_documents
         self.samples_per_epoch = (corpus.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
@@ -100,8 +106,15 @@ class PackedDataset:
         order = f"feistel-1:{seed}" if shuffle else "in order"
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
-        self.made_of = {"corpora": [corpus.fingerprint], "weights": ["1"], "seq_len": seq_len, "order": order}
-        self._order: tuple[int, FeistelPermutation] | None = None  # of the last epoch; threads swap it at once
+        self.made_of = {
+            "corpora": [corpus.fingerprint],
+            "weights": ["1"],
+            "seq_len": seq_len,
+            "order": order,
+        }
+        self._order: tuple[int, FeistelPermutation] | None = (
+            None  # of the last epoch; threads swap it at once
+        )
 
     def __len__(self) -> int:
         return self.samples_per_epoch
@@ -127,7 +140,10 @@ class PackedDataset:
         if self.shuffle:
             order = self._order
             if order is None or order[0] != epoch:
-                order = self._order = (epoch, FeistelPermutation(self.samples_per_epoch, f"{self.seed}:{epoch}"))
+                order = self._order = (
+                    epoch,
+                    FeistelPermutation(self.samples_per_epoch, f"{self.seed}:{epoch}"),
+                )
             i = order[1](i)
         return i * self.seq_len
 
@@ -176,7 +192,9 @@ def exact_weights(weights: Sequence[float]) -> list[Fraction]:
     except ValueError:
         exact = [Fraction(0)]  # nan, infinity
     if not exact or min(exact) <= 0:
-        raise ValueError(f"The weights of a mixture are {list(weights)}; each must be a positive number.")
+        raise ValueError(
+            f"The weights of a mixture are {list(weights)}; each must be a positive number."
+        )
     return [w / sum(exact) for w in exact]
 
 
@@ -194,10 +212,18 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
             f"The weights of the mixture, {', '.join(map(str, weights))}, have an order that repeats after {length:,} samples; "
             f"at most {LONGEST_PATTERN:,} are allowed. Give weights with fewer digits."
         )
-    pattern, counts, ratios = np.empty(length, np.uint16), [0] * len(weights), [w.as_integer_ratio() for w in weights]
+    pattern, counts, ratios = (
+        np.empty(length, np.uint16),
+        [0] * len(weights),
+        [w.as_integer_ratio() for w in weights],
+    )
     for n in range(length):
         # (deadline, corpus) of each corpus's next place that is owed by now.
-        due = [(-(-(counts[c] + 1) * d // m), c) for c, (m, d) in enumerate(ratios) if counts[c] * d // m <= n]
+        due = [
+            (-(-(counts[c] + 1) * d // m), c)
+            for c, (m, d) in enumerate(ratios)
+            if counts[c] * d // m <= n
+        ]
         deadline, pattern[n] = min(due)
         assert n < deadline
         counts[pattern[n]] += 1
@@ -229,7 +255,9 @@ class MixtureDataset(PackedDataset):
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
         if len(datasets) != len(weights):
-            raise ValueError(f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}.")
+            raise ValueError(
+                f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}."
+            )
         if any(dataset.corpus.answers for dataset in datasets):
             raise ValueError(
                 "A corpus whose loss is that of its answers cannot be part of a mixture: steps would have different numbers "
@@ -238,11 +266,16 @@ class MixtureDataset(PackedDataset):
         self.datasets, self.weights = list(datasets), exact_weights(weights)
         self.seq_len = self.targets = self.datasets[0].seq_len
         self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
-        self._first_documents = [0, *itertools.accumulate(dataset.num_documents for dataset in self.datasets)]
+        self._first_documents = [
+            0,
+            *itertools.accumulate(dataset.num_documents for dataset in self.datasets),
+        ]
         self.num_documents = self._first_documents[-1]
         assert all(dataset.seq_len == self.seq_len for dataset in self.datasets)
         self._pattern = fair_pattern(self.weights)
-        self._rank = np.empty(len(self._pattern), np.int64)  # how many of the same corpus came before, in the pattern
+        self._rank = np.empty(
+            len(self._pattern), np.int64
+        )  # how many of the same corpus came before, in the pattern
         self._per_pattern = np.bincount(self._pattern, minlength=len(self.datasets)).tolist()
         for c, count in enumerate(self._per_pattern):
             self._rank[self._pattern == c] = np.arange(count)

@@ -89,7 +89,9 @@ class Task:
         ids = np.zeros((BLOCK, self.length), np.uint16)
         marks = np.zeros((BLOCK, self.length), np.uint8)
         ids[:, -1] = len(self.words()) + SPECIALS.index("<eos>")
-        self._fill(Draw(self.seed, 2 * block + SPLITS.index(split)), ids[:, :-1], marks[:, :-1], split)
+        self._fill(
+            Draw(self.seed, 2 * block + SPLITS.index(split)), ids[:, :-1], marks[:, :-1], split
+        )
         return ids, marks
 
 
@@ -188,13 +190,22 @@ def tokenizer_json(words: list[str]) -> bytes:
         "added_tokens": [eos],  # not in the vocabulary of words: text that names it is text
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-        SPECIALS_KEY: {"bos_token": None, "eos_token": "<eos>", "pad_token": None, "unk_token": "<unk>"},
+        SPECIALS_KEY: {
+            "bos_token": None,
+            "eos_token": "<eos>",
+            "pad_token": None,
+            "unk_token": "<unk>",
+        },
     }
     return json.dumps(described, indent=1).encode()
 
 
 def write_examples(
-    task: Task, folder: Path, counts: dict[str, int], shard_tokens: int, report: Callable[[int], object]
+    task: Task,
+    folder: Path,
+    counts: dict[str, int],
+    shard_tokens: int,
+    report: Callable[[int], object],
 ) -> dict[str, list[dict]]:
     """Write so many examples of each split into `folder`, with their marks. A training example that is also one of validation
     is left out.
@@ -207,7 +218,9 @@ def write_examples(
         tokens = ShardWriter(folder / split, len(task.words()) + len(SPECIALS), shard_tokens)
         answers = ShardWriter(folder / f"{split}{ANSWERS}", 2, shard_tokens, BYTES)
         for first in range(0, counts[split], BLOCK):
-            ids, marks = (rows[: counts[split] - first] for rows in task.examples(split, first // BLOCK))
+            ids, marks = (
+                rows[: counts[split] - first] for rows in task.examples(split, first // BLOCK)
+            )
             rows = [row.tobytes() for row in ids]
             new = [row not in held_out for row in rows]
             if split == "validation":

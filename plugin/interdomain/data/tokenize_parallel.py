@@ -27,7 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter, ShardWriter
-from interdomain.data.readers import BadDocument, Span, content_digest, documents_of, in_validation, skip_bad
+from interdomain.data.readers import (
+    BadDocument,
+    Span,
+    content_digest,
+    documents_of,
+    in_validation,
+    skip_bad,
+)
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
 from interdomain.folders import write_whole
 
@@ -98,7 +105,13 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> Encoded
     """
     # All that the shards are a function of: settings, tokenizer, its library, and the input's bytes.
     library = importlib.metadata.version(tokenizer.library)
-    settings = [encoding.text_field, encoding.validation_fraction, tokenizer.sha256, tokenizer.library, library]
+    settings = [
+        encoding.text_field,
+        encoding.validation_fraction,
+        tokenizer.sha256,
+        tokenizer.library,
+        library,
+    ]
     stem = f"{part.name}-{digest_of(settings, part.spans)}"
     prefixes = [encoding.folder / f"{stem}-{split}" for split in SPLITS]
     skipped_file = encoding.folder / f"{stem}-skipped.json"
@@ -109,7 +122,9 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> Encoded
     skip = functools.partial(skip_bad, skipped, encoding.skip_bad)
 
     def encode(text: str) -> tuple[list[int], bool]:
-        return tokenizer.encode(text, add_eos=True), in_validation(text, encoding.validation_fraction)
+        return tokenizer.encode(text, add_eos=True), in_validation(
+            text, encoding.validation_fraction
+        )
 
     documents = documents_of(part.spans, encoding.text_field, skip, encode)
     with contextlib.ExitStack() as stack:
@@ -132,7 +147,9 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> Encoded
     return EncodedPart(part, prefixes, skipped, kept=False)
 
 
-def encode_parts(parts: list[Part], encoding: Encoding, workers: int) -> Generator[EncodedPart, None, None]:
+def encode_parts(
+    parts: list[Part], encoding: Encoding, workers: int
+) -> Generator[EncodedPart, None, None]:
     """Encodes all parts, in this process (workers = 1) or by others. Yields each when it is complete, in order.
 
     Raises: as encode_part; ValueError if a worker dies (of too little memory).
@@ -144,7 +161,10 @@ def encode_parts(parts: list[Part], encoding: Encoding, workers: int) -> Generat
         return
     # spawn: a fork would copy locks that other threads of this process hold.
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin_worker, initargs=(encoding,)
+        workers,
+        multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(encoding,),
     )
     try:
         yield from pool.map(_work, parts)
@@ -159,7 +179,9 @@ def encode_parts(parts: list[Part], encoding: Encoding, workers: int) -> Generat
 
 def _begin_worker(encoding: Encoding) -> None:
     global _encoding, _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: end at once and say nothing, the parent does
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C: end at once and say nothing, the parent does
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _encoding = encoding
     _tokenizer = load_tokenizer(encoding.tokenizer)

@@ -160,7 +160,11 @@ class SentencePieceTokenizer(Tokenizer):
         special = {UNKNOWN, CONTROL}
         changed = model.normalizer_spec.precompiled_charsmap
         # What else may differ (white space, unknown characters) shows in the comparison.
-        if not is_bpe or changed or {piece.type for piece in model.pieces} - {NORMAL, BYTE} - special:
+        if (
+            not is_bpe
+            or changed
+            or {piece.type for piece in model.pieces} - {NORMAL, BYTE} - special
+        ):
             raise NotImplementedError(
                 "only sentencepiece BPE models of unchanged text and without pieces defined by hand have an exact counterpart"
             )
@@ -180,11 +184,20 @@ class SentencePieceTokenizer(Tokenizer):
             merges += sorted(splits, key=lambda split: (vocab[split[0]], vocab[split[1]]))
         unknown = None if self.unk_id is None else model.pieces[self.unk_id].piece
         made = tokenizers.Tokenizer(
-            tokenizers.models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+            tokenizers.models.BPE(
+                vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+            )
         )
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
         made.decoder = decoders.Sequence(
-            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            [
+                decoders.Replace(SPACE, " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
         )
         made.add_special_tokens(_added(p.piece for p in model.pieces if p.type in special))
         return made
@@ -207,7 +220,9 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
             for text in documents:
                 for line in text.splitlines():
                     pieces = [line]
-                    if len(line.encode()) > LONGEST:  # the trainer would leave it out without a word
+                    if (
+                        len(line.encode()) > LONGEST
+                    ):  # the trainer would leave it out without a word
                         pieces = PIECE.findall(line)
                     for piece in pieces:
                         yield piece.removeprefix(" ")
@@ -238,11 +253,15 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     except (RuntimeError, ValueError) as e:
         if raised:
             raise raised[0] from None
-        why = str(e).rpartition("] ")[2]  # "Vocabulary size too high (5000). Please set it to a value <= 1234."
+        why = str(e).rpartition("] ")[
+            2
+        ]  # "Vocabulary size too high (5000). Please set it to a value <= 1234."
         # "Vocabulary size is smaller than required_chars. 100 vs 356. Increase ... --character_coverage option."
         if smaller := re.match(r"(.*required_chars)\. \d+ vs (\d+)\.", why):
             why = f"{smaller[1]}: the bytes and characters are {smaller[2]}. Give --vocab-size {smaller[2]} or more."
-        raise ValueError(f"A vocabulary of {vocab_size} cannot be trained on this text: {why or 'it is empty.'}") from e
+        raise ValueError(
+            f"A vocabulary of {vocab_size} cannot be trained on this text: {why or 'it is empty.'}"
+        ) from e
     return model.getvalue()
 
 
@@ -251,7 +270,9 @@ def _id_of(name: str, token: str | None, vocabulary: dict[str, int]) -> int | No
     if token is None:
         return None
     if token not in vocabulary:
-        raise ValueError(f"its {name} is {token!r}, which is no token of its vocabulary; name one that is, or none")
+        raise ValueError(
+            f"its {name} is {token!r}, which is no token of its vocabulary; name one that is, or none"
+        )
     return vocabulary[token]
 
 
@@ -279,7 +300,9 @@ class JsonTokenizer(Tokenizer):
             for name in SPECIALS:
                 token = named.get(name)
                 specials[name] = token["content"] if isinstance(token, dict) else token
-            data = json.dumps({**self.described, SPECIALS_KEY: specials}, ensure_ascii=False, indent=1).encode()
+            data = json.dumps(
+                {**self.described, SPECIALS_KEY: specials}, ensure_ascii=False, indent=1
+            ).encode()
         super().__init__(path, data)
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.described))
         self._tokenizer.encode_special_tokens = True  # text that names control tokens is text
@@ -352,7 +375,9 @@ class TiktokenTokenizer(Tokenizer):
             # From tiktoken's cache (TIKTOKEN_CACHE_DIR) or its network.
             encoding = tiktoken.get_encoding(str(path).removeprefix(TIKTOKEN_NAMED))
             ordered = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
-            ranks = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)
+            ranks = "".join(
+                f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered
+            )
             eos = "<|endoftext|>" if "<|endoftext|>" in encoding._special_tokens else None
             fields = (encoding._pat_str, encoding._special_tokens, None, eos)
         elif Path(path).suffix == ".tiktoken":
@@ -361,7 +386,11 @@ class TiktokenTokenizer(Tokenizer):
             fields = tuple(described.get(name) for name in TIKTOKEN_FIELDS)
         else:
             return Path(path).read_bytes()
-        bundle = {"format": TIKTOKEN_FORMAT, "ranks": ranks, **dict(zip(TIKTOKEN_FIELDS, fields, strict=True))}
+        bundle = {
+            "format": TIKTOKEN_FORMAT,
+            "ranks": ranks,
+            **dict(zip(TIKTOKEN_FIELDS, fields, strict=True)),
+        }
         return json.dumps(bundle, ensure_ascii=False, indent=1).encode()
 
     def _encode(self, text: str) -> list[int]:
@@ -402,7 +431,9 @@ class TiktokenTokenizer(Tokenizer):
         # Another engine reads the pattern there: to it X{1,3}+ is (X{1,3})+ and not possessive. Elsewhere + is as here.
         pattern = tokenizers.Regex(re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", self.pattern))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), byte_level])
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(pattern, "isolated"), byte_level]
+        )
         made.decoder = decoders.ByteLevel()
         made.add_special_tokens(_added(sorted(self.specials, key=lambda text: self.specials[text])))
         return made
@@ -417,7 +448,12 @@ def _added(contents: Iterable[str]) -> list:
 
 # The one file that a folder keeps of its tokenizer, by kind; last, what Hugging Face's folders hold. An exported folder
 # has that one too, for others to read, beside the own one, which counts.
-TOKENIZER_FILES = (SentencePieceTokenizer.file, TiktokenTokenizer.file, JsonTokenizer.file, "tokenizer.json")
+TOKENIZER_FILES = (
+    SentencePieceTokenizer.file,
+    TiktokenTokenizer.file,
+    JsonTokenizer.file,
+    "tokenizer.json",
+)
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
@@ -433,7 +469,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         ValueError: the file is not a tokenizer of one of these kinds.
     """
     if Path(path).is_dir():
-        path = next((Path(path) / name for name in TOKENIZER_FILES if (Path(path) / name).is_file()), Path(path))
+        path = next(
+            (Path(path) / name for name in TOKENIZER_FILES if (Path(path) / name).is_file()),
+            Path(path),
+        )
     named = str(path).startswith(TIKTOKEN_NAMED)
     if not named and not Path(path).is_file():
         raise FileNotFoundError(

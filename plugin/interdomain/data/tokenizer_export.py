@@ -16,9 +16,24 @@ from interdomain.folders import write_whole
 
 # What conversions go wrong at: spaces, control characters and tokens, digits, repeats, scripts, half characters' bytes.
 PROBES = (
-    *("", " ", "  a  b ", "\n", " \n\n x\r\n\ty", "a b", " a", "\u2581", "\ufeff\0\u00a0\u3000", "\ufffd"),
+    *(
+        "",
+        " ",
+        "  a  b ",
+        "\n",
+        " \n\n x\r\n\ty",
+        "a b",
+        " a",
+        "\u2581",
+        "\ufeff\0\u00a0\u3000",
+        "\ufffd",
+    ),
     *("1234567 3.14 0x0A", "<s> </s> <unk> <0x0A> <|endoftext|>", "don't WE'LL", "🙂👩‍👩‍👧🇯🇵"),
-    *("漢字 ελληνικά עברית e\u0301", "aaaaaaaaaaa     !!!!!!", "def f(x):\n    if x:\n        return  x[0]\n\n\n# ..."),
+    *(
+        "漢字 ελληνικά עברית e\u0301",
+        "aaaaaaaaaaa     !!!!!!",
+        "def f(x):\n    if x:\n        return  x[0]\n\n\n# ...",
+    ),
 )
 
 
@@ -37,7 +52,11 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
     ids = (tokenizer.bos_id, tokenizer.eos_id, padding_id(tokenizer), tokenizer.unk_id)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{name: made.id_to_token(i) for name, i in zip(SPECIALS, ids, strict=True) if i is not None},
+        **{
+            name: made.id_to_token(i)
+            for name, i in zip(SPECIALS, ids, strict=True)
+            if i is not None
+        },
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",
         "split_special_tokens": True,
@@ -46,7 +65,10 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
         "add_eos_token": False,
     }
     for name, described in (("tokenizer.json", contents), (CONFIG_FILE, config)):
-        write_whole(Path(folder) / name, (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode())
+        write_whole(
+            Path(folder) / name,
+            (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode(),
+        )
 
 
 def refuse_in_transformers(folder: Path | str) -> None:
@@ -63,16 +85,27 @@ def padding_id(tokenizer: Tokenizer) -> int | None:
 
     Not the end of text, if there is another: what fine-tunes a model leaves padding out of the loss.
     """
-    return next((i for i in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) if i is not None), None)
+    return next(
+        (i for i in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) if i is not None), None
+    )
 
 
 def _compare(tokenizer: Tokenizer, made: Any, added: list[dict]) -> None:
     made.encode_special_tokens = True
     tokens = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    texts = [*PROBES, *(token["content"] for token in added), *tokens, *map("".join, itertools.pairwise(tokens))]
+    texts = [
+        *PROBES,
+        *(token["content"] for token in added),
+        *tokens,
+        *map("".join, itertools.pairwise(tokens)),
+    ]
     texts += [" ".join(pair) for pair in itertools.pairwise(PROBES)]
     ours = [tokenizer.encode(text) for text in texts]
     theirs = made.encode_batch_fast(texts, add_special_tokens=False)
-    for text, ids, encoding, decoded in zip(texts, ours, theirs, made.decode_batch(ours), strict=True):
+    for text, ids, encoding, decoded in zip(
+        texts, ours, theirs, made.decode_batch(ours), strict=True
+    ):
         if ids != encoding.ids or decoded != tokenizer.decode(ids):
-            raise NotImplementedError(f"the conversion differs from the original, for one in the text {text[:40]!r}")
+            raise NotImplementedError(
+                f"the conversion differs from the original, for one in the text {text[:40]!r}"
+            )

@@ -43,12 +43,23 @@ from .distributed_checkpoint import METADATA
 _ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *(
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+        ),
         *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     # The plans of the ranks, which Megatron-Core keeps beside them.
-    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
@@ -69,9 +80,16 @@ def _classes_as_they_are() -> Iterator[None]:
 
     Raises: pickle.UnpicklingError, and all is as before.
     """
-    known = (getattr(sys.modules.get(module), name, None) for module, names in _ALLOWED.items() for name in names)
+    known = (
+        getattr(sys.modules.get(module), name, None)
+        for module, names in _ALLOWED.items()
+        for name in names
+    )
     classes = [x for x in known if isinstance(x, type)]
-    before = [(x, dict(vars(x))) for x in [*classes, *(m for x in classes if isinstance(x, EnumType) for m in x)]]
+    before = [
+        (x, dict(vars(x)))
+        for x in [*classes, *(m for x in classes if isinstance(x, EnumType) for m in x)]
+    ]
     bases, altered = [x.__bases__ for x in classes], []
     try:
         yield
@@ -90,7 +108,9 @@ def _classes_as_they_are() -> Iterator[None]:
                     continue
                 altered.append(x)
         if altered:
-            raise pickle.UnpicklingError(f"it alters {altered[0]}, which has no place in the index of a checkpoint")
+            raise pickle.UnpicklingError(
+                f"it alters {altered[0]}, which has no place in the index of a checkpoint"
+            )
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -124,7 +144,9 @@ def read_index(checkpoint: Path) -> Index:
     """The index of a checkpoint, which is not trusted. Raises: FileNotFoundError, ValueError."""
     path = checkpoint / METADATA
     if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint} is not a complete checkpoint (no {METADATA}). Take another step.")
+        raise FileNotFoundError(
+            f"{checkpoint} is not a complete checkpoint (no {METADATA}). Take another step."
+        )
     data = path.read_bytes()
     try:
         with _classes_as_they_are():
@@ -136,9 +158,7 @@ def read_index(checkpoint: Path) -> Index:
         if not beside or any(place.offset < 0 or place.length < 0 for place in places):
             raise ValueError("it names a place that is in no shard beside it")
         return as_arrays(metadata)
-    except (
-        Exception
-    ) as e:  # damaged bytes can fail in any constructor that the index calls, and values may be of any type
+    except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and values may be of any type
         raise ValueError(
             f"{path} is damaged, or of a newer PyTorch than {torch.__version__} ({e}). Take another step."
         ) from e
@@ -163,7 +183,9 @@ def as_arrays(metadata: Metadata) -> Index:
     file_numbers = {name: i for i, name in enumerate(files)}
     pieces = []
     for key, place in places.items():
-        pieces.append((entry_numbers[key.fqn], file_numbers[place.relative_path], place.offset, place.length))
+        pieces.append(
+            (entry_numbers[key.fqn], file_numbers[place.relative_path], place.offset, place.length)
+        )
     D = max((len(size) for size in sizes.values()), default=0)
     begin = np.zeros((len(pieces), D), np.int64)
     size = np.ones((len(pieces), D), np.int64)
@@ -180,7 +202,9 @@ def as_arrays(metadata: Metadata) -> Index:
     without_pieces = {}
     for (name, entry), stored in zip(entries.items(), elements.tolist(), strict=True):
         if isinstance(entry, TensorStorageMetadata):
-            if stored != math.prod(entry.size) or not isinstance(entry.properties.dtype, torch.dtype):
+            if stored != math.prod(entry.size) or not isinstance(
+                entry.properties.dtype, torch.dtype
+            ):
                 raise ValueError(f"no shards hold all of {name}")
             entry = replace(entry, chunks=[])
         without_pieces[name] = entry
@@ -194,7 +218,9 @@ def check_lengths(folder: Path, index: Index) -> None:
     for name, end in zip(index.files, ends.tolist(), strict=True):
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size is None or size < end:
-            fault = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+            fault = (
+                "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+            )
             raise ValueError(f"{folder} is damaged: its shard {name} {fault}.")
 
 
@@ -208,7 +234,9 @@ def altered_entry(
     """
     fqns, pieces = list(index.entries), index.pieces
     if names is not None:
-        pieces = pieces[np.isin(pieces[:, 0], [number for number, name in enumerate(fqns) if name in names])]
+        pieces = pieces[
+            np.isin(pieces[:, 0], [number for number, name in enumerate(fqns) if name in names])
+        ]
     mine = pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts, :4].tolist()
     for number, rows in itertools.groupby(mine, key=lambda row: row[1]):
         file = folder / index.files[number]
@@ -218,9 +246,15 @@ def altered_entry(
                 data = f.read(length)
                 try:
                     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                        packed = any(info.compress_type for info in archive.infolist())  # it might grow without end
+                        packed = any(
+                            info.compress_type for info in archive.infolist()
+                        )  # it might grow without end
                         record = "a compressed record" if packed else archive.testzip()
-                except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:  # headers are bytes too
+                except (
+                    zipfile.BadZipFile,
+                    EOFError,
+                    NotImplementedError,
+                ) as e:  # headers are bytes too
                     record = str(e)
                 if record is not None:
                     return f"{file} is damaged: the bytes of {fqns[entry]} do not match their checksum ({record})"
@@ -258,7 +292,9 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
 
     entries = {}
     for name, entry in index.entries.items():
-        entries[name] = replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
+        entries[name] = (
+            replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
+        )
     names = list(index.entries)
     places = {}
     for n, file, first, length, *box in pieces[mine].tolist():
@@ -277,8 +313,12 @@ def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
     Each rank plans its own load. PyTorch collects the plans of all ranks on rank 0 instead, and the ranks must agree.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads
-        load(states, storage_reader=_Reader(checkpoint), planner=_PartialPlanner(index), no_dist=True)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # one process reads
+        load(
+            states, storage_reader=_Reader(checkpoint), planner=_PartialPlanner(index), no_dist=True
+        )
 
 
 class _Reader(FileSystemReader):
@@ -295,13 +335,17 @@ class _PartialPlanner(DefaultLoadPlanner):
         super().__init__()
         self.index = index
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         # Before the reader looks at the same object.
         vars(metadata).update(vars(overlapping(self.index, self.state_dict)))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises for all but tensors, numbers, texts and their containers
+        torch.load(
+            value, weights_only=True
+        )  # raises for all but tensors, numbers, texts and their containers
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -309,7 +353,9 @@ class _PartialPlanner(DefaultLoadPlanner):
 def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """Name -> description of every tensor in a checkpoint, without reading any. Raises: FileNotFoundError, ValueError."""
     entries = read_index(checkpoint).entries
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {
+        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
@@ -333,14 +379,18 @@ def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
         with _system_errors():
             save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
     except OSError as e:
-        raise OSError(f"writing {checkpoint} failed ({e}). Check the free space and the permissions.") from e
+        raise OSError(
+            f"writing {checkpoint} failed ({e}). Check the free space and the permissions."
+        ) from e
 
 
 @contextmanager
 def _system_errors() -> Iterator[None]:
     """Raise the system's error (OSError) in place of the CheckpointException of PyTorch that hides it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # one process reads
         try:
             yield
         except CheckpointException as e:  # a BaseException: it would pass every handler of errors

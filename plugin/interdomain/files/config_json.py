@@ -24,7 +24,11 @@ def to_transformers(config: ModelConfig) -> dict[str, Any]:
     del settings["mixer"]
     mixers = []
     for layer in config.layers[: len(config.mixers)]:
-        mixer = {SETTINGS.get(name, name): value for name, value in asdict(layer.mixer).items() if name != "n_kv_heads"}
+        mixer = {
+            SETTINGS.get(name, name): value
+            for name, value in asdict(layer.mixer).items()
+            if name != "n_kv_heads"
+        }
         mixers.append(mixer | {"num_key_value_heads": layer.n_kv_heads})
     return {
         **{SETTINGS.get(name, name): value for name, value in settings.items()},
@@ -35,12 +39,18 @@ def to_transformers(config: ModelConfig) -> dict[str, Any]:
 
 def from_transformers(record: dict[str, Any]) -> ModelConfig:
     """The model of a config.json. Raises: KeyError, TypeError, ValueError."""
-    settings = {name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)}
+    settings = {
+        name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)
+    }
     mixers = []
     layers = record["layer_settings"] or [] if record["mixer"] == HYBRID else [record]
     for layer in layers:
         # What a folder from before a setting lacks has the setting's default.
-        mixer = {name: layer[key] for name in MIXER_SETTINGS if (key := SETTINGS.get(name, name)) in layer}
+        mixer = {
+            name: layer[key]
+            for name in MIXER_SETTINGS
+            if (key := SETTINGS.get(name, name)) in layer
+        }
         shared = layer.get("num_key_value_heads")
         mixers.append(mixer | {"n_kv_heads": None if shared == settings["n_heads"] else shared})
     return ModelConfig.from_dict({**settings, "mixer": mixers})

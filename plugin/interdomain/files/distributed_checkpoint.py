@@ -25,7 +25,14 @@ METADATA = ".metadata"
 # put there by somebody else, such as half a copy: no run removes it or writes into it.
 INCOMPLETE = ".incomplete"
 SIDECAR_VERSION = 1
-SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
+SIDECAR_FACTS = (
+    "size",
+    "condition",
+    "step",
+    "tokens",
+    "run",
+    "versions",
+)  # what a model folder keeps of the record
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -82,12 +89,16 @@ def latest_checkpoint(folder: Path | str) -> Path:
     """`folder` itself if it is a checkpoint, else the newest complete `step-N` in it or in the run whose folder it is."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
+        raise FileNotFoundError(
+            f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run."
+        )
     if (folder / METADATA).is_file() or step_of(folder) is not None:
         return folder
     steps = finished_steps(folder) | finished_steps(checkpoints_of(folder))
     if not steps:
-        raise FileNotFoundError(f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it).")
+        raise FileNotFoundError(
+            f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it)."
+        )
     return steps[max(steps)]
 
 
@@ -95,7 +106,9 @@ def check_types(record: dict[str, Any], **kinds: Any) -> None:
     """Check that the values which a record has under these names are of these types. Raises: ValueError."""
     for name, kind in kinds.items():
         if name in record and not isinstance(record[name], kind):
-            raise ValueError(f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}")
+            raise ValueError(
+                f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}"
+            )
 
 
 def write_record(folder: Path, record: dict[str, Any], tokenizer: Any) -> None:
@@ -112,7 +125,9 @@ def record_folder(checkpoint: Path) -> Path:
         return checkpoint
     checkpoints = checkpoint.absolute().parent
     for run in (checkpoints, *checkpoints.parents):
-        if (run / SIDECAR).is_file() and (run == checkpoints.parent or checkpoints_of(run) == checkpoints):
+        if (run / SIDECAR).is_file() and (
+            run == checkpoints.parent or checkpoints_of(run) == checkpoints
+        ):
             return run
     return checkpoint
 
@@ -121,7 +136,9 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """(model configuration, the record that it stands in) of a checkpoint. Raises: FileNotFoundError, ValueError."""
     path = record_folder(checkpoint) / SIDECAR
     if not path.is_file():
-        raise FileNotFoundError(f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder.")
+        raise FileNotFoundError(
+            f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder."
+        )
     try:
         record = json.loads(path.read_text())
         if path.parent != checkpoint:  # of the run, not of a step
@@ -131,8 +148,21 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
         if record["format_version"] != SIDECAR_VERSION:
-            raise ValueError(f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}")
-        check_types(record, run=dict, versions=dict, tokenizer=dict, size=str, condition=str, step=int, tokens=int)
+            raise ValueError(
+                f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}"
+            )
+        check_types(
+            record,
+            run=dict,
+            versions=dict,
+            tokenizer=dict,
+            size=str,
+            condition=str,
+            step=int,
+            tokens=int,
+        )
         return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f"{path} is damaged or of another version ({type(e).__name__}: {e}).") from e
+        raise ValueError(
+            f"{path} is damaged or of another version ({type(e).__name__}: {e})."
+        ) from e

@@ -27,5 +27,9 @@ def open_events(folder: Path, first_step: int, max_queue: int = 10) -> "SummaryW
 
 def _latest_stamp(folder: Path) -> int:
     """The latest time in the name of an event file, in seconds; 0 if there is none."""
-    stamps = [int(match.group(1)) for path in folder.glob(EVENTS) if (match := re.match(r"\D+(\d+)", path.name))]
+    stamps = [
+        int(match.group(1))
+        for path in folder.glob(EVENTS)
+        if (match := re.match(r"\D+(\d+)", path.name))
+    ]
     return max(stamps, default=0)

@@ -39,14 +39,22 @@ def write_card(
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "datasets": [*dict.fromkeys(name for corpus in corpora for name in corpus["datasets"])],
-        "tags": ["interdomain-attention", *dict.fromkeys(conditions), *["hybrid"] * (len(config.mixers) > 1)],
+        "tags": [
+            "interdomain-attention",
+            *dict.fromkeys(conditions),
+            *["hybrid"] * (len(config.mixers) > 1),
+        ],
     }
     modules = meta_model(config).layers.named_modules()
     linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
-    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["json"] = json.dumps  # JSON is YAML, and TOML's values
     environment.filters["cell"] = lambda text: text.replace("|", "\\|")
-    environment.filters["commas"] = lambda number: "not recorded" if number is None else f"{number:,}"
+    environment.filters["commas"] = lambda number: (
+        "not recorded" if number is None else f"{number:,}"
+    )
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         header=header,
         config=config,
@@ -97,12 +105,18 @@ def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
     return origins
 
 
-def _settings(config: ModelConfig, configuration: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _settings(
+    config: ModelConfig, configuration: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
     """TOML's tables of the model's settings and of the run's recipe."""
     model = config.to_dict()
     mixers = model.pop("mixer")
     tables = [("[model]", model)]
-    tables += [("[[mixer]]", mixer) for mixer in mixers] if isinstance(mixers, list) else [("[mixer]", mixers)]
+    tables += (
+        [("[[mixer]]", mixer) for mixer in mixers]
+        if isinstance(mixers, list)
+        else [("[mixer]", mixers)]
+    )
     tables += [(f"[{name}]", configuration[name]) for name in RECIPE if name in configuration]
     if RESET in configuration.get("data", {}):
         tables.append(("[data]", {RESET: configuration["data"][RESET]}))

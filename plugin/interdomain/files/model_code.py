@@ -75,7 +75,9 @@ def plain() -> str:
             found += [member for member in tree.body if _is_needed(member, used)]
             for parent in tree.body:
                 if parent in kept and isinstance(parent, ast.ClassDef):
-                    methods = [member for member in parent.body if isinstance(member, ast.FunctionDef)]
+                    methods = [
+                        member for member in parent.body if isinstance(member, ast.FunctionDef)
+                    ]
                     found += [method for method in methods if _is_called(method.name, used)]
         found = [member for member in found if member not in kept]
         kept.update(found)
@@ -98,10 +100,19 @@ def _is_called(method: str, used: set[str]) -> bool:
 def _is_needed(statement: ast.AST, used: set[str]) -> bool:
     """True if a statement at the top level of a file defines a name in use."""
     match statement:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+        case (
+            ast.FunctionDef(name=name)
+            | ast.ClassDef(name=name)
+            | ast.AnnAssign(target=ast.Name(id=name))
+        ):
             return name in used
         case ast.Assign(targets=targets):
-            return any(name.id in used for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            return any(
+                name.id in used
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name)
+            )
         case ast.Try(body=body):
             return any(_is_needed(inner, used) for inner in body)
     return False
@@ -121,11 +132,15 @@ def _uses(tree: ast.AST) -> set[str]:
             used.add(node.name)
         children = ast.iter_child_nodes(node)
         methods = isinstance(tree, ast.ClassDef) and node is tree
-        left += [child for child in children if not (methods and isinstance(child, ast.FunctionDef))]
+        left += [
+            child for child in children if not (methods and isinstance(child, ast.FunctionDef))
+        ]
     return used
 
 
-def _lines_of(lines: list[str], parent: ast.Module | ast.ClassDef, begin: int, kept: set[ast.AST]) -> list[str]:
+def _lines_of(
+    lines: list[str], parent: ast.Module | ast.ClassDef, begin: int, kept: set[ast.AST]
+) -> list[str]:
     """The text of what is kept of a file or a class, from line `begin` on, each with what stands above it."""
     text = []
     for member in parent.body:
@@ -133,7 +148,9 @@ def _lines_of(lines: list[str], parent: ast.Module | ast.ClassDef, begin: int, k
         if isinstance(member, ast.ClassDef) and member in kept:
             head = member.body[0].lineno - 1
             text += lines[begin:head] + _lines_of(lines, member, head, kept)
-        elif member in kept or (isinstance(parent, ast.ClassDef) and not isinstance(member, ast.FunctionDef)):
+        elif member in kept or (
+            isinstance(parent, ast.ClassDef) and not isinstance(member, ast.FunctionDef)
+        ):
             text += lines[begin:end]
         begin = end
     return text

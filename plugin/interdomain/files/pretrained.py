@@ -78,14 +78,23 @@ def write_weights(
     shards = shard_names(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
-        file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {stored_name(name): tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
+        file = (
+            WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        )
+        tensors = {
+            stored_name(name): tensor.to(dtypes[name]).contiguous()
+            for name, tensor in read(names).items()
+        }
         (folder / file).touch()
-        mode = (folder / file).stat().st_mode  # by the umask; safetensors writes for the owner alone
+        mode = (
+            (folder / file).stat().st_mode
+        )  # by the umask; safetensors writes for the owner alone
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as e:  # a full disk too arrives as this, which is no OSError
-            raise OSError(f"writing {folder / file} failed ({e}). Check the free space and the permissions.") from e
+            raise OSError(
+                f"writing {folder / file} failed ({e}). Check the free space and the permissions."
+            ) from e
         (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -99,7 +108,9 @@ def checksums(files: Iterable[Path]) -> dict[str, str]:
     return {file.name: file_sha256(file) for file in files}
 
 
-def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, facts: dict[str, Any]) -> None:
+def write_config(
+    folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, facts: dict[str, Any]
+) -> None:
     """config.json, for weights that are written."""
     record = {
         "model_type": "interdomain",
@@ -135,7 +146,9 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
         check_types(record, tokenizer=dict, weights=dict | None, facts=dict)
         return from_transformers(record), record
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise ValueError(f"{path} is damaged, or not of this project and version ({type(e).__name__}: {e}).") from e
+        raise ValueError(
+            f"{path} is damaged, or not of this project and version ({type(e).__name__}: {e})."
+        ) from e
 
 
 def weight_files(folder: Path | str) -> list[Path]:
@@ -143,12 +156,19 @@ def weight_files(folder: Path | str) -> list[Path]:
     folder, names = Path(folder), {WEIGHTS}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
-            names = {Path(name).name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
+            names = {
+                Path(name).name
+                for name in json.loads((folder / INDEX).read_text())["weight_map"].values()
+            }
         except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{folder / INDEX} is damaged ({e}); convert the checkpoint again.") from e
+            raise ValueError(
+                f"{folder / INDEX} is damaged ({e}); convert the checkpoint again."
+            ) from e
     for name in sorted(names):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} lacks {name}; copy the whole folder again or convert again.")
+            raise FileNotFoundError(
+                f"{folder} lacks {name}; copy the whole folder again or convert again."
+            )
     return [folder / name for name in sorted(names)]
 
 
@@ -160,14 +180,21 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as f:
                 tensors |= {name.removeprefix(BASE): f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         except SafetensorError as e:
-            raise ValueError(f"{file} is truncated or damaged ({e}); copy the folder again or convert again.") from e
+            raise ValueError(
+                f"{file} is truncated or damaged ({e}); copy the folder again or convert again."
+            ) from e
     return tensors
 
 
 def check_tensors(folder: Path | str, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
     """Check that names and shapes are exactly the model's, and the values floating point. Raises ValueError."""
-    expected = {name: list(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    stored = {name: list(x.shape) if x.dtype in DTYPES.values() else x.dtype for name, x in tensors.items()}
+    expected = {
+        name: list(tensor.shape) for name, tensor in meta_model(config).state_dict().items()
+    }
+    stored = {
+        name: list(x.shape) if x.dtype in DTYPES.values() else x.dtype
+        for name, x in tensors.items()
+    }
     wrong = [
         f"{name} is {stored.get(name, 'missing')}, the configuration says {expected.get(name, 'nothing of it')}"
         for name in sorted(expected.keys() | stored.keys())
@@ -175,7 +202,9 @@ def check_tensors(folder: Path | str, config: ModelConfig, tensors: dict[str, Te
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}{more}.")
+        raise ValueError(
+            f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}{more}."
+        )
 
 
 def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
@@ -184,7 +213,9 @@ def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
         return
     for file, checksum in checksums(weight_files(folder)).items():
         if recorded.get(file) != checksum:
-            raise ValueError(f"{Path(folder) / file} is not as it was written: its checksum differs from {CONFIG}'s.")
+            raise ValueError(
+                f"{Path(folder) / file} is not as it was written: its checksum differs from {CONFIG}'s."
+            )
 
 
 def load_model(
@@ -210,7 +241,9 @@ def load_model(
         check_weights(folder, record)
     with torch.device("meta"):
         model = Transformer(config, Execution(backend))
-    placed = {name: x.to(device, storage_dtype(name, dtype or x.dtype)) for name, x in tensors.items()}
+    placed = {
+        name: x.to(device, storage_dtype(name, dtype or x.dtype)) for name, x in tensors.items()
+    }
     model.load_state_dict(placed, assign=True)
     return model.requires_grad_(False).eval()
 
@@ -233,10 +266,14 @@ def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict
     check_types(described, file=str | None, sha256=str | None)
     file = Path(described.get("file") or TOKENIZER).name
     if not (folder / file).is_file():  # perhaps there is another kind's, made for others to read
-        raise FileNotFoundError(f"{folder} has no {file}. Copy it from the folder that the model came from.")
+        raise FileNotFoundError(
+            f"{folder} has no {file}. Copy it from the folder that the model came from."
+        )
     tokenizer = load_tokenizer(folder / file)
     if tokenizer.sha256 != described.get("sha256"):
-        raise ValueError(f"{folder / file} is not the tokenizer of this model: its checksum differs from the record's.")
+        raise ValueError(
+            f"{folder / file} is not the tokenizer of this model: its checksum differs from the record's."
+        )
     check_vocab(tokenizer.vocab_size, config.vocab_size)
     # A checkpoint's record has "run" itself; a folder's has it among the facts.
     run = record.get("run") or record.get("facts", {}).get("run") or {}

@@ -46,5 +46,7 @@ def _folders_of(run: Path) -> dict[str, str]:
             if not isinstance(folders[name], str):
                 raise TypeError(f"{name} is no text")
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is damaged ({e}). Remove it: the run's next start writes it anew.") from e
+        raise ValueError(
+            f"{path} is damaged ({e}). Remove it: the run's next start writes it anew."
+        ) from e
     return folders

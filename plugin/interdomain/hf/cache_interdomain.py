@@ -104,14 +104,18 @@ class InterdomainCache(Cache):
     def mask(self) -> Tensor:
         """The mask of all tokens that were read, [B, length]; False for padding."""
         assert self.position is not None
-        read = torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.position.device)
+        read = torch.ones(
+            self.batch_size, self.length, dtype=torch.bool, device=self.position.device
+        )
         for begin, mask in self.masks:
             read[:, begin : begin + mask.shape[1]] = mask
         return read
 
     def has_read(self, mask: Tensor) -> bool:
         """True if what this mask has before the new tokens, [B, length + T], is what was read."""
-        if self.position is None or len(mask) != self.batch_size:  # other rows are refused elsewhere
+        if (
+            self.position is None or len(mask) != self.batch_size
+        ):  # other rows are refused elsewhere
             return True
         return torch.equal(mask[:, : self.length].bool(), self.mask().to(mask.device))
 
@@ -129,7 +133,9 @@ class InterdomainCache(Cache):
             prepared = state.prepared = None if is_exporting() else state.prepared
         if kept is not None:
             conv, ssm = kept
-            state = MixerState(conv.clone(), ssm.clone(), prepared)  # copies: a mixer may write into its state
+            state = MixerState(
+                conv.clone(), ssm.clone(), prepared
+            )  # copies: a mixer may write into its state
         if not is_exporting():
             self.tables[layer_idx] = dynamics, prepared
         return state, dynamics
@@ -154,7 +160,9 @@ class InterdomainCache(Cache):
         return other
 
     def __copy__(self) -> "InterdomainCache":
-        return self._with(lambda x: x)  # a pass puts new tensors in the place of the old ones, and writes none
+        return self._with(
+            lambda x: x
+        )  # a pass puts new tensors in the place of the old ones, and writes none
 
     def __deepcopy__(self, memo: dict) -> "InterdomainCache":
         return self._with(Tensor.clone)
@@ -238,7 +246,12 @@ class Rows(NamedTuple):
 
     @classmethod
     def attended(
-        cls, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None, dtype: torch.dtype
+        cls,
+        window: int,
+        token: Tensor,
+        mask: Tensor | None,
+        cache: InterdomainCache | None,
+        dtype: torch.dtype,
     ) -> "Rows":
         """The rows for softmax layers. token: each token's number in its row, [B, T]; the cache notes those of its slots."""
         T, stay = token.shape[1], None
@@ -257,5 +270,8 @@ class Rows(NamedTuple):
         if window:
             seen &= slots[:, None] > token[..., None] - window
         # Padding attends to itself: a query without any key would be NaN.
-        itself = torch.arange(S, device=slots.device) == S - T + torch.arange(T, device=slots.device)[:, None]
+        itself = (
+            torch.arange(S, device=slots.device)
+            == S - T + torch.arange(T, device=slots.device)[:, None]
+        )
         return cls(Attended(additive_mask((seen | itself)[:, None], dtype)), stay=stay)

@@ -68,12 +68,16 @@ class InterdomainConfig(PretrainedConfig):
         self.layer_types = []
         for layer in model.layers:
             softmax = "full_attention" if layer.mixer.window is None else "sliding_attention"
-            self.layer_types.append(softmax if layer.mixer.kind == "softmax" else "linear_attention")
+            self.layer_types.append(
+                softmax if layer.mixer.kind == "softmax" else "linear_attention"
+            )
 
     def checked(self) -> ModelConfig:
         """The model's own configuration. Raises ValueError as the class says. Again when a model is made: `from_pretrained`
         sets its options later."""
         if self.tie_word_embeddings:
-            logging.get_logger(__name__).warning("tie_word_embeddings is off: the head has a matrix of its own.")
+            logging.get_logger(__name__).warning(
+                "tie_word_embeddings is off: the head has a matrix of its own."
+            )
             self.tie_word_embeddings = False
         return from_transformers(vars(self))

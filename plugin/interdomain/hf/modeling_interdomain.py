@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -32,7 +35,9 @@ logger = logging.get_logger(__name__)
 PACKED = "no packed sequences"
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. Both are taken here.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"  # so Trainer's label smoothing shifts them
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = (
+    "InterdomainForCausalLM"  # so Trainer's label smoothing shifts them
+)
 INITIAL_STD = 0.02  # of linear layers, in `initial_value`
 
 
@@ -47,7 +52,9 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, hidden: Tensor, rope: Any, rows: Rows, past_key_values: InterdomainCache | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rope: Any, rows: Rows, past_key_values: InterdomainCache | None = None
+    ) -> Tensor:
         """[B, T, dim] -> [B, T, dim]; a cache is advanced. rope: cos and sin of the tokens in the rows' order."""
         cache, x = past_key_values, self.attention_norm(hidden)
         if rows.order is not None:
@@ -80,7 +87,9 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         for name, module in modules.items():
             vars(module)["place"] = name.removeprefix("model.")  # for _init_weights
         super().post_init()
-        self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & {name.rpartition(".")[2] for name in modules}
+        self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & {
+            name.rpartition(".")[2] for name in modules
+        }
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -94,7 +103,9 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """The package's initial values."""
         place, linear = getattr(module, "place", ""), isinstance(module, nn.Linear | nn.Embedding)
-        if linear and not place.startswith("layers."):  # embeddings and heads, also those that are added
+        if linear and not place.startswith(
+            "layers."
+        ):  # embeddings and heads, also those that are added
             place = "output"
         seed = int(torch.randint(2**62, (), device="cpu"))
         tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
@@ -113,7 +124,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self.own = config.checked()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            InterdomainDecoderLayer(layer, config.intermediate_size, i) for i, layer in enumerate(self.own.layers)
+            InterdomainDecoderLayer(layer, config.intermediate_size, i)
+            for i, layer in enumerate(self.own.layers)
         )
         # What a layer needs to know of the texts: None for a recurrence, else softmax's window, 0 where it has none.
         mixers = [layer.mixer for layer in self.own.layers]
@@ -150,11 +162,17 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two.")
         if output_attentions:
-            raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
-        if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")):
+            raise ValueError(
+                "output_attentions: this model has no attention matrices to return; leave it out."
+            )
+        if any(
+            kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+        ):
             raise ValueError(f"{PACKED}: give each text a row.")
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-            raise NotImplementedError("torch.jit.trace would make constants of length and mask: use torch.export.")
+            raise NotImplementedError(
+                "torch.jit.trace would make constants of length and mask: use torch.export."
+            )
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if use_cache is None:
@@ -166,7 +184,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 )
             use_cache, cache = False, None
         if not isinstance(cache, InterdomainCache | None):
-            raise ValueError(f"past_key_values must be an InterdomainCache: got {type(cache).__name__}.")
+            raise ValueError(
+                f"past_key_values must be an InterdomainCache: got {type(cache).__name__}."
+            )
         cache = InterdomainCache() if use_cache and cache is None else cache
         prepared, seen = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
@@ -181,13 +201,17 @@ class InterdomainModel(InterdomainPreTrainedModel):
         states = (*recorded, hidden) if output_hidden_states else None
         return BaseModelOutputWithPast(hidden, cache if use_cache else None, states)  # pyright: ignore[reportArgumentType]
 
-    def _prepare(self, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
+    def _prepare(
+        self, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache
+    ):
         """({kind: (RoPE's cos and sin, Rows)}, tokens of each row after this pass [B])."""
         (B, T, _), device = embeds.shape, embeds.device
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
             if cache.position.shape[0] != B:  # not len(), a constant in an exported graph
-                raise ValueError(f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all.")
+                raise ValueError(
+                    f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all."
+                )
             start = cache.position.to(device)
         mask = None
         if attention_mask is not None:
@@ -195,7 +219,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
             fits = is_exporting() or attention_mask.shape in ((B, T), (B, before + T))
             if attention_mask.ndim != 2 or not fits:
                 expected = f"{[B, T]} or {[B, before + T]}"
-                raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
+                raise ValueError(
+                    f"attention_mask is {list(attention_mask.shape)}; expected {expected}."
+                )
             # Values decide nothing where a graph is traced.
             whole = attention_mask.shape[1] > T and not torch.compiler.is_compiling()
             if whole and cache is not None and not cache.has_read(attention_mask):
@@ -204,22 +230,33 @@ class InterdomainModel(InterdomainPreTrainedModel):
                     "back that it has read as text. Leave past_key_values out, and give the whole text; `generate` does so."
                 )
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
-            if T == 1 if torch.compiler.is_compiling() else mask.all():  # values decide nothing where a graph is traced
+            if (
+                T == 1 if torch.compiler.is_compiling() else mask.all()
+            ):  # values decide nothing where a graph is traced
                 mask = None
             if mask is not None and cache is not None and not is_exporting():
                 cache.masks.append((cache.length, mask))
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
-        if position_ids is not None and not is_exporting():  # a compiled graph breaks here, for values decide
+        if (
+            position_ids is not None and not is_exporting()
+        ):  # a compiled graph breaks here, for values decide
             check_position_ids(position_ids, ones, start, 0 if cache is None else cache.length)
-        counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
+        counted, ordered, prepared = (
+            counted.clamp_min(0),
+            start[:, None] + torch.arange(T, device=device),
+            {},
+        )
         for kind in dict.fromkeys(self.kinds):
             positions, rows = counted, Rows()
             if kind is not None:
                 rows = Rows.attended(kind, counted, mask, cache, embeds.dtype)
             elif mask is not None:
                 positions, rows = ordered, Rows.padded(mask)
-            prepared[kind] = rope_of(self.own, positions, embeds.dtype) if self.rotated else None, rows
+            prepared[kind] = (
+                rope_of(self.own, positions, embeds.dtype) if self.rotated else None,
+                rows,
+            )
         return prepared, start + ones.sum(1)
 
 
@@ -251,10 +288,16 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.output = new_embeddings
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs) -> nn.Module:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args, **kwargs
+    ) -> nn.Module:
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        if new_num_tokens is not None and self.generation_config is not None:  # rows from here on are no tokens
-            self.generation_config.suppress_tokens = [*range(new_num_tokens, self.config.vocab_size)] or None
+        if (
+            new_num_tokens is not None and self.generation_config is not None
+        ):  # rows from here on are no tokens
+            self.generation_config.suppress_tokens = [
+                *range(new_num_tokens, self.config.vocab_size)
+            ] or None
         return embeddings
 
     @can_return_tuple
@@ -278,11 +321,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             follow.
         """
         cache = past_key_values if cache is None else cache
-        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
+        outputs = self.model(
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs
+        )
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
-            order, _, lengths = token_order(attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool())
+            order, _, lengths = token_order(
+                attention_mask[:, -hidden.shape[1] :].to(hidden.device).bool()
+            )
             last = (lengths[:, None] - 1) % hidden.shape[1]
             hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])
@@ -291,18 +338,26 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             if attention_mask is not None:
                 mask = attention_mask[:, -hidden.shape[1] :].to(labels.device).bool()
                 kept_labels = labels.masked_fill(~(mask & F.pad(mask, (1, 0))[:, :-1]), -100)
-                if (items := kwargs.get("num_items_in_batch")) is not None:  # Trainer counts without the mask
+                if (
+                    items := kwargs.get("num_items_in_batch")
+                ) is not None:  # Trainer counts without the mask
                     there, left = ((x[:, 1:] != -100).sum() for x in (labels, kept_labels))
                     kwargs["num_items_in_batch"] = items * left / there.clamp_min(1)
                 labels = kept_labels
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states)
 
-    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, **kwargs) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids, inputs_embeds=None, **kwargs
+    ) -> dict[str, Any]:
         new = kwargs.get("next_sequence_length")  # transformers 5
         nothing = new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
         if kwargs.get(CACHE) is not None and nothing:
-            raise ValueError("input_ids must have at least one token more than past_key_values has read.")
+            raise ValueError(
+                "input_ids must have at least one token more than past_key_values has read."
+            )
         prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -327,11 +382,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
         if (name := generation_config.cache_implementation) not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation is {name!r}, and this model has its own: leave it out.")
+            raise ValueError(
+                f"cache_implementation is {name!r}, and this model has its own: leave it out."
+            )
         cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
         # Rows that ended early, say, have padding behind their answer, which was read as text.
         if isinstance(cache, InterdomainCache) and mask is not None and not cache.has_read(mask):
-            logger.warning_once("attention_mask and past_key_values disagree: the whole text is read again.")
+            logger.warning_once(
+                "attention_mask and past_key_values disagree: the whole text is read again."
+            )
             cache.reset()
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
@@ -340,7 +399,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             model_kwargs[CACHE] = InterdomainCache()
 
 
-class InterdomainForSequenceClassification(GenericForSequenceClassification, InterdomainPreTrainedModel):
+class InterdomainForSequenceClassification(
+    GenericForSequenceClassification, InterdomainPreTrainedModel
+):
     """A linear head on each row's last token that is not config.pad_token_id, as transformers computes it."""
 
     def __init__(self, config: InterdomainConfig) -> None:

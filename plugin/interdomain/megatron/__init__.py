@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from .spec import block_spec, layer_spec, transformer_config
     from .training import DynamicsOnce, Schedule, contiguous, overrides
 
-__all__ = ["DynamicsOnce", "Schedule", "block_spec", "contiguous", "layer_spec", "overrides", "transformer_config"]
+__all__ = [
+    "DynamicsOnce",
+    "Schedule",
+    "block_spec",
+    "contiguous",
+    "layer_spec",
+    "overrides",
+    "transformer_config",
+]
 SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
 
 

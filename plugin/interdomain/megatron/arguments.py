@@ -34,7 +34,9 @@ from .spec import SETTINGS, backbone, mlp_submodules, submodules
 
 def add_arguments(parser: Any) -> None:
     """Settings of MixerConfig are None where they are not given; then the condition or the size decides."""
-    parser.add_argument("--model.size", choices=SIZES, action=Size, help="of the study; what comes after it wins")
+    parser.add_argument(
+        "--model.size", choices=SIZES, action=Size, help="of the study; what comes after it wins"
+    )
     parser.add_argument("--data.corpus", action=Corpus, help="folder of interdomain prepare-data")
     for name, f in (SETTINGS | EXECUTION_SETTINGS).items():
         kind = _true_or_false
@@ -42,7 +44,9 @@ def add_arguments(parser: Any) -> None:
             kind = next(kind for kind in (int, float, str) if isinstance(kind(), cast(Any, f.type)))
         default = f.default if name in EXECUTION_SETTINGS else None
         choices = f.metadata.get("choices") or None
-        parser.add_argument(f"--mixer.{name}", type=kind, choices=choices, default=default, help=f.metadata["text"])
+        parser.add_argument(
+            f"--mixer.{name}", type=kind, choices=choices, default=default, help=f.metadata["text"]
+        )
     text = "the peak learning rate of the SSM parameters is min(lr, this)"
     parser.add_argument("--ssm-lr", type=float, default=1e-3, help=text)
 
@@ -86,7 +90,9 @@ class Corpus(argparse.Action):
             parser.exit(2, f"error: {e}\n")
         setattr(namespace, self.dest, values)
         namespace.tokenizer_type = "NullTokenizer"
-        namespace.vocab_size = manifest["vocab_size"] - NullTokenizer(0).vocab_size  # up to 0.17 it adds one
+        namespace.vocab_size = (
+            manifest["vocab_size"] - NullTokenizer(0).vocab_size
+        )  # up to 0.17 it adds one
         if hasattr(namespace, "null_tokenizer_eod_id"):  # from 0.19
             namespace.null_tokenizer_eod_id = manifest["eos_id"]
         namespace.make_vocab_size_divisible_by = 1  # rows that are added take part in the softmax
@@ -111,14 +117,26 @@ def check(args: Namespace) -> None:
     spec, layers = layers_of(args)
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
-        raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
-    if args.eod_mask_loss and getattr(args, "data.corpus") and not hasattr(args, "null_tokenizer_eod_id"):
+        raise ValueError(
+            "--num-query-groups is ignored without --group-query-attention. Set both, or neither."
+        )
+    if (
+        args.eod_mask_loss
+        and getattr(args, "data.corpus")
+        and not hasattr(args, "null_tokenizer_eod_id")
+    ):
         raise ValueError(
             "--eod-mask-loss: this version of Megatron knows no end-of-text token of --data.corpus. Leave it out."
         )
     if args.rampup_batch_size and hasattr(args, "step_batch_size_schedule"):
-        raise ValueError("--rampup-batch-size is ignored by this version of Megatron. Leave it out.")
-    if args.overlap_grad_reduce and args.align_grad_reduce and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "--rampup-batch-size is ignored by this version of Megatron. Leave it out."
+        )
+    if (
+        args.overlap_grad_reduce
+        and args.align_grad_reduce
+        and args.pipeline_model_parallel_size > 1
+    ):
         raise ValueError(
             "--overlap-grad-reduce with pipeline stages reduces the dynamics' gradients before they are there, at the "
             "end of a step. Set --no-align-grad-reduce."
@@ -148,16 +166,22 @@ def check(args: Namespace) -> None:
     # The mixers with the settings that were given.
     given = {name: getattr(args, f"mixer.{name}") for name in SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
-    mixers = with_settings([mixer for layer in layers for mixer in params_of(layer)["mixers"]], given)
+    mixers = with_settings(
+        [mixer for layer in layers for mixer in params_of(layer)["mixers"]], given
+    )
     if args.group_query_attention and all(mixer.kind in FIXED_STATE for mixer in mixers):
-        raise ValueError("--group-query-attention is ignored: no layer shares heads of keys and values. Leave it out.")
+        raise ValueError(
+            "--group-query-attention is ignored: no layer shares heads of keys and values. Leave it out."
+        )
     _check_shape(args, mixers, params_of(layers[0])["mlp_apart"])
 
     # The layers with these mixers.
     shared: dict[str, Any] = dict(
         rope_theta=float(args.rotary_base),
         max_seq_len=args.seq_length,
-        execution=Execution(**{name: getattr(args, f"mixer.{name}") for name in EXECUTION_SETTINGS}),
+        execution=Execution(
+            **{name: getattr(args, f"mixer.{name}") for name in EXECUTION_SETTINGS}
+        ),
         seed=args.seed,
         contiguous=True,
     )
@@ -165,7 +189,9 @@ def check(args: Namespace) -> None:
         manifest = read_manifest(Path(corpus))
         shared["tokenizer"] = manifest["tokenizer"]["sha256"]
         shared["documents"] = {"begin": [], "end": [manifest["eos_id"]]}
-    args.hetereogenous_dist_checkpoint = any(len(params_of(layer)["mixers"]) > 1 for layer in layers)
+    args.hetereogenous_dist_checkpoint = any(
+        len(params_of(layer)["mixers"]) > 1 for layer in layers
+    )
     engine = args.transformer_impl == "transformer_engine"
     for layer in layers:
         params = params_of(layer)
@@ -184,15 +210,21 @@ def layers_of(args: Namespace) -> tuple[Any, list[Any]]:
     Raises: ValueError, ImportError.
     """
     if not args.spec or len(args.spec) != 2:
-        raise ValueError("name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...).")
+        raise ValueError(
+            "name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...)."
+        )
     # Megatron-Core 0.19 trains its own softmax model where the module cannot be imported.
     module, name = args.spec
     spec: Any = vars(import_module(module)).get(name)
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
+        args, "hybrid_override_pattern", None
+    )
     layers = [spec]
     if hasattr(parts := getattr(spec, "submodules", None), "gdn_layer"):
         if not pattern:
-            raise ValueError('give the layers of the HybridModel: --hybrid-layer-pattern "G-G-*-G-", say.')
+            raise ValueError(
+                'give the layers of the HybridModel: --hybrid-layer-pattern "G-G-*-G-", say.'
+            )
         from .hybrid import SLOTS, mixer_letters
 
         layers = [getattr(parts, SLOTS[letter]) for letter in mixer_letters(pattern)]

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
-from interdomain.files.checkpoint_index import check_bytes, read_tensors, tensor_index, write_tensors
+from interdomain.files.checkpoint_index import (
+    check_bytes,
+    read_tensors,
+    tensor_index,
+    write_tensors,
+)
 from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
@@ -56,7 +61,9 @@ BACKBONE = {
     "layernorm_zero_centered_gamma": False,
     "use_mup": False,
 }
-FLAGS = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+FLAGS = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+)
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names begin
 
 
@@ -173,17 +180,27 @@ class MegatronCheckpoint:
         self.index = tensor_index(folder)
         keys = [key for key in self.index if key.endswith(f"self_attention.{RECORD}")]
         if not keys:
-            raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
+            raise ValueError(
+                f"{folder} holds no model of this project: its layers have no record of their mixer."
+            )
 
         # The form of the names, and the record of each layer.
         stacked = keys == [f"{LAYERS}self_attention.{RECORD}"]
-        self.form: Form = "stacked" if stacked else "hybrid" if HYBRID_NORM in self.index else "by layer"
-        keys.sort(key=lambda key: int(key.removeprefix(LAYERS).partition(".")[0]) if not stacked else 0)
+        self.form: Form = (
+            "stacked" if stacked else "hybrid" if HYBRID_NORM in self.index else "by layer"
+        )
+        keys.sort(
+            key=lambda key: int(key.removeprefix(LAYERS).partition(".")[0]) if not stacked else 0
+        )
         tensors = read_tensors(folder, keys)
         records = [read_record(tensors[key][0] if stacked else tensors[key]) for key in keys]
 
         # The model.
-        mixers = tuple(record.config.mixer for record in records) if not stacked else records[0].config.mixers
+        mixers = (
+            tuple(record.config.mixer for record in records)
+            if not stacked
+            else records[0].config.mixers
+        )
         rows = self.index[NAMES["tok_embeddings.weight"]].size[0]
         self.config = replace(records[0].config, vocab_size=rows, mixers=mixers)
         self.tokenizer = records[0].tokenizer
@@ -203,9 +220,14 @@ class MegatronCheckpoint:
 
     def _check_tensors(self, records: list[str]) -> None:
         """Raises: ValueError unless the checkpoint has all tensors of the model, in their shapes, and no others."""
-        shapes = {name: list(tensor.shape) for name, tensor in meta_model(self.config).state_dict().items()}
+        shapes = {
+            name: list(tensor.shape)
+            for name, tensor in meta_model(self.config).state_dict().items()
+        }
         known = {*records, *(place_of(name, self.form)[0] for name in shapes)}
-        if more := sorted(key for key in self.index if key not in known and not OPTIMIZER.match(key)):
+        if more := sorted(
+            key for key in self.index if key not in known and not OPTIMIZER.match(key)
+        ):
             raise ValueError(
                 f"{self.folder} has {len(more)} tensor(s) for which a folder has no place, first of all {more[0]}. Without "
                 f"them the logits would be others. Train with {FLAGS}, and without experts, position embeddings or MTP layers."
@@ -304,7 +326,9 @@ def write_checkpoint(
 
     # The records, and empty states of Megatron's linears, which it asks for.
     if form == "stacked":
-        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer, documents).repeat(config.n_layers, 1)
+        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer, documents).repeat(
+            config.n_layers, 1
+        )
     if hybrid:
         state["output_layer._extra_state/shard_0_1"] = [None]
     for i, layer_config in enumerate(config.layers):
@@ -323,7 +347,11 @@ def write_checkpoint(
     write_tensors(step, state)
 
     # Megatron's own files.
-    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    versions = {
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
     (step / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
     common: dict[str, Any] = {"checkpoint_version": 3.0}
     if hybrid:  # else Megatron takes it for one of GPTModel, and translates; these it then compares

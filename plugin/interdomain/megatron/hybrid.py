@@ -51,16 +51,25 @@ class Stack(HybridStack):
         post_process: bool = True,
         **settings: Any,
     ) -> None:
-        before, after = pp_layer_offset % 2, (pp_layer_offset + len(layer_type_list)) % 2  # halves of pairs, elsewhere
+        before, after = (
+            pp_layer_offset % 2,
+            (pp_layer_offset + len(layer_type_list)) % 2,
+        )  # halves of pairs, elsewhere
         mixer_letters("".join(["G" * before, *layer_type_list, "-" * after]))
-        settings |= dict(layer_type_list=layer_type_list, pp_layer_offset=pp_layer_offset, post_process=post_process)
+        settings |= dict(
+            layer_type_list=layer_type_list,
+            pp_layer_offset=pp_layer_offset,
+            post_process=post_process,
+        )
         super().__init__(config, post_layer_norm=False, **settings)
         self.post_layer_norm = True
         if post_process:
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def stack_spec(condition: str = "interdomain", *, transformer_engine: bool = False, **settings: Any) -> ModuleSpec:
+def stack_spec(
+    condition: str = "interdomain", *, transformer_engine: bool = False, **settings: Any
+) -> ModuleSpec:
     """All layers, for HybridModel's hybrid_stack_spec.
 
     settings: as of `layer_spec`; each letter's mixer takes those settings of MixerConfig that it has.
@@ -68,7 +77,9 @@ def stack_spec(condition: str = "interdomain", *, transformer_engine: bool = Fal
     """
     whole: Any = layer_spec(layers=(condition, "softmax", "mamba2"), **settings)
     params = whole.submodules.self_attention.params
-    layers: dict[str, Any] = {"mlp_layer": ModuleSpec(MLPLayer, submodules=mlp_submodules(transformer_engine))}
+    layers: dict[str, Any] = {
+        "mlp_layer": ModuleSpec(MLPLayer, submodules=mlp_submodules(transformer_engine))
+    }
     for letter, mixer in zip(SLOTS, params["mixers"], strict=True):
         parts = submodules(params | {"mixers": (mixer,), "mlp_apart": True}, transformer_engine)
         # HybridStack counts the layers of the stages before, and says so to all but M's.
@@ -79,7 +90,9 @@ def stack_spec(condition: str = "interdomain", *, transformer_engine: bool = Fal
 
 def hybrid_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
     """Megatron's configuration of a model as HybridModel, as `transformer_config`; its pattern is `hybrid_pattern(config)`."""
-    return replace(transformer_config(config, **settings), num_layers=2 * config.n_layers, is_hybrid_model=True)
+    return replace(
+        transformer_config(config, **settings), num_layers=2 * config.n_layers, is_hybrid_model=True
+    )
 
 
 globals().update({name: stack_spec(name) for name in CONDITIONS})  # any of them after --spec

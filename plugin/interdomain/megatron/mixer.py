@@ -64,7 +64,11 @@ class Float32Norm(KeptInFloat32, InputNorm):
 
 
 def plain_config(
-    settings: Any, groups: int, mixers: tuple[MixerConfig, ...], mlp_apart: bool = False, **others: Any
+    settings: Any,
+    groups: int,
+    mixers: tuple[MixerConfig, ...],
+    mlp_apart: bool = False,
+    **others: Any,
 ) -> ModelConfig:
     """The plain model of a TransformerConfig, or of parsed arguments, with so many heads of keys.
 
@@ -121,7 +125,9 @@ class InterdomainAttention(MegatronModule):
         self.tp_group = pg_collection.tp
         tp = self.tp_group.size()
         heads, groups = config.num_attention_heads, config.num_query_groups
-        whole = plain_config(config, groups, mixers, mlp_apart, rope_theta=rope_theta, max_seq_len=max_seq_len)
+        whole = plain_config(
+            config, groups, mixers, mlp_apart, rope_theta=rope_theta, max_seq_len=max_seq_len
+        )
         _refuse(config, tp, whole, contiguous)
         self.layer = (layer_number - 1) // (2 if mlp_apart else 1)
         self.whole = whole.layers[self.layer]  # as of a model all of whose layers are like this one
@@ -131,8 +137,12 @@ class InterdomainAttention(MegatronModule):
         local = self.whole
         split = tp  # the ranks that share the rows of the local mixer's projections
         if not fixed:
-            local_mixer = replace(self.whole.mixer, n_kv_heads=groups // tp if groups != heads else None)
-            local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,))
+            local_mixer = replace(
+                self.whole.mixer, n_kv_heads=groups // tp if groups != heads else None
+            )
+            local = replace(
+                self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,)
+            )
             split = 1
         with torch.device("meta"):
             core: Any = mixer_class(local.mixer)(local, execution)
@@ -141,9 +151,14 @@ class InterdomainAttention(MegatronModule):
 
             # Its projections are elsewhere: in in_proj, in `_of_all_heads`, and in out_proj.
             self.parts: dict[str, int] = {}  # rows of in_proj on this rank
-            self.of_all_heads: dict[str, int] = {}  # rows of the products that every rank needs all of
+            self.of_all_heads: dict[
+                str, int
+            ] = {}  # rows of the products that every rank needs all of
             for name in ("wq", "wk", "wv", "wg"):
-                if isinstance(projection := getattr(core, name, None), Linear) and not projection.whole:
+                if (
+                    isinstance(projection := getattr(core, name, None), Linear)
+                    and not projection.whole
+                ):
                     self.parts[name] = projection.out_features // split
                     setattr(core, name, Computed(name))
             for name in OF_ALL_HEADS:
@@ -154,11 +169,17 @@ class InterdomainAttention(MegatronModule):
             core.wo = nn.Identity()
             for name in ("k_norm", "v_norm"):
                 if getattr(core, name, None) is not None:
-                    setattr(core, name, Float32Norm(local.n_kv_heads, local.head_dim, local.norm_eps))
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+                    setattr(
+                        core, name, Float32Norm(local.n_kv_heads, local.head_dim, local.norm_eps)
+                    )
+        device = (
+            torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        )
         self.core = core.to_empty(device=device)
         if config.context_parallel_size > 1:
-            core.shard = Part(pg_collection.cp.group_name, pg_collection.cp.rank(), pg_collection.cp.size())
+            core.shard = Part(
+                pg_collection.cp.group_name, pg_collection.cp.rank(), pg_collection.cp.size()
+            )
 
         # The projections.
         same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
@@ -205,16 +226,25 @@ class InterdomainAttention(MegatronModule):
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
         with torch.device("meta"):
-            shapes = {name: t.shape for name, t in mixer_class(self.whole.mixer)(self.whole).state_dict().items()}
+            shapes = {
+                name: t.shape
+                for name, t in mixer_class(self.whole.mixer)(self.whole).state_dict().items()
+            }
 
         def this_ranks_part(name: str, dim: int = 0) -> Tensor:
             at = f"layers.{self.layer}.attention.{name}"
             full = initial_value(at, shapes[name], self.whole, seed)
-            return full if name in self.shared else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
+            return (
+                full
+                if name in self.shared
+                else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
+            )
 
         for name, tensor in self.core.state_dict().items():
             tensor.copy_(this_ranks_part(name))
-        self.in_proj.weight.copy_(torch.cat([this_ranks_part(f"{name}.weight") for name in self.parts]))
+        self.in_proj.weight.copy_(
+            torch.cat([this_ranks_part(f"{name}.weight") for name in self.parts])
+        )
         self.out_proj.weight.copy_(this_ranks_part("wo.weight", dim=1))
 
     def forward(
@@ -238,7 +268,9 @@ class InterdomainAttention(MegatronModule):
         shard = self.core.shard
         if shard is not None:
             order = order + shard.rank * len(order)
-        positions = None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
+        positions = (
+            None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
+        )
         packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, shard)
         rope = rope_of(self.whole, order if positions is None else positions, x.dtype)
         if self.recompute and torch.is_grad_enabled():
@@ -249,20 +281,27 @@ class InterdomainAttention(MegatronModule):
 
     def _of_all_heads(self, hidden_states: Tensor) -> Tensor:
         """The products of which every rank needs all, [S, B, E]."""
-        y = F.linear(hidden_states, torch.cat([getattr(self.core, name).weight for name in self.of_all_heads]))
+        y = F.linear(
+            hidden_states,
+            torch.cat([getattr(self.core, name).weight for name in self.of_all_heads]),
+        )
         if self.tp_group.size() == 1:
             return y
         if self.config.sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(y, group=self.tp_group)
         y = tensor_parallel.copy_to_tensor_model_parallel_region(y, group=self.tp_group)
         if y.requires_grad:
-            y.register_hook(Tensor.contiguous)  # Megatron sums over the ranks a copy of what is not, and drops it
+            y.register_hook(
+                Tensor.contiguous
+            )  # Megatron sums over the ranks a copy of what is not, and drops it
         return y
 
     def _mix(self, x: Tensor, rope: tuple[Tensor, Tensor], packing: Any) -> Tensor:
         """[S, B, rows of in_proj and of `_of_all_heads`] -> [S, B, columns of out_proj]."""
         shared = {}
-        if self.tp_group.size() > 1 and not self.config.sequence_parallel:  # nobody else sums their gradients
+        if (
+            self.tp_group.size() > 1 and not self.config.sequence_parallel
+        ):  # nobody else sums their gradients
             shared = {
                 name: tensor_parallel.copy_to_tensor_model_parallel_region(p, group=self.tp_group)
                 for name, p in self.core.named_parameters()
@@ -273,7 +312,9 @@ class InterdomainAttention(MegatronModule):
         if self.training and isinstance(dynamics_once, DynamicsOnce):
             x, dynamics = dynamics_once.enter(self, x)
         sizes = self.parts | self.of_all_heads
-        parts = x.transpose(0, 1).split(list(sizes.values()), dim=-1)  # at once: one copy in the backward pass
+        parts = x.transpose(0, 1).split(
+            list(sizes.values()), dim=-1
+        )  # at once: one copy in the backward pass
         products = dict(zip(sizes, parts, strict=True))
         o = torch.func.functional_call(self.core, shared, (products, rope, dynamics, None, packing))
         return o.to(x.dtype).transpose(0, 1).contiguous()
@@ -295,12 +336,21 @@ class InterdomainAttention(MegatronModule):
         )
         core = self.core.state_dict(keep_vars=True)
         split = {name: 0 for name in core if name not in self.shared}
-        sharded |= make_sharded_tensors_for_checkpoint(core, f"{prefix}core.", split, sharded_offsets, **groups)
-        for name in {"wq", "wk"} & self.of_all_heads.keys():  # under one name, whether ranks share it or not
+        sharded |= make_sharded_tensors_for_checkpoint(
+            core, f"{prefix}core.", split, sharded_offsets, **groups
+        )
+        for name in {
+            "wq",
+            "wk",
+        } & self.of_all_heads.keys():  # under one name, whether ranks share it or not
             sharded[f"{prefix}core.{name}.weight"].key = f"{prefix}in_proj.weight.{name}"
         for name in ("in_proj", "out_proj"):
             sharded |= sharded_state_dict_default(
-                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                getattr(self, name),
+                f"{prefix}{name}.",
+                sharded_offsets,
+                metadata,
+                tp_group=self.tp_group,
             )
         key = f"{prefix}in_proj.weight"
         sharded[key] = _by_projection(sharded[key], self.parts)
@@ -311,9 +361,13 @@ class InterdomainAttention(MegatronModule):
         if record is not None:
             loaded = read_record(record)
             # A layer knows neither of them.
-            theirs = replace(loaded.config, vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)
+            theirs = replace(
+                loaded.config, vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len
+            )
             if theirs != self.whole:
-                raise ValueError(f"the checkpoint is of another model: {theirs}; this one is {self.whole}.")
+                raise ValueError(
+                    f"the checkpoint is of another model: {theirs}; this one is {self.whole}."
+                )
             tokenizer = read_record(self.record).tokenizer
             if loaded.tokenizer and tokenizer and loaded.tokenizer != tokenizer:
                 raise ValueError(
@@ -365,7 +419,14 @@ def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
 
     @torch.no_grad()
     def build(key, t, replica_id, flattened_range):
-        rows = replace(bare, key=key, data=t, dtype=t.dtype, replica_id=replica_id, flattened_range=flattened_range)
+        rows = replace(
+            bare,
+            key=key,
+            data=t,
+            dtype=t.dtype,
+            replica_id=replica_id,
+            flattened_range=flattened_range,
+        )
         pieces = []
         start = 0
         for name, size in parts.items():
@@ -382,7 +443,9 @@ def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
 def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
     """Positions in the documents, [1, S]: how many tokens of its document come before each token."""
     if packed.qkv_format != "thd" or batch != 1:
-        raise NotImplementedError(f"packed sequences of format {packed.qkv_format}, batch {batch}: only thd, batch 1.")
+        raise NotImplementedError(
+            f"packed sequences of format {packed.qkv_format}, batch {batch}: only thd, batch 1."
+        )
     ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     document = torch.searchsorted(ends[1:].contiguous(), order, right=True)
     return (order - ends[document])[None]

@@ -103,12 +103,16 @@ def count_flops(training: Any) -> None:
     training.num_floating_point_operations = flops
 
 
-def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any) -> Any:
+def flops(
+    args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any
+) -> Any:
     """FLOPs of a step of so many sequences, or of tokens without padding."""
     _, layers = layers_of(args)
     mixers = tuple(mixer for layer in layers for mixer in params_of(layer)["mixers"])
     mlp_apart = params_of(layers[0])["mlp_apart"]
-    config = plain_config(args, key_heads(args), mixers, mlp_apart, vocab_size=args.padded_vocab_size)
+    config = plain_config(
+        args, key_heads(args), mixers, mlp_apart, vocab_size=args.padded_vocab_size
+    )
     tokens = total_real_tokens_in_batch or batch_size * args.seq_length
     return tokens * train_flops_per_token(config, args.seq_length)
 
@@ -128,8 +132,12 @@ def write_statistics(training: Any) -> None:
     """
     train, log = training.train, training.training_log
 
-    def train_with_statistics(forward_step: Any, chunks: list[Any], *others: Any, **named: Any) -> Any:
-        def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *others: Any, **named: Any) -> Any:
+    def train_with_statistics(
+        forward_step: Any, chunks: list[Any], *others: Any, **named: Any
+    ) -> Any:
+        def training_log(
+            losses: Any, totals: Any, rate: Any, iteration: int, *others: Any, **named: Any
+        ) -> Any:
             args = training.get_args()
             if args.tensorboard_dir and iteration % args.log_interval == 0:
                 statistics = mixer_statistics(chunks)
@@ -154,7 +162,12 @@ def mixer_statistics(chunks: list[Any]) -> dict[str, float]:
     device = next(chunks[0].parameters()).device
     # Layers of other stages are zeros, until the sum.
     signs = torch.zeros(chunks[0].config.num_layers, len(LIFE_SIGNS), device=device)
-    for mixer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, InterdomainAttention)):
+    for mixer in (
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, InterdomainAttention)
+    ):
         ssm = getattr(mixer.core, "ssm", None)
         if not isinstance(ssm, SSMDynamics):
             continue

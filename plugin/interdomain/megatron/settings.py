@@ -51,7 +51,11 @@ def _one_way(settings: Any) -> Any:
     return "p2p"
 
 
-COMPUTED = {"ffn_hidden_size": _ffn_hidden, "transformer_impl": _implementation, "cp_comm_type": _one_way}
+COMPUTED = {
+    "ffn_hidden_size": _ffn_hidden,
+    "transformer_impl": _implementation,
+    "cp_comm_type": _one_way,
+}
 
 
 def _read_table() -> list[Setting]:
@@ -83,6 +87,8 @@ def refuse(settings: Any) -> None:
                 given = given.name
             given = getattr(given, "__name__", given)  # of an activation function
             if given != value and (given or value):
-                wrong.append(f"{flag}: {name} = {given!r} {otherwise}. Allowed: {value or 'off'} ({use}).")
+                wrong.append(
+                    f"{flag}: {name} = {given!r} {otherwise}. Allowed: {value or 'off'} ({use})."
+                )
     if wrong:
         raise ValueError("\n".join(wrong))

@@ -12,7 +12,10 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -36,7 +39,9 @@ SETTINGS = {name: f for name, f in MIXER_SETTINGS.items() if name not in ("kind"
 class RMSNorm(layers.RMSNorm):
     """A norm that knows of sequence parallelism: without Transformer Engine, Megatron has none."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps)
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel
@@ -72,7 +77,9 @@ def layer_spec(
     check_names("mixer", settings, SETTINGS)
     hybrid = dict(n_layers=n_layers, layers=layers, softmax_every=softmax_every)
     mixers = build_config("125M", condition, **hybrid, **settings).mixers
-    options = dict(mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, contiguous=contiguous)
+    options = dict(
+        mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, contiguous=contiguous
+    )
     options |= dict(execution=execution, seed=seed, mlp_apart=False)
     return ModuleSpec(module=TransformerLayer, submodules=submodules(options, transformer_engine))
 
@@ -96,11 +103,17 @@ def submodules(params: dict[str, Any], transformer_engine: bool) -> TransformerL
     """
     backend = _backend(transformer_engine)
     normed = transformer_engine and not any(mixer.kind in FIXED_STATE for mixer in params["mixers"])
-    in_proj: Any = backend.column_parallel_layer_norm_linear() if normed else backend.column_parallel_linear()
-    projections = InterdomainAttentionSubmodules(in_proj=in_proj, out_proj=backend.row_parallel_linear())
+    in_proj: Any = (
+        backend.column_parallel_layer_norm_linear() if normed else backend.column_parallel_linear()
+    )
+    projections = InterdomainAttentionSubmodules(
+        in_proj=in_proj, out_proj=backend.row_parallel_linear()
+    )
     mixer = TransformerLayerSubmodules(
         input_layernorm=IdentityOp if normed else RMSNorm,
-        self_attention=ModuleSpec(module=InterdomainAttention, params=params, submodules=projections),
+        self_attention=ModuleSpec(
+            module=InterdomainAttention, params=params, submodules=projections
+        ),
         self_attn_bda=ADD,
         sharded_state_dict_keys_map=KEYS,
     )
@@ -129,7 +142,10 @@ def _backend(transformer_engine: bool) -> Any:
 
 
 def block_spec(
-    config: TransformerConfig, spec: ModuleSpec, vp_stage: int | None = None, pp_rank: int | None = None
+    config: TransformerConfig,
+    spec: ModuleSpec,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """All layers of a pipeline stage, and a last norm that knows of sequence parallelism without Transformer Engine."""
     layers, norm = get_num_layers_to_build(config, vp_stage, pp_rank), cast(Any, RMSNorm)
@@ -157,7 +173,9 @@ def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfi
 
     Raises: ValueError for a hybrid whose layers differ in their heads of keys.
     """
-    groups = {layer.n_kv_heads for layer in config.layers if layer.mixer.kind not in FIXED_STATE} or {config.n_heads}
+    groups = {
+        layer.n_kv_heads for layer in config.layers if layer.mixer.kind not in FIXED_STATE
+    } or {config.n_heads}
     if len(groups) > 1:
         raise ValueError(
             f"Megatron has one number of key heads for all layers; these have {sorted(groups)}. Set n_kv_heads."

@@ -67,7 +67,9 @@ class DynamicsOnce:
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
         self.mixers: list[Any] = []
-        self.shared: dict[Any, tuple[SharedDynamics, int]] = {}  # by mixer; with its place among the layers
+        self.shared: dict[
+            Any, tuple[SharedDynamics, int]
+        ] = {}  # by mixer; with its place among the layers
 
     def enter(self, mixer: Any, x: Tensor) -> tuple[Tensor, Any]:
         """Returns x and the dynamics for a pass of the mixer that goes on from x. None: the mixer computes its own."""
@@ -75,7 +77,9 @@ class DynamicsOnce:
             # Recomputed layers go forward without gradients first, and in a first step there is nothing yet.
             if not torch.is_grad_enabled() or not isinstance(mixer.core, InterdomainMixer):
                 return x, None
-            alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer] or [mixer]
+            alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer] or [
+                mixer
+            ]
             shared = SharedDynamics(mixer.core.dynamics([other.core for other in alike]))
             for i, other in enumerate(alike):
                 self.shared[other] = shared, i
@@ -85,7 +89,11 @@ class DynamicsOnce:
 
     def __call__(self, model: list[Any], *args: Any, **named: Any) -> Any:
         modules = [module for chunk in model for module in chunk.modules()]
-        self.mixers = [module for module in modules if isinstance(getattr(module, "core", None), InterdomainMixer)]
+        self.mixers = [
+            module
+            for module in modules
+            if isinstance(getattr(module, "core", None), InterdomainMixer)
+        ]
         for shared in dict.fromkeys(shared for shared, _ in self.shared.values()):
             shared.backward()
         self.shared.clear()

@@ -9,7 +9,16 @@ Imports interdomain.scan and features; never TorchTitan.
 """
 
 # ruff: noqa: F401
-from .config import CONDITIONS, SIZES, Cell, Execution, MixerConfig, ModelConfig, build_config, cell_of
+from .config import (
+    CONDITIONS,
+    SIZES,
+    Cell,
+    Execution,
+    MixerConfig,
+    ModelConfig,
+    build_config,
+    cell_of,
+)
 from .feature_maps import float32_modules
 from .mixers.layer import InterdomainAttention
 from .state import KVCache, MixerState, ModelState

@@ -100,14 +100,18 @@ class ModelConfig:
             )
         object.__setattr__(self, "mixers", _shortest(self.mixers))
         if self.n_heads * self.head_dim != self.dim:
-            raise ValueError(f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim}, dim = {self.dim}.")
+            raise ValueError(
+                f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim}, dim = {self.dim}."
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (RoPE rotates pairs): got {self.head_dim}.")
         for mixer in self.mixers:
             if mixer.kind in FIXED_STATE:
                 state_shape(mixer, self.dim)
             elif self.n_heads % (mixer.n_kv_heads or self.n_heads):
-                raise ValueError(f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {mixer.n_kv_heads}.")
+                raise ValueError(
+                    f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {mixer.n_kv_heads}."
+                )
 
     @property
     def mixer(self) -> MixerConfig:
@@ -137,7 +141,11 @@ class ModelConfig:
         """All settings, for JSON. `mixer` holds those of the mixer; of a hybrid, a list of them."""
         settings = asdict(self)
         mixers = settings.pop("mixers")
-        return {"format_version": FORMAT_VERSION, **settings, "mixer": list(mixers) if len(mixers) > 1 else mixers[0]}
+        return {
+            "format_version": FORMAT_VERSION,
+            **settings,
+            "mixer": list(mixers) if len(mixers) > 1 else mixers[0],
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
@@ -149,7 +157,9 @@ class ModelConfig:
         settings = dict(data)
         version = settings.pop("format_version", None)
         if version != FORMAT_VERSION:
-            raise ValueError(f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}.")
+            raise ValueError(
+                f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}."
+            )
         mixers = settings.pop("mixer", {})
         if not isinstance(mixers, list):
             mixers = [mixers]
@@ -164,7 +174,9 @@ MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers"
 
 # Paper, appendix "Backbone details"; the 125M, 350M and 760M rows are the only ones that reproduce its parameter counts.
 SIZES: dict[str, dict[str, int]] = {
-    "debug": dict(dim=128, n_layers=4, n_heads=4, head_dim=32, n_basis=32, vocab_size=2048, max_seq_len=256),
+    "debug": dict(
+        dim=128, n_layers=4, n_heads=4, head_dim=32, n_basis=32, vocab_size=2048, max_seq_len=256
+    ),
     "125M": dict(dim=768, n_layers=12, n_heads=12, head_dim=64, n_basis=64),
     "350M": dict(dim=1024, n_layers=24, n_heads=16, head_dim=64, n_basis=64),
     "760M": dict(dim=1536, n_layers=24, n_heads=16, head_dim=96, n_basis=64),
@@ -219,7 +231,9 @@ def build_config(
         one_of("mixer.layers" if name in layers else "mixer.condition", name, tuple(CONDITIONS))
     check_names("model or mixer", overrides, (*MODEL_SETTINGS, *MIXER_SETTINGS))
     if layers and softmax_every is not None:
-        raise ValueError(f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave one out.")
+        raise ValueError(
+            f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave one out."
+        )
     settings = {**SIZES[size], **overrides}
     model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
     pattern = layers or _with_softmax(condition, softmax_every, model["n_layers"])
@@ -228,14 +242,18 @@ def build_config(
     return ModelConfig(**model, mixers=with_settings(rows, of_mixers))
 
 
-def with_settings(mixers: Sequence[MixerConfig], settings: Mapping[str, Any]) -> tuple[MixerConfig, ...]:
+def with_settings(
+    mixers: Sequence[MixerConfig], settings: Mapping[str, Any]
+) -> tuple[MixerConfig, ...]:
     """The mixers of a model's layers, each with the settings that it has. Raises: ValueError for one that none of them has."""
     unread = [mixer.without_meaning() for mixer in mixers]
     # A setting that no mixer has goes to all, for their error.
     nowhere = {name for name in settings if all(name in names for names in unread)}
     changed = []
     for mixer, names in zip(mixers, unread, strict=True):
-        own = {name: value for name, value in settings.items() if name in nowhere or name not in names}
+        own = {
+            name: value for name, value in settings.items() if name in nowhere or name not in names
+        }
         changed.append(replace(mixer, **own))
     return tuple(changed)
 
@@ -290,7 +308,9 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
         changed = []
         for name, value in vars(got).items():
             if name not in without and value != getattr(usual, name):
-                changed.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+                changed.append(
+                    f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+                )
         return changed
 
     changed = ", ".join(
@@ -300,7 +320,9 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
     settings: list[str] = []
     for mixer, condition in zip(config.mixers, conditions, strict=True):
         unread = ["n_basis"] if mixer.kind == "softmax" else []
-        settings += differences(mixer, MixerConfig(n_basis=n_basis, **CONDITIONS[condition]), *unread)
+        settings += differences(
+            mixer, MixerConfig(n_basis=n_basis, **CONDITIONS[condition]), *unread
+        )
     first = conditions[0]
     every = 1 + [*conditions, "softmax"].index("softmax")
     if 1 < every <= len(conditions) and conditions == _with_softmax(first, every, len(conditions)):
@@ -328,4 +350,6 @@ def _shortest(pattern: tuple[MixerConfig, ...]) -> tuple[MixerConfig, ...]:
 def check_names(where: str, got: Iterable[str], allowed: Iterable[str]) -> None:
     unknown = [name for name in got if name not in allowed]
     if unknown:
-        raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")
+        raise ValueError(
+            f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}."
+        )

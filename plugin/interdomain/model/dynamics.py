@@ -18,10 +18,14 @@ class SharedDynamics:
         self.layers = layers
         self.gradients: list[list[Tensor | None]] = [[None] * len(layer) for layer in layers]
 
-    def enter(self, h: Tensor, which: slice = slice(None)) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    def enter(
+        self, h: Tensor, which: slice = slice(None)
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """(h, the dynamics by layer) for a forward pass of all layers, or some, that goes on from these hidden states."""
         layers = self.layers[which]
-        h, *copies = _Enter.apply(self.gradients[which], h, *(x.detach() for layer in layers for x in layer))
+        h, *copies = _Enter.apply(
+            self.gradients[which], h, *(x.detach() for layer in layers for x in layer)
+        )
         rest = iter(copies)
         return h, [tuple(next(rest) for _ in layer) for layer in layers]
 

@@ -53,7 +53,11 @@ class KeptInFloat32(nn.Module):
 
 def float32_modules(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters must not be rounded: FSDP2 is to shard them before the layers, without a `param_dtype`."""
-    return [m for m in model.modules() if isinstance(m, KeptInFloat32) and any(True for _ in m.parameters())]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, KeptInFloat32) and any(True for _ in m.parameters())
+    ]
 
 
 class FeatureMap(KeptInFloat32):
@@ -96,7 +100,9 @@ class PointwiseFeatures(FeatureMap):
 
 class EluFeatures(PointwiseFeatures):
     about = "elu + 1, positive"  # Katharopoulos et al., 2020
-    f = staticmethod(lambda y: F.relu(y) + y.clamp(max=0).exp())  # F.elu(y) + 1 would round to zero below -17
+    f = staticmethod(
+        lambda y: F.relu(y) + y.clamp(max=0).exp()
+    )  # F.elu(y) + 1 would round to zero below -17
 
 
 class SoftplusFeatures(PointwiseFeatures):
@@ -121,10 +127,14 @@ class RandomFeatures(FeatureMap):
         """w.x, [B, T, H, vectors], of x [B, T, H, R] with H a multiple of H_kv, or `heads` of them."""
         self.check_float32()
         B, T, H, R = x.shape
-        frequencies = self.frequencies if heads is None else self.frequencies.chunk(heads.size)[heads.rank]
+        frequencies = (
+            self.frequencies if heads is None else self.frequencies.chunk(heads.size)[heads.rank]
+        )
         groups = widened(x).view(B, T, len(frequencies), -1, R)
         with torch.autocast(x.device.type, enabled=False):
-            return torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype)).reshape(B, T, H, -1)
+            return torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype)).reshape(
+                B, T, H, -1
+            )
 
 
 class RandomFourierFeatures(RandomFeatures):
@@ -135,7 +145,9 @@ class RandomFourierFeatures(RandomFeatures):
 
     def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
         angles = self.projected(x, heads)
-        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / x.shape[-1]) ** 0.5).to(x.dtype)
+        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / x.shape[-1]) ** 0.5).to(
+            x.dtype
+        )
 
 
 class PositiveRandomFeatures(RandomFeatures):
@@ -154,7 +166,9 @@ class PositiveRandomFeatures(RandomFeatures):
     def drawn(normal: Tensor) -> Tensor:
         """Each still normal, those of a head orthogonal."""
         columns = normal.double().mT
-        q, r = torch.linalg.qr(columns)  # q does not depend on the columns' lengths, which are those of r
+        q, r = torch.linalg.qr(
+            columns
+        )  # q does not depend on the columns' lengths, which are those of r
         q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return (q * columns.norm(dim=1, keepdim=True)).mT.float()
 
@@ -165,7 +179,9 @@ class PositiveRandomFeatures(RandomFeatures):
             exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
         else:
             exponent = exponent - widened(x).square().sum(-1, keepdim=True) / (2 * R**0.5)
-            exponent = exponent.clamp(max=0.7 * math.log(torch.finfo(x.dtype).max))  # 62 in bfloat16 and float32
+            exponent = exponent.clamp(
+                max=0.7 * math.log(torch.finfo(x.dtype).max)
+            )  # 62 in bfloat16 and float32
         return (exponent.exp() * R**-0.5).to(x.dtype)
 
 
@@ -210,4 +226,6 @@ def divided(o: Tensor, v: Tensor) -> Tensor:
     sign = torch.where(denominator < 0, -1.0, 1.0)
     # Not with a quotient as the floor: a value of zeros gives an output of zeros.
     below = torch.maximum(denominator.abs() * allowed, numerator.abs().mean(-1, keepdim=True))
-    return (numerator * (sign * allowed) / below.clamp_min(torch.finfo(below.dtype).tiny)).to(o.dtype)
+    return (numerator * (sign * allowed) / below.clamp_min(torch.finfo(below.dtype).tiny)).to(
+        o.dtype
+    )

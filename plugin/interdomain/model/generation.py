@@ -40,7 +40,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}.")
+            raise ValueError(
+                f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1: got {self.top_p}.")
 
@@ -57,10 +59,15 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        before = ordered.cumsum(dim=-1) - ordered  # mass ahead of each token: the first is always kept
+        before = (
+            ordered.cumsum(dim=-1) - ordered
+        )  # mass ahead of each token: the first is always kept
         kept = ordered.where(before < sampling.top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
-    rows = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
+    rows = [
+        torch.multinomial(row, 1, generator=g)
+        for row, g in zip(probabilities, generators, strict=True)
+    ]
     return torch.cat(rows)
 
 
@@ -78,8 +85,13 @@ def prefill(
     Raises: ValueError for tokens outside the vocabulary; those on a GPU are not checked.
     """
     B, T = tokens.shape
-    if tokens.device.type == "cpu" and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size:
-        raise ValueError(f"tokens are {tokens.min()} to {tokens.max()}; they must be below {model.config.vocab_size}.")
+    if (
+        tokens.device.type == "cpu"
+        and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size
+    ):
+        raise ValueError(
+            f"tokens are {tokens.min()} to {tokens.max()}; they must be below {model.config.vocab_size}."
+        )
     tokens = tokens.to(model.tok_embeddings.weight.device)
     state = model.init_state(B, capacity=T) if state is None else state
     for begin in range(0, T, chunk):
@@ -101,18 +113,24 @@ class Decoder:
     """
 
     @torch.no_grad()
-    def __init__(self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None) -> None:
+    def __init__(
+        self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None
+    ) -> None:
         device = state.position.device
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
-            raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
+            raise ValueError(
+                f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True."
+            )
         self.model = model
         self.state = state
         self.graph: torch.cuda.CUDAGraph | None = None
         if captured:
             # Autocast frees its copies of weights when it ends, and the graph would go on reading them.
             if torch.is_autocast_enabled("cuda"):
-                raise ValueError("a CUDA graph cannot be captured under autocast: make the Decoder outside of it.")
+                raise ValueError(
+                    "a CUDA graph cannot be captured under autocast: make the Decoder outside of it."
+                )
             needed = state.length + max(1, room)
             if state.capacity is not None and state.capacity < needed:
                 state.reserve(needed)
@@ -143,11 +161,15 @@ class Decoder:
         """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
         rows = self.state.position.shape
         if tokens.shape != rows:
-            raise ValueError(f"tokens are {list(tokens.shape)}; expected {list(rows)}, one of each row.")
+            raise ValueError(
+                f"tokens are {list(tokens.shape)}; expected {list(rows)}, one of each row."
+            )
         if self.graph is None:
             return self.model(tokens[:, None], self.state)[:, -1]
         if self.state.capacity is not None and self.state.length >= self.state.capacity:
-            raise ValueError(f"the cache is full: {self.state.length} tokens. Make the Decoder with more room.")
+            raise ValueError(
+                f"the cache is full: {self.state.length} tokens. Make the Decoder with more room."
+            )
         self.tokens.copy_(tokens[:, None])
         self.graph.replay()
         self.state.length += 1
@@ -158,7 +180,9 @@ class Decoder:
 def _restored(state: ModelState) -> Iterator[None]:
     """Undo the steps taken in this context; addresses stay. Copies wait on the host, for a GPU may have no room."""
     # A cache is not overwritten: a step adds to it.
-    recurrent = [x for layer in state.layers if layer.capacity is None for x in layer.tensors().values()]
+    recurrent = [
+        x for layer in state.layers if layer.capacity is None for x in layer.tensors().values()
+    ]
     before = [(x, x.to("cpu", copy=True)) for x in (state.position, *recurrent)]
     yield
     for x, old in before:
@@ -206,7 +230,9 @@ def generate(
         ValueError: no prompt, an empty one, or a token outside the vocabulary; at the first token, as of any iterator.
     """
     if not prompts or not all(prompts):
-        raise ValueError(f"give prompts of at least one token each: got {[len(p) for p in prompts]} tokens.")
+        raise ValueError(
+            f"give prompts of at least one token each: got {[len(p) for p in prompts]} tokens."
+        )
     read = [prefill(model, torch.tensor([prompt]), chunk=prefill_chunk) for prompt in prompts]
     logits = torch.cat([last for last, _ in read])
     state = ModelState.stack([state for _, state in read])

@@ -50,7 +50,9 @@ def initialize(
         draw_all: (draw, [(name, shape), ...]) -> the tensors draw(name, shape), in order; the largest come first. Ranks can
             share the work.
     """
-    tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    tensors = [
+        (n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta
+    ]
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu")) if tensors else 0
     if not parameters:
@@ -62,12 +64,16 @@ def initialize(
     wanted = [(prefix + clean_name(name), tensor.shape) for name, tensor in tensors]
     values = draw_all(partial(initial_value, config=config, seed=seed), wanted)
     for (_, tensor), full in zip(tensors, values, strict=True):
-        if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
+        if hasattr(
+            tensor, "placements"
+        ):  # a DTensor, whose module takes a second to import: not where there is none
             from torch.distributed.tensor import DTensor, distribute_tensor
 
             assert isinstance(tensor, DTensor)
             # src_data_rank=None: every rank holds the same full tensor and slices it, without communication.
-            full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+            full = distribute_tensor(
+                full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
         tensor.copy_(full)
 
 
@@ -92,13 +98,21 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     match kind, leaf:
         case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
             return normal(0.02 / math.sqrt(2 * config.n_layers))
-        case "q_conv" | "k_conv" | "v_conv" | "conv", _:  # PyTorch's default for Conv1d: fan-in is the width
+        case (
+            "q_conv" | "k_conv" | "v_conv" | "conv",
+            _,
+        ):  # PyTorch's default for Conv1d: fan-in is the width
             bound = 1 / math.sqrt(mixer.conv_past + 1)
             return uniform(-bound, bound)
-        case ("norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight") | ("ssm", "D"):
+        case ("norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight") | (
+            "ssm",
+            "D",
+        ):
             return torch.ones(shape, **cpu)
         case "o_norm", "weight":
-            return torch.full(shape, mixer.output_norm_scale or OUTPUT_NORM_SCALE[mixer.output_norm], **cpu)
+            return torch.full(
+                shape, mixer.output_norm_scale or OUTPUT_NORM_SCALE[mixer.output_norm], **cpu
+            )
         case ("k_norm" | "v_norm", "bias") | (_, "gate_bias"):
             return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":

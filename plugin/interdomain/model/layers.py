@@ -62,7 +62,9 @@ class Embedding(LocalParameters, nn.Embedding):
             return F.embedding(tokens, rows)
         tokens = tokens - self.heads.rank * len(rows)
         elsewhere = (tokens < 0) | (tokens >= len(rows))
-        rows_of_tokens = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
+        rows_of_tokens = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(
+            elsewhere[..., None], 0
+        )
         return self.heads.scatter_tokens(rows_of_tokens)
 
 
@@ -102,7 +104,9 @@ class ShortConv(LocalParameters):
 
 def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`rope_tables` of a model that computes in this dtype: float32, or float64 for that."""
-    return rope_tables(positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32))
+    return rope_tables(
+        positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32)
+    )
 
 
 class InputNorm(LocalParameters):

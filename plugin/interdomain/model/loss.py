@@ -11,13 +11,17 @@ from torch.nn import functional as F
 from .layers import Linear, autocast_dtype
 from .shard import Part
 
-PieceLoss = Callable[[Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor | None]]  # `piece_loss`, or it compiled
+PieceLoss = Callable[
+    [Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor | None]
+]  # `piece_loss`, or it compiled
 
 # Shapes: N tokens, n tokens of a piece, E dim, V vocabulary.
 IGNORE_INDEX = -100  # the label of a token that is not predicted; PyTorch's
 ELSEWHERE = -1  # the label of a token whose label is of another rank's part of the vocabulary
 PIECE_BYTES = 2**29  # of a piece's float32 logits
-LEAST_TOKENS = 1024  # of a piece: with fewer, adding up the weight's gradient takes longer than its products
+LEAST_TOKENS = (
+    1024  # of a piece: with fewer, adding up the weight's gradient takes longer than its products
+)
 
 
 class Head(Linear):
@@ -44,7 +48,9 @@ class Head(Linear):
         hidden = hidden if self.heads is None else self.heads.gather_tokens(hidden)
         if labels is None:
             return super().forward(hidden)
-        return summed_cross_entropy(hidden, self.local(), labels, self.piece_loss, self.heads, self.scores)
+        return summed_cross_entropy(
+            hidden, self.local(), labels, self.piece_loss, self.heads, self.scores
+        )
 
     def compile_loss(self, backend: str) -> None:
         """Compile all between the matrix products as one function."""
@@ -69,7 +75,10 @@ def piece_loss(
         log_p, here = F.log_softmax(wide, dim=1), labels
     else:
         by_part = vocabulary.gather(wide.logsumexp(dim=1))
-        log_p, here = wide - by_part.logsumexp(dim=0)[:, None], labels.masked_fill(labels == ELSEWHERE, IGNORE_INDEX)
+        log_p, here = (
+            wide - by_part.logsumexp(dim=0)[:, None],
+            labels.masked_fill(labels == ELSEWHERE, IGNORE_INDEX),
+        )
     loss = F.nll_loss(log_p, here, reduction="sum", ignore_index=IGNORE_INDEX)
     if not gradient:
         return loss, None
@@ -87,12 +96,23 @@ def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     first = 0 if vocabulary is None else vocabulary.rank * logits.shape[1]
     largest = wide.argmax(dim=1, keepdim=True)
-    best = torch.stack([wide.logsumexp(dim=1), wide.gather(1, largest)[:, 0], (largest[:, 0] + first).to(wide.dtype)])
+    best = torch.stack(
+        [
+            wide.logsumexp(dim=1),
+            wide.gather(1, largest)[:, 0],
+            (largest[:, 0] + first).to(wide.dtype),
+        ]
+    )
     if vocabulary is not None:
         log_z, value, index = vocabulary.gather(best).unbind(dim=1)  # each [size, n]
         winner = value.argmax(dim=0, keepdim=True)
-        best = torch.stack([log_z.logsumexp(dim=0), value.gather(0, winner)[0], index.gather(0, winner)[0]])
-    loss, wrong = best[0] - wide.gather(1, labels.clamp_min(0)[:, None])[:, 0], best[2] != labels + first
+        best = torch.stack(
+            [log_z.logsumexp(dim=0), value.gather(0, winner)[0], index.gather(0, winner)[0]]
+        )
+    loss, wrong = (
+        best[0] - wide.gather(1, labels.clamp_min(0)[:, None])[:, 0],
+        best[2] != labels + first,
+    )
     return torch.stack([loss, wrong.to(loss.dtype)]).masked_fill(labels < 0, 0)
 
 
@@ -121,7 +141,9 @@ def summed_cross_entropy(
     Raises: ValueError for labels of another shape.
     """
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels are {list(labels.shape)}: expected one per position, {list(hidden.shape[:-1])}.")
+        raise ValueError(
+            f"labels are {list(labels.shape)}: expected one per position, {list(hidden.shape[:-1])}."
+        )
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     if vocabulary is not None:
         local = labels - vocabulary.rank * len(weight)
@@ -136,16 +158,25 @@ def summed_cross_entropy(
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss, vocabulary: Part | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        piece_loss: PieceLoss,
+        vocabulary: Part | None,
     ) -> Tensor:
         ctx.dtype = weight.dtype
-        loss, *gradients = _by_pieces(hidden, weight, labels, piece_loss, vocabulary, ctx.needs_input_grad[:2])
+        loss, *gradients = _by_pieces(
+            hidden, weight, labels, piece_loss, vocabulary, ctx.needs_input_grad[:2]
+        )
         ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, by_loss: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         by_hidden, by_weight = ctx.saved_tensors
         by_hidden = None if by_hidden is None else by_hidden * by_loss
         by_weight = None if by_weight is None else (by_weight * by_loss).to(ctx.dtype)

@@ -120,7 +120,11 @@ def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tens
         v = v[..., :-1]
         # The denominator is a number per token and head, so it is what makes o of the numerators.
         numerator = weights @ v
-        weights = weights * (o * numerator).sum(-1, keepdim=True) / numerator.square().sum(-1, keepdim=True)
+        weights = (
+            weights
+            * (o * numerator).sum(-1, keepdim=True)
+            / numerator.square().sum(-1, keepdim=True)
+        )
     return weights, ((weights @ v - o).abs().max() / o.abs().max()).item()
 
 
@@ -143,7 +147,9 @@ def _core_call(attention: Any, inputs: tuple) -> Call | None:
 
 def share(weights: Tensor) -> Tensor:
     """|w_tj| / sum_j |w_tj|, [H, T, T]: of softmax the weights themselves."""
-    return weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(
+        torch.finfo(weights.dtype).tiny
+    )
 
 
 def by_head(weights: Tensor) -> dict[str, list[float]]:

@@ -27,7 +27,9 @@ OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
 BY_CONDITION = "as the condition has it"
 
 
-def setting(default: Any, text: str, unset: str = "", choices: Collection[str] = (), least: int = 1) -> Any:
+def setting(
+    default: Any, text: str, unset: str = "", choices: Collection[str] = (), least: int = 1
+) -> Any:
     """A field with the help of its flag.
 
     Args:
@@ -49,14 +51,22 @@ class MixerConfig:
 
     kind: str = setting("interdomain", "The kind of mixer.", choices=KINDS)
     dual_input: bool = setting(
-        True, "Input of the recurrence: key features and values (true), or two generic projections.", BY_CONDITION
+        True,
+        "Input of the recurrence: key features and values (true), or two generic projections.",
+        BY_CONDITION,
     )
     query_readout: bool = setting(
-        True, "Readout: by the query (true; paper eq. 13), or a linear contraction, as in S4D.", BY_CONDITION
+        True,
+        "Readout: by the query (true; paper eq. 13), or a linear contraction, as in S4D.",
+        BY_CONDITION,
     )
-    rope: bool = setting(True, "Rotary embedding (RoPE) on the inputs of queries and keys.", BY_CONDITION)
+    rope: bool = setting(
+        True, "Rotary embedding (RoPE) on the inputs of queries and keys.", BY_CONDITION
+    )
     n_basis: int = setting(
-        64, "M, basis functions per head: complex dimensions of the state.", "as the size has it (64; debug 32)"
+        64,
+        "M, basis functions per head: complex dimensions of the state.",
+        "as the size has it (64; debug 32)",
     )
     conv_width: int | None = setting(
         None, "Taps of the short convolution (SC of paper eq. 10); 0 for none.", "4; gla 0", least=0
@@ -80,13 +90,17 @@ class MixerConfig:
         choices=tuple(FEATURE_MAPS),
     )
     normalize: bool = setting(
-        False, "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some of which need it."
+        False,
+        "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some of which need it.",
     )
     output_gate: bool = setting(
-        False, "Multiply the output by sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
+        False,
+        "Multiply the output by sigmoid(Wg x): the paper's formula; its text calls the gate SiLU.",
     )
     gate_function: str = setting(
-        "sigmoid", "Function of the output gate; silu is the baselines'.", choices=("sigmoid", "silu")
+        "sigmoid",
+        "Function of the output gate; silu is the baselines'.",
+        choices=("sigmoid", "silu"),
     )
     output_norm: str = setting(
         "none",
@@ -94,9 +108,13 @@ class MixerConfig:
         "which is o where o is small, and rms where it is large. The paper's mixer has none.",
         choices=("none", *OUTPUT_NORM_SCALE),
     )
-    output_norm_scale: float | None = setting(None, "w of the output norm at the start.", "1 for rms, 0.1 for soft")
+    output_norm_scale: float | None = setting(
+        None, "w of the output norm at the start.", "1 for rms, 0.1 for soft"
+    )
     n_kv_heads: int | None = setting(
-        None, "Heads of keys, values and state; groups of query heads share one.", "as many as query heads"
+        None,
+        "Heads of keys, values and state; groups of query heads share one.",
+        "as many as query heads",
     )
     state_heads: int | None = setting(
         None,
@@ -104,15 +122,21 @@ class MixerConfig:
         "as many as make it as large as interdomain attention's, 4 * n_basis * dim numbers",
     )
     window: int | None = setting(
-        None, "Softmax layers: tokens that a token attends to, itself included.", "itself and all before it"
+        None,
+        "Softmax layers: tokens that a token attends to, itself included.",
+        "itself and all before it",
     )
     c_scale: float | None = setting(
         None,
         "C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). It decides whether the mixer learns.",
         "sqrt(2)/M, or sqrt(2/M) if C is diagonal (the paper leaves it open)",
     )
-    linear_scale: float | None = setting(None, "Linear readout at the start: standard deviation of c.", "1/sqrt(M)")
-    dt_min: float = setting(1e-3, "Smallest Delta (step size per token) at the start; log-uniform up to dt_max.")
+    linear_scale: float | None = setting(
+        None, "Linear readout at the start: standard deviation of c.", "1/sqrt(M)"
+    )
+    dt_min: float = setting(
+        1e-3, "Smallest Delta (step size per token) at the start; log-uniform up to dt_max."
+    )
     dt_max: float = setting(1e-1, "Largest Delta at the start.")
     a_init: str = setting(
         "s4d-inv",
@@ -124,7 +148,9 @@ class MixerConfig:
     def __post_init__(self) -> None:
         check_fields("mixer.", self)
         if self.dt_min > self.dt_max:
-            raise ValueError(f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}.")
+            raise ValueError(
+                f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}."
+            )
         xi = FEATURE_MAPS[self.feature_map]
         if xi and xi.needs_ratio and not self.normalize:
             raise ValueError(
@@ -133,9 +159,13 @@ class MixerConfig:
             )
         for name, why in self.without_meaning().items():
             if getattr(self, name) != getattr(MixerConfig, name):
-                raise ValueError(f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out.")
+                raise ValueError(
+                    f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out."
+                )
         if self.conv_width == 1:
-            raise ValueError("mixer.conv_width must be 0, for no convolution, or at least 2: got 1.")
+            raise ValueError(
+                "mixer.conv_width must be 0, for no convolution, or at least 2: got 1."
+            )
         if self.conv_width is None:
             object.__setattr__(self, "conv_width", CONV_WIDTH.get(self.kind, 4))
 
@@ -159,13 +189,19 @@ class MixerConfig:
         if self.output_norm == "none":
             unread["output_norm_scale"] = "there is no norm. Set mixer.output_norm"
         if self.normalize:
-            unread["output_norm"] = "mixer.normalize sets the scale of the output. Choose one of the two"
+            unread["output_norm"] = (
+                "mixer.normalize sets the scale of the output. Choose one of the two"
+            )
         if self.c_form == "identity":
             unread["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
         if self.query_readout:
-            return unread | {"linear_scale": "c belongs to the linear readout. Set mixer.query_readout = false"}
+            return unread | {
+                "linear_scale": "c belongs to the linear readout. Set mixer.query_readout = false"
+            }
         if not self.dual_input:
-            unread["feature_map"] = "there is no query or key to map. Set mixer.dual_input or query_readout = true"
+            unread["feature_map"] = (
+                "there is no query or key to map. Set mixer.dual_input or query_readout = true"
+            )
         why = "it needs the query readout. Set mixer.query_readout = true"
         return unread | dict.fromkeys(("normalize", "n_kv_heads", "readout", "output_norm"), why)
 
@@ -192,7 +228,9 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
     width, name = (2 * dim, "2 dim") if wide else (dim, "dim")
     if mixer.state_heads is not None:
         if width % mixer.state_heads:
-            raise ValueError(f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}.")
+            raise ValueError(
+                f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}."
+            )
         head = width // mixer.state_heads
     else:
         head = math.gcd(width, 64) if wide else 4 * mixer.n_basis
@@ -212,7 +250,11 @@ def readout_std(mixer: Any) -> dict[str, float]:
     diagonal the same (one product per basis function instead of M).
     """
     M = mixer.n_basis
-    C = (1 / M if mixer.c_form == "full" else M**-0.5) if mixer.c_scale is None else mixer.c_scale / math.sqrt(2)
+    C = (
+        (1 / M if mixer.c_form == "full" else M**-0.5)
+        if mixer.c_scale is None
+        else mixer.c_scale / math.sqrt(2)
+    )
     return {"C": C, "c": M**-0.5 if mixer.linear_scale is None else mixer.linear_scale}
 
 
@@ -225,9 +267,14 @@ def check_fields(prefix: str, config: Any, without: str = "") -> None:
     """Types, choices and ranges. Raises ValueError that names the setting."""
     for f in (f for f in fields(config) if f.name != without):
         name, value, kind = f"{prefix}{f.name}", getattr(config, f.name), cast(Any, f.type)
-        real, least = isinstance(0.0, kind), f.metadata.get("least", 1)  # a JSON or TOML file may have 1 for 1.0
+        real, least = (
+            isinstance(0.0, kind),
+            f.metadata.get("least", 1),
+        )  # a JSON or TOML file may have 1 for 1.0
         # A bool is an int to Python, but `dim = true` is no size.
-        if not isinstance(value, kind | int if real else kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, kind | int if real else kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
             raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}: got {value!r}.")
         if f.metadata.get("choices"):
             one_of(name, value, f.metadata["choices"])

@@ -18,12 +18,27 @@ c10d = torch.ops._c10d_functional  # asynchronous; take the name of a group
 # Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
 # large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks; so is a
 # module of such a name with the attribute `whole`.
-SHARDED = {"tok_embeddings": 0, "output": 0, "wq": 0, "wk": 0, "wv": 0, "wg": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1}
+SHARDED = {
+    "tok_embeddings": 0,
+    "output": 0,
+    "wq": 0,
+    "wk": 0,
+    "wv": 0,
+    "wg": 0,
+    "w1": 0,
+    "w3": 0,
+    "wo": 1,
+    "w2": 1,
+}
 
 
 def split_dimension(model: nn.Module, name: str) -> int | None:
     """The dimension along which the ranks of tensor parallelism have parts of a module's parameters; None: each has all."""
-    return None if getattr(model.get_submodule(name), "whole", False) else SHARDED.get(name.rpartition(".")[2])
+    return (
+        None
+        if getattr(model.get_submodule(name), "whole", False)
+        else SHARDED.get(name.rpartition(".")[2])
+    )
 
 
 class Part(NamedTuple):
@@ -71,7 +86,9 @@ class Part(NamedTuple):
                 rank gets zeros.
         """
         past = receive(sent, *self._ring(len(sent)), self)
-        if self.rank == 0:  # these are the last rank's, as those of a ring: all ranks have the same shapes
+        if (
+            self.rank == 0
+        ):  # these are the last rank's, as those of a ring: all ranks have the same shapes
             back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
         if back is not None:
             distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
@@ -167,4 +184,6 @@ def _gathered(x: Tensor, dim: int, part: Part) -> Tensor:
 def _scattered(x: Tensor, dim: int, part: Part) -> Tensor:
     """The sum over the ranks, of which each gets its piece along a dimension."""
     x = x if dim == 0 else torch.cat(x.chunk(part.size, dim))
-    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group))
+    return c10d.wait_tensor(
+        c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group)
+    )

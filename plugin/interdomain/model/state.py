@@ -89,7 +89,10 @@ class MixerState(State):
     capacity: int | None = None
 
     def __init__(
-        self, conv: Tensor, ssm: Tensor, prepared: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self,
+        conv: Tensor,
+        ssm: Tensor,
+        prepared: tuple[dict[str, Any], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self.conv = conv
@@ -206,7 +209,9 @@ class ModelState(State):
             leave `length` as it is.
     """
 
-    def __init__(self, layers: list[Any], position: Tensor, dynamics: list[tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, layers: list[Any], position: Tensor, dynamics: list[tuple[Tensor, ...]]
+    ) -> None:
         super().__init__()
         self.layers = layers
         self.position = position
@@ -218,7 +223,9 @@ class ModelState(State):
     @property
     def capacity(self) -> int | None:
         """Tokens that softmax's caches have room for; None where no layer has such a cache."""
-        return min((layer.capacity for layer in self.layers if layer.capacity is not None), default=None)
+        return min(
+            (layer.capacity for layer in self.layers if layer.capacity is not None), default=None
+        )
 
     def reserve(self, tokens: int) -> None:
         """Make room in caches for so many tokens, those seen included."""
@@ -230,7 +237,9 @@ class ModelState(State):
         """Count `tokens` of each row."""
         position = self.position + tokens
         # With gradients a new tensor: a compiled backward pass may compute the rotary angles again, from the old position.
-        self.position = position if torch.is_grad_enabled() else overwritten(self.position, position)
+        self.position = (
+            position if torch.is_grad_enabled() else overwritten(self.position, position)
+        )
         if not self.captured:
             self.length += tokens
 
@@ -261,7 +270,9 @@ class ModelState(State):
             layers.append(rows[0].replaced(**joined))
         ragged = any(s.ragged or s.length < length for s in states)
         position = torch.cat([s.position for s in states])
-        return states[0].replaced(layers=layers, position=position, length=length, ragged=ragged, captured=False)
+        return states[0].replaced(
+            layers=layers, position=position, length=length, ragged=ragged, captured=False
+        )
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:

@@ -19,7 +19,11 @@ from .mixers.softmax import SoftmaxMixer
 from .shard import Part
 from .state import ModelState
 
-MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer, **MIXERS}
+MIXER_CLASSES: dict[str, type[Mixer]] = {
+    "interdomain": InterdomainMixer,
+    "softmax": SoftmaxMixer,
+    **MIXERS,
+}
 
 
 def mixer_class(config: MixerConfig) -> type[Mixer]:
@@ -56,9 +60,13 @@ class TransformerBlock(nn.Module):
         for module in (self.attention, self.feed_forward):
             initialize(module, config)
 
-    def forward(self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None
+    ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
-        x = x + self._of_all_tokens(self.attention, self.attention_norm(x), rope, dynamics, state, packing)
+        x = x + self._of_all_tokens(
+            self.attention, self.attention_norm(x), rope, dynamics, state, packing
+        )
         return x + self._of_all_tokens(self.feed_forward, self.ffn_norm(x))
 
     def _of_all_tokens(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
@@ -93,7 +101,9 @@ class Transformer(nn.Module):
         self.config = config
         self.bf16_products = execution is not None and execution.bf16_products
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(c, execution) for i, c in enumerate(config.layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(c, execution) for i, c in enumerate(config.layers)}
+        )
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Head(config.dim, config.vocab_size)
         for name in ("tok_embeddings", "output"):  # the blocks have their values
@@ -159,18 +169,29 @@ class Transformer(nn.Module):
         order = torch.arange(T, device=tokens.device)
         if state is not None:
             if positions is not None:
-                raise ValueError("positions are for whole sequences; a state knows its own: leave one out.")
+                raise ValueError(
+                    "positions are for whole sequences; a state knows its own: leave one out."
+                )
             if len(state.position) != B:
-                raise ValueError(f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each.")
+                raise ValueError(
+                    f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each."
+                )
             positions = state.position[:, None] + order
-            packing = {kind: mixer_class(kind).continuing(kind, state, T, h.dtype) for kind in kinds}
+            packing = {
+                kind: mixer_class(kind).continuing(kind, state, T, h.dtype) for kind in kinds
+            }
         else:
             order = order if self.shard is None else order + self.shard.rank * T
             if positions is not None:
                 positions = counted_from_starts(positions, B, T, self.shard)
-            packing = {kind: mixer_class(kind).packing(kind, order, positions, h.dtype, self.shard) for kind in kinds}
+            packing = {
+                kind: mixer_class(kind).packing(kind, order, positions, h.dtype, self.shard)
+                for kind in kinds
+            }
             positions = order if positions is None else positions
-        rope = rope_of(self.config, positions, h.dtype) if any(kind.rope for kind in kinds) else None
+        rope = (
+            rope_of(self.config, positions, h.dtype) if any(kind.rope for kind in kinds) else None
+        )
         if state is not None:
             dynamics = state.dynamics
         elif self.shared is not None:
@@ -178,7 +199,9 @@ class Transformer(nn.Module):
         else:
             dynamics = self.dynamics()
         products = contextlib.nullcontext()
-        if self.bf16_products:  # autocast's cache would keep a bf16 copy of every weight to the end, to use it once
+        if (
+            self.bf16_products
+        ):  # autocast's cache would keep a bf16 copy of every weight to the end, to use it once
             products = torch.autocast(h.device.type, torch.bfloat16, cache_enabled=False)
         with products:
             for i, (kind, layer) in enumerate(zip(self._kinds, self.layers.values(), strict=True)):
@@ -210,7 +233,9 @@ class Transformer(nn.Module):
         mixers, kinds, by_layer = self._mixers, self._kinds, {}
         for kind in dict.fromkeys(kinds):
             alike = [i for i, other in enumerate(kinds) if other == kind]
-            by_layer |= zip(alike, mixer_class(kind).dynamics([mixers[i] for i in alike]), strict=True)
+            by_layer |= zip(
+                alike, mixer_class(kind).dynamics([mixers[i] for i in alike]), strict=True
+            )
         return [by_layer[i] for i in range(len(kinds))]
 
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
@@ -223,7 +248,10 @@ class Transformer(nn.Module):
         weight, dynamics = self.tok_embeddings.weight, self.dynamics()
         place = capacity, torch.bfloat16 if self.bf16_products else weight.dtype, weight.device
         return ModelState(
-            [mixer.init_state(batch, *place, tensors) for mixer, tensors in zip(self._mixers, dynamics, strict=True)],
+            [
+                mixer.init_state(batch, *place, tensors)
+                for mixer, tensors in zip(self._mixers, dynamics, strict=True)
+            ],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
             dynamics,
         )

@@ -77,17 +77,27 @@ def configuration(file: str) -> Any:
     job, theirs = user_errors(read_file)(file)
     spec = spec_of(job)
 
-    def loader(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> PackedLoader:
+    def loader(
+        *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
+    ) -> PackedLoader:
         job, plan = spec.model.job, spec.model.plan
-        tokenizer, packed = open_data(loader_settings(job, local_batch_size), plan, dp_rank, dp_world_size)
+        tokenizer, packed = open_data(
+            loader_settings(job, local_batch_size), plan, dp_rank, dp_world_size
+        )
         record_run(job, plan, data_record(job, packed.dataset, tokenizer), tokenizer)
         return packed
 
-    def windows(*, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any) -> FixedWindows:
+    def windows(
+        *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
+    ) -> FixedWindows:
         job = spec.model.job
         settings = loader_settings(job, job.training.local_batch_size)
         # Without a pipeline a batch of validation has a size of its own.
-        size = local_batch_size if job.parallelism.pipeline_parallel_degree > 1 else job.validation.local_batch_size
+        size = (
+            local_batch_size
+            if job.parallelism.pipeline_parallel_degree > 1
+            else job.validation.local_batch_size
+        )
         return FixedWindows(settings, dp_rank, dp_world_size, size)
 
     class VariantTrainer(Trainer):
@@ -105,7 +115,12 @@ def configuration(file: str) -> Any:
 
 
 def trainer_config(
-    kind: type, job: JobConfig, theirs: dict[str, dict[str, Any]], spec: ModelSpec, loader: Any, windows: Any
+    kind: type,
+    job: JobConfig,
+    theirs: dict[str, dict[str, Any]],
+    spec: ModelSpec,
+    loader: Any,
+    windows: Any,
 ) -> Any:
     """A configuration of the class `kind` with the values of a file. theirs: of settings that only TorchTitan has."""
     sections = {name: section_of(job, name, theirs.get(name, {})) for name in SECTIONS}
@@ -117,7 +132,9 @@ def trainer_config(
         data=job.data,
         dump_folder=job.job.dump_folder,
         loss=loss.CrossEntropyLoss.Config(),
-        tokenizer=built_by(titan_tokenizer.BaseTokenizer.Config, lambda **_: open_tokenizer(spec.model.job)),
+        tokenizer=built_by(
+            titan_tokenizer.BaseTokenizer.Config, lambda **_: open_tokenizer(spec.model.job)
+        ),
         dataloader=built_by(titan_dataloader.BaseDataLoader.Config, loader),
         optimizer=built_by(
             optimizer.OptimizersContainer.Config,
@@ -132,7 +149,9 @@ def trainer_config(
             **schedule,
         ),
         validator=titan_validate.Validator.Config(
-            enable=job.validation.enable, freq=job.validation.freq, dataloader=built_by(WindowsConfig, windows)
+            enable=job.validation.enable,
+            freq=job.validation.freq,
+            dataloader=built_by(WindowsConfig, windows),
         ),
         activation_checkpoint=CHECKPOINTING[job.activation_checkpoint.mode](),
         **sections,
@@ -158,7 +177,9 @@ def configuration_of_ours(file: str, trainer: Any) -> Any:
             user_errors(check_theirs)(config, job)
             super().__init__(user_errors(with_flags)(config, job))
 
-    return trainer_config(EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None)
+    return trainer_config(
+        EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None
+    )
 
 
 def check_theirs(config: Any, job: JobConfig) -> None:
@@ -241,13 +262,17 @@ def with_flags(config: Any, job: JobConfig) -> JobConfig:
         values["mixer.n_basis"] = None
     problems = Problems()
     if config.hf_assets_path != Trainer.Config().hf_assets_path:
-        problems.append("hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out.")
+        problems.append(
+            "hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out."
+        )
     for section in (*OUR_COMPONENTS, "validator"):
         for ours, field, value in settings_of(config, [section]):
             if ours in SETTINGS:
                 values[ours] = value
             elif section in OUR_COMPONENTS and field.default not in (dataclasses.MISSING, value):
-                problems.append(f"{section}.{field.name} = {value} has no effect with this model. Leave it out.")
+                problems.append(
+                    f"{section}.{field.name} = {value} has no effect with this model. Leave it out."
+                )
     with problems.collect():
         values |= values_of_sections(config)
     job = job_config_of_values(apply_step_overrides(values, flags), problems, job)

@@ -37,7 +37,9 @@ SCAN_OPS = {
 }
 
 
-def parallelize(model: Transformer, meshes: Meshes, job: JobConfig, config: Any, *, sum_in_backward: bool) -> None:
+def parallelize(
+    model: Transformer, meshes: Meshes, job: JobConfig, config: Any, *, sum_in_backward: bool
+) -> None:
     """Parallelizes a model, or a stage of one, on the meta device.
 
     Args:
@@ -49,11 +51,18 @@ def parallelize(model: Transformer, meshes: Meshes, job: JobConfig, config: Any,
         distribute_over_heads(model, meshes.tensor)
     for ssm in dynamics_of(model):
         distribute(ssm, meshes.parameters, Replicate())
-    model.set_parts(shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
+    model.set_parts(
+        shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None
+    )
     compiled = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         saved = SAVED_OPS | SCAN_OPS
-        apply_ac(model, config.activation_checkpoint, model_compile_enabled=compiled, op_sac_save_list=saved)
+        apply_ac(
+            model,
+            config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=saved,
+        )
     if compiled:
         apply_compile(model, config.compile)
     if model.output is not None and job.compile.enable and "loss" in job.compile.components:
@@ -94,20 +103,29 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
     the forward to the backward graph, and takes it for a tensor where the backward pass computes an attention again.
     """
     modules = [module for module in unit.modules() if isinstance(module, LocalParameters)]
-    names = [(module, name) for module in modules for name, _ in module.named_parameters(recurse=False)]
+    names = [
+        (module, name) for module in modules for name, _ in module.named_parameters(recurse=False)
+    ]
 
     def read(*_: Any) -> None:
         for module, name in names:
             p: Any = getattr(module, name)
             shares = [Partial()] if sum_in_backward and p.placements[0].is_replicate() else None
-            module._buffers[f"local_{name}"] = p.to_local(grad_placements=shares)  # a Parameter is refused by nn.Module
+            module._buffers[f"local_{name}"] = p.to_local(
+                grad_placements=shares
+            )  # a Parameter is refused by nn.Module
 
     unit.register_forward_pre_hook(read)
 
 
 @torch.no_grad()
 def set_initial_values(
-    model: Transformer, seed: int, *, loaded: bool, device: torch.device, group: dist.ProcessGroup | None = None
+    model: Transformer,
+    seed: int,
+    *,
+    loaded: bool,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Fill the memory that `to_empty` gave. Collective among the ranks of the group, which have the same layers: each tensor is
     drawn by one of them, so all have the bits of its processor.
@@ -118,17 +136,29 @@ def set_initial_values(
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
 
-    def draw_in_turns(draw: Callable[..., Tensor], wanted: list[tuple[str, torch.Size]]) -> Iterator[Tensor]:
+    def draw_in_turns(
+        draw: Callable[..., Tensor], wanted: list[tuple[str, torch.Size]]
+    ) -> Iterator[Tensor]:
         """In each round every rank draws one tensor, and hands it to the others."""
         for first in range(0, len(wanted), ranks):
             mine = [draw(*one).to(device) for one in wanted[first + rank : first + ranks][:1]]
             for source, (_, shape) in enumerate(wanted[first : first + ranks]):
                 # Zeros: of simulated ranks (comm.mode) nothing comes.
-                full = mine.pop() if source == rank else torch.zeros(shape, dtype=torch.float32, device=device)
+                full = (
+                    mine.pop()
+                    if source == rank
+                    else torch.zeros(shape, dtype=torch.float32, device=device)
+                )
                 dist.broadcast(full, group=group, group_src=source)
                 yield full
 
-    initialize(model, model.config, seed, parameters=not loaded, draw_all=draw_in_turns if ranks > 1 else starmap)
+    initialize(
+        model,
+        model.config,
+        seed,
+        parameters=not loaded,
+        draw_all=draw_in_turns if ranks > 1 else starmap,
+    )
     for layer in model.layers.values():
         for name in ("ssm", "feature_map"):  # not sharded by FSDP2
             module = getattr(layer.attention, name, None)
@@ -148,7 +178,10 @@ def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if training.enable_cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
-    when, pipeline = job.parallelism.fsdp_reshard_after_forward, job.parallelism.pipeline_parallel_degree
+    when, pipeline = (
+        job.parallelism.fsdp_reshard_after_forward,
+        job.parallelism.pipeline_parallel_degree,
+    )
     # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
     reshard = when == "always" or (when == "default" and pipeline == 1)
 
@@ -165,5 +198,7 @@ def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     if device_here().type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+                module.set_force_sum_reduction_for_comms(
+                    True
+                )  # gloo has neither AVG nor PREMUL_SUM
     logger.info("Applied FSDP2 over mesh %s", mesh)

@@ -67,7 +67,14 @@ from .settings.schema import (
     JobConfig,
 )
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .variant import FixedWindows, FolderNames, TitanTransformer, VariantCurves, parallelize_variant, record_run
+from .variant import (
+    FixedWindows,
+    FolderNames,
+    TitanTransformer,
+    VariantCurves,
+    parallelize_variant,
+    record_run,
+)
 
 # Lengths that TorchTitan's trainer reads in steps.
 IN_STEPS = (
@@ -109,9 +116,17 @@ def resolve(config: Any) -> Resolved:
             "TOML file, or pass --job.custom_config_module interdomain.titan."
         )
     config.resolved = resolved = _resolve(config)
-    for setting in (*IN_STEPS, "job.dump_folder", "checkpoint.folder", "metrics.save_tb_folder", "model.flavor"):
+    for setting in (
+        *IN_STEPS,
+        "job.dump_folder",
+        "checkpoint.folder",
+        "metrics.save_tb_folder",
+        "model.flavor",
+    ):
         _set(config, setting, resolved.job[setting])
-    config.lr_scheduler.total_steps = resolved.job.lr_scheduler.total_steps or None  # TorchTitan's 0 would be no step
+    config.lr_scheduler.total_steps = (
+        resolved.job.lr_scheduler.total_steps or None
+    )  # TorchTitan's 0 would be no step
     config.lr_scheduler.min_lr_factor = 0.0
     # The scan passes a state from rank to rank: pieces of a sequence must be contiguous.
     config.parallelism.context_parallel_load_balancer = None
@@ -131,7 +146,11 @@ def _resolve(config: Any) -> Resolved:
             _set(config, setting, expand_setting(setting, value_of(setting)))
     defaults = JobConfig()
     for setting, default in TORCHTITAN_DEFAULTS.items():
-        if setting not in SETTINGS and value_of(setting) != default and not is_off(setting, value_of):
+        if (
+            setting not in SETTINGS
+            and value_of(setting) != default
+            and not is_off(setting, value_of)
+        ):
             with problems.collect():
                 _check_read(setting, value_of(setting), has_corpus=bool(config.data.corpus))
 
@@ -161,10 +180,15 @@ def _resolve(config: Any) -> Resolved:
         with problems.collect():
             check(job)
     if config.profiling.enable_memory_snapshot and device_here().type == "cpu":
-        problems.append("profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
+        problems.append(
+            "profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
+        )
     problems.raise_all()
     parallel = config.parallelism
-    micro_batch, stages = parallel.pipeline_parallel_microbatch_size, parallel.module_fqns_per_model_part
+    micro_batch, stages = (
+        parallel.pipeline_parallel_microbatch_size,
+        parallel.module_fqns_per_model_part,
+    )
     plan = make_plan_for_torchtitan(job, world_size(), micro_batch, stages)
     return Resolved(in_steps(job, plan), plan)
 
@@ -175,9 +199,13 @@ def _check_read(setting: str, value: Any, has_corpus: bool) -> None:
         raise ValueError(removal)
     if OF_TORCHTITANS_DATA.match(setting):
         if has_corpus:
-            raise ValueError(f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out.")
+            raise ValueError(
+                f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out."
+            )
     elif setting in INSTEAD and setting not in HONOURED_BY_TORCHTITAN:
-        raise ValueError(f"{setting} = {value} has no effect in this run. {INSTEAD[setting]} Leave it out.")
+        raise ValueError(
+            f"{setting} = {value} has no effect in this run. {INSTEAD[setting]} Leave it out."
+        )
     elif NO_EFFECT.match(setting):
         raise ValueError(f"{setting} = {value} has no effect in this run. Leave it out.")
 
@@ -226,7 +254,13 @@ def parallelize_with(model: TitanTransformer, parallel_dims: Any, config: Any) -
 
 
 def pipeline_variant(
-    model: nn.Module, parallel_dims: Any, config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
+    model: nn.Module,
+    parallel_dims: Any,
+    config: Any,
+    device: Any,
+    args: Any,
+    parallelize_fn: Any,
+    loss_fn: Any,
 ) -> Any:
     """TorchTitan's stages and schedules, from TorchTitan's configuration.
 
@@ -240,7 +274,9 @@ def pipeline_variant(
     def loss_of_step(logits: Tensor, labels: Tensor) -> Tensor:
         loss = loss_fn(logits, labels)
         share = loss / targets
-        return share + (loss - share).detach()  # the sum, which the trainer logs, with the gradient of the mean
+        return (
+            share + (loss - share).detach()
+        )  # the sum, which the trainer logs, with the gradient of the mean
 
     return pipeline_llm(model, parallel_dims, config, device, args, parallelize_fn, loss_of_step)
 
@@ -324,7 +360,9 @@ class VariantMetrics(VariantCurves, MetricsProcessor):
         super().__init__(config, parallel_dims)
         self.job, self.plan = resolve(config)
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
         # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.
         super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
 
@@ -344,7 +382,9 @@ def get_train_spec() -> TrainSpec:
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_variant_validator,
-        build_metrics_processor_fn=lambda config, parallel_dims, _: VariantMetrics(config, parallel_dims),
+        build_metrics_processor_fn=lambda config, parallel_dims, _: VariantMetrics(
+            config, parallel_dims
+        ),
         state_dict_adapter=FolderNames,
     )
 

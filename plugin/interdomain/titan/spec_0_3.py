@@ -89,7 +89,9 @@ class ModelConfig(BaseModel.Config):
     def to_dict(self) -> dict[str, Any]:
         return self.job.to_dict()
 
-    def traverse(self, config_cls: type, *, recurse: bool = False, _prefix: str = "") -> Iterator[tuple[Any, ...]]:
+    def traverse(
+        self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
+    ) -> Iterator[tuple[Any, ...]]:
         """TorchTitan's overrides look for their component here: the model has none of TorchTitan's.
 
         Going through the fields would lead to `trainer_config`, and from there back to this model.
@@ -139,11 +141,19 @@ class RecordedNames(FolderNames):
             )
         if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
             kind = type(tokenizer).__name__
-            logger.warning("the run is not recorded, so `interdomain convert` cannot read it: %s", kind)
+            logger.warning(
+                "the run is not recorded, so `interdomain convert` cannot read it: %s", kind
+            )
             return
         dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
         data = text_record(dataset, tokenizer)
-        record_run(model_config.job, plan, data, as_trained(tokenizer), ("optimizer", "lr_scheduler", "validation"))
+        record_run(
+            model_config.job,
+            plan,
+            data,
+            as_trained(tokenizer),
+            ("optimizer", "lr_scheduler", "validation"),
+        )
 
 
 def spec_of(job: JobConfig) -> ModelSpec:
@@ -172,7 +182,11 @@ def spec_of(job: JobConfig) -> ModelSpec:
 
 
 def model_spec(
-    flavor: str = "debug", *, precision: str = "", reset_state_at_documents: bool = False, **settings: Any
+    flavor: str = "debug",
+    *,
+    precision: str = "",
+    reset_state_at_documents: bool = False,
+    **settings: Any,
 ) -> ModelSpec:
     """The model for a `Trainer.Config` of your own: `Trainer.Config(model_spec=model_spec("125M"), ...)`.
 
@@ -193,7 +207,9 @@ def model_spec(
     for name, value in settings.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3)
-            raise ValueError(f"model_spec has no setting {name}. Near to it: {', '.join(near) or 'none'}.")
+            raise ValueError(
+                f"model_spec has no setting {name}. Near to it: {', '.join(near) or 'none'}."
+            )
         table[known[name]][name] = value
     table["data"] = {"reset_state_at_documents": reset_state_at_documents}
     if precision:
@@ -212,7 +228,10 @@ def prepare_for_user(config: Any, model: ModelConfig) -> None:
     """
     if config.debug.seed is None:
         config.debug.seed = model.job.debug.seed
-    precision = model.precision or {"bfloat16": "bf16", "float32": "float32"}[config.training.mixed_precision_param]
+    precision = (
+        model.precision
+        or {"bfloat16": "bf16", "float32": "float32"}[config.training.mixed_precision_param]
+    )
     if not isinstance(config.loss, loss.CrossEntropyLoss.Config):
         raise ValueError(
             f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
@@ -226,7 +245,9 @@ def prepare_for_user(config: Any, model: ModelConfig) -> None:
     make_plan_of(config, model)
 
 
-def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORCHTITAN) -> dict[str, Any]:
+def values_of_sections(
+    config: Any, honoured: Collection[str] = HONOURED_BY_TORCHTITAN
+) -> dict[str, Any]:
     """The values of our settings in TorchTitan's sections.
 
     Args:
@@ -241,9 +262,13 @@ def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORC
         if ours in SETTINGS:
             values[ours] = value
         elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
-            problems.append(f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out.")
+            problems.append(
+                f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out."
+            )
     if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
-        problems.append("profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off.")
+        problems.append(
+            "profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
+        )
     if not config.training.disable_cuda_graphs:
         problems.append(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
@@ -261,12 +286,18 @@ def values_of_sections(config: Any, honoured: Collection[str] = HONOURED_BY_TORC
     return values
 
 
-def settings_of(config: Any, sections: Iterable[str]) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+def settings_of(
+    config: Any, sections: Iterable[str]
+) -> Iterator[tuple[str, dataclasses.Field, Any]]:
     """The settings in sections of TorchTitan's configuration: our name, TorchTitan's field and the value of each."""
     for section in sections:
         theirs = getattr(config, section)
         for field in dataclasses.fields(theirs):
-            yield f"{OTHER_NAMES.get(section, section)}.{field.name}", field, getattr(theirs, field.name)
+            yield (
+                f"{OTHER_NAMES.get(section, section)}.{field.name}",
+                field,
+                getattr(theirs, field.name),
+            )
 
 
 def make_plan_of(config: Any, model: ModelConfig) -> None:
@@ -284,14 +315,19 @@ def make_plan_of(config: Any, model: ModelConfig) -> None:
             "interdomain.titan.trainer."
         )
     ranks = int(os.environ["WORLD_SIZE"])
-    micro_batch, stages = parallel.pipeline_parallel_microbatch_size, parallel.module_fqns_per_model_part
+    micro_batch, stages = (
+        parallel.pipeline_parallel_microbatch_size,
+        parallel.module_fqns_per_model_part,
+    )
     plan = model.plan = make_plan_for_torchtitan(job, ranks, micro_batch, stages)
     parallel.context_parallel_load_balancer = None  # the scan needs contiguous pieces
     config.loss.global_vocab_size = plan.config.vocab_size
     # A user's own class of metrics stays.
     if type(config.metrics) is metrics.MetricsProcessor.Config:
         settings = config.metrics
-        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+        values = {
+            field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
+        }
         config.metrics = built_by(
             type(settings), lambda **parts: VariantMetrics(settings, job, plan, **parts), **values
         )

@@ -56,9 +56,13 @@ def run(job: JobConfig) -> None:
     """Build, train and close the run of a configuration, on every rank that torchrun started."""
     init_logger()
     # TorchTitan sets the time limits of simulated groups, too, which have none.
-    warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
+    warnings.filterwarnings(
+        "ignore", message="Set timeout is now only supported for either nccl or gloo"
+    )
     warnings.filterwarnings("ignore", message=".*_set_pg_timeout. is deprecated")  # PyTorch 2.14
-    if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
+    if (
+        os.environ.get("GROUP_RANK", "0") != "0"
+    ):  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
     logger.info("Starting job: %s", job.job.description)
     trainer = None
@@ -131,8 +135,12 @@ class InterdomainTrainer(Trainer):
         self.job_config = self.config = config = translate(job)
         if self.device.type == "cpu":
             one_gloo_thread()
-            config.comm.trace_buf_size = 0  # TorchTitan would make an empty folder for NCCL's recorder
-        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
+            config.comm.trace_buf_size = (
+                0  # TorchTitan would make an empty folder for NCCL's recorder
+            )
+        os.environ.pop(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", None
+        )  # torchrun's: TorchTitan sets its own, with a warning
         self.parallel_dims = self.init_distributed()
         if job.comm.mode == "default":  # otherwise there are no other ranks
             require_shared(job, self.lock)
@@ -150,7 +158,9 @@ class InterdomainTrainer(Trainer):
         passes = Pipeline if plan.topology.pipeline > 1 else Passes
         targets = plan.global_batch * dataset.targets
         self.passes = passes(self.model_parts, plan, self.meshes, self.device, targets)
-        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, job.optimizer)
+        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(
+            self.model_parts, job.optimizer
+        )
         self.lr_schedulers = GroupedSchedulers(self.optimizers, job.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
@@ -170,11 +180,23 @@ class InterdomainTrainer(Trainer):
         fingerprints = {"train": text_fingerprint(dataset)}
         if job.validation.enable:
             self.validator = FixedValidator(
-                job, rank, plan.topology.data_ranks, self.passes, self.metrics_processor, self.checkpointer
+                job,
+                rank,
+                plan.topology.data_ranks,
+                self.passes,
+                self.metrics_processor,
+                self.checkpointer,
             )
             fingerprints["validation"] = text_fingerprint(self.validator.dataset)
-        self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
-        logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
+        self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = (
+            fingerprints
+        )
+        logger.info(
+            "%s, %s parameters, %d steps: the trainer is built",
+            plan.cell,
+            f"{plan.n_params:,}",
+            plan.steps,
+        )
 
     def _build_model(self) -> list[Transformer]:
         """This rank's stages of the pipeline; without one, the whole model."""
@@ -188,7 +210,9 @@ class InterdomainTrainer(Trainer):
             prune_to_stage(model, plan.stages[stage])
             parallelize(model, self.meshes, job, self.job_config, sum_in_backward=False)
             model.to_empty(device="cpu" if job.training.enable_cpu_offload else self.device.type)
-            set_initial_values(model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage)
+            set_initial_values(
+                model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage
+            )
             parts.append(model.train())
         return parts
 
@@ -212,17 +236,25 @@ class InterdomainTrainer(Trainer):
 
         # The log, and the end of a run that skips its steps.
         if self.metrics_processor.should_log(self.step):
-            ranks = self.plan.topology.data_ranks * self.plan.topology.context  # ranks with tokens of their own
+            ranks = (
+                self.plan.topology.data_ranks * self.plan.topology.context
+            )  # ranks with tokens of their own
             worst = self.meshes.sum_over_model_ranks(loss) * ranks
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            self.metrics_processor.log_step(self.step, decision.loss.item(), worst.item(), norm.item())
+            self.metrics_processor.log_step(
+                self.step, decision.loss.item(), worst.item(), norm.item()
+            )
             max_skipped = self.job.training.max_skipped_steps
-            self.optimizers.step_guard.check(max_skipped, self.step, decision.loss.item(), norm.item())
+            self.optimizers.step_guard.check(
+                max_skipped, self.step, decision.loss.item(), norm.item()
+            )
 
     def should_continue_training(self) -> bool:
         """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
         stop saves and ends."""
-        if not self.preemption.listening:  # before any step: from here on there is something to save
+        if (
+            not self.preemption.listening
+        ):  # before any step: from here on there is something to save
             self.preemption.listen()
             self.first_step = self.step + 1
             self.metrics_processor.begin(self.step + 1)
@@ -234,7 +266,9 @@ class InterdomainTrainer(Trainer):
             if self.job.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         elif self.step == self.first_step:  # of this start: what is slow once has been done
-            set_pg_timeouts(timedelta(seconds=self.job.comm.train_timeout_seconds), self.parallel_dims)
+            set_pg_timeouts(
+                timedelta(seconds=self.job.comm.train_timeout_seconds), self.parallel_dims
+            )
         if not super().should_continue_training():
             self.optimizers.step_guard.warn_at_the_end(self.step)
             return False  # asked or not, the run is at its end

@@ -42,7 +42,9 @@ class TitanTransformer(Transformer):
     documents = False
     # Whether the loss takes the logits of the whole vocabulary. Otherwise it takes this tensor-parallel rank's columns.
     whole_logits = True
-    freqs_cis = None  # TorchTitan's validator asks for it under context parallelism, and does not use it
+    freqs_cis = (
+        None  # TorchTitan's validator asks for it under context parallelism, and does not use it
+    )
 
     def __init__(self, plan: Any) -> None:
         """plan: a `RunPlan`, or something else with its `config`, `execution` and `seed`."""
@@ -61,20 +63,28 @@ class TitanTransformer(Transformer):
         """tokens [B, T] -> logits [B, T, vocab_size]; of a stage hidden states. Arguments as for the base class."""
         if not self.documents:
             positions = None
-        with torch.autocast(tokens.device.type, enabled=False):  # `training.precision` says what is rounded
+        with torch.autocast(
+            tokens.device.type, enabled=False
+        ):  # `training.precision` says what is rounded
             out = super().forward(tokens, state, positions, last=last, labels=labels)
         if self.heads is None or self.output is None or not self.whole_logits:
             return out
         assert self.meshes is not None
         columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
-        return columns.full_tensor(grad_placements=[Replicate()])  # every rank computes the whole loss
+        return columns.full_tensor(
+            grad_placements=[Replicate()]
+        )  # every rank computes the whole loss
 
     def init_weights(self, seed: Any = None, buffer_device: torch.device | None = None) -> None:
         if self.meshes is None:
             initialize(self, self.config, self.seed)
             return
         set_initial_values(
-            self, self.seed, loaded=False, device=buffer_device or device_here(), group=self.meshes.stage
+            self,
+            self.seed,
+            loaded=False,
+            device=buffer_device or device_here(),
+            group=self.meshes.stage,
         )
         for ssm in dynamics_of(self):
             for p in ssm.parameters():
@@ -84,7 +94,9 @@ class TitanTransformer(Transformer):
         """Nothing: TorchTitan 0.3 asks for modules of its own where it shards a model. `parallelize` does it here."""
 
     def get_attention_masks(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("this model takes no attention masks")  # TorchTitan's validator asks, and expects this error
+        raise TypeError(
+            "this model takes no attention masks"
+        )  # TorchTitan's validator asks, and expects this error
 
 
 def _sum_shares(p: Any) -> None:
@@ -92,9 +104,13 @@ def _sum_shares(p: Any) -> None:
     p.grad = p.grad.redistribute(placements=p.placements)
 
 
-def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job: JobConfig, config: Any) -> TitanTransformer:
+def parallelize_variant(
+    model: TitanTransformer, parallel_dims: Any, job: JobConfig, config: Any
+) -> TitanTransformer:
     """Parallelizes the model for TorchTitan's trainer. config: as for `parallelize`."""
-    with unset_fake_temporarily():  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
+    with (
+        unset_fake_temporarily()
+    ):  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
         model.meshes = meshes_of(parallel_dims)
     # TorchTitan sets the time limits of its own groups after the first step; now also of these.
     add_meshes(parallel_dims, model.meshes.axes)
@@ -109,7 +125,10 @@ class FixedWindows:
     def __init__(self, job: JobConfig, rank: int, ranks: int, size: int) -> None:
         """size: sequences of a batch: validation.local_batch_size, or a part of it (a pipeline's micro-batch)."""
         config = job.validation
-        self.dataset, self.positions = open_dataset(job, "validation"), job.data.reset_state_at_documents
+        self.dataset, self.positions = (
+            open_dataset(job, "validation"),
+            job.data.reset_state_at_documents,
+        )
         per_pass = config.local_batch_size * ranks
         windows = windows_of(self.dataset, config.tokens)
         if windows < per_pass:
@@ -170,7 +189,11 @@ class FolderNames(StateDictAdapter):
 
 @user_errors
 def record_run(
-    job: JobConfig, plan: RunPlan, data: dict[str, Any], tokenizer: Any, unknown_sections: Sequence[str] = ()
+    job: JobConfig,
+    plan: RunPlan,
+    data: dict[str, Any],
+    tokenizer: Any,
+    unknown_sections: Sequence[str] = (),
 ) -> None:
     """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own.
 

@@ -27,7 +27,9 @@ def _is_supported() -> bool:
     try:
         from vllm import __version__ as version
     except ImportError as e:
-        raise ImportError("interdomain.vllm needs vLLM, the extra `vllm`: pip install 'interdomain[vllm]'.") from e
+        raise ImportError(
+            "interdomain.vllm needs vLLM, the extra `vllm`: pip install 'interdomain[vllm]'."
+        ) from e
     return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
 
 
@@ -38,5 +40,7 @@ def __getattr__(name: str) -> Any:
     if not _is_supported():
         import vllm
 
-        raise ImportError(f"interdomain.vllm runs with vLLM 0.32, and this is {vllm.__version__}. Install vLLM 0.32.")
+        raise ImportError(
+            f"interdomain.vllm runs with vLLM 0.32, and this is {vllm.__version__}. Install vLLM 0.32."
+        )
     return getattr(import_module("interdomain.vllm.model"), name)

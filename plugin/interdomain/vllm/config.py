@@ -57,7 +57,9 @@ def refuse(vllm_config: Any, config: ModelConfig) -> None:
     wrong = []
     if vllm_config.quant_config is not None:
         wrong.append(f"quantization = {vllm_config.model_config.quantization}")
-    if cache.cache_dtype != "auto" and all(layer.mixer.kind != "softmax" for layer in config.layers):
+    if cache.cache_dtype != "auto" and all(
+        layer.mixer.kind != "softmax" for layer in config.layers
+    ):
         wrong.append(f"kv_cache_dtype = {cache.cache_dtype}")
     # States are float32, and the convolutions' inputs have the model's type.
     if cache.mamba_cache_dtype != "auto":
@@ -84,9 +86,18 @@ def refuse(vllm_config: Any, config: ModelConfig) -> None:
 
 def register_states() -> None:
     """Tell vLLM how to page states of fixed size beside keys and values."""
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, HybridAttentionMambaModelConfig, MambaModelConfig
+    from vllm.model_executor.models.config import (
+        MODELS_CONFIG_MAP,
+        HybridAttentionMambaModelConfig,
+        MambaModelConfig,
+    )
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     states, hybrid, _ = ARCHITECTURES
-    MODELS_CONFIG_MAP[states], MODELS_CONFIG_MAP[hybrid] = MambaModelConfig, HybridAttentionMambaModelConfig
-    register_backend(MambaAttentionBackendEnum.CUSTOM, "interdomain.vllm.states.Backend", is_mamba=True)
+    MODELS_CONFIG_MAP[states], MODELS_CONFIG_MAP[hybrid] = (
+        MambaModelConfig,
+        HybridAttentionMambaModelConfig,
+    )
+    register_backend(
+        MambaAttentionBackendEnum.CUSTOM, "interdomain.vllm.states.Backend", is_mamba=True
+    )

@@ -11,7 +11,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching
+from vllm.model_executor.models.interfaces import (
+    HasInnerState,
+    IsAttentionFree,
+    IsHybrid,
+    SupportsMambaPrefixCaching,
+)
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from interdomain.features import input_features
@@ -52,7 +57,9 @@ class Recurrent(MambaBase):
         self.prepared = None
         if self.mixer.heads is None:
             weight = self.mixer.wo.weight
-            self.prepared = self.mixer.init_state(1, 0, weight.dtype, weight.device, dynamics).prepared
+            self.prepared = self.mixer.init_state(
+                1, 0, weight.dtype, weight.device, dynamics
+            ).prepared
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         metadata: Any = get_forward_context().attn_metadata
@@ -72,7 +79,9 @@ class Recurrent(MambaBase):
                 rope_of_tokens = cos[tokens], sin[tokens]
             inputs = x[tokens]
             packing = None
-            if padding is not None:  # a document of its own, of zeros: no state and no convolution goes on from it
+            if (
+                padding is not None
+            ):  # a document of its own, of zeros: no state and no convolution goes on from it
                 inputs = inputs.masked_fill(padding[..., None], 0)
                 packing = Packing((~padding).int())
             y = self.mixer(inputs, rope_of_tokens, self.dynamics, state, packing)
@@ -127,7 +136,9 @@ class Served(nn.Module):
         self.ready = False  # whether mixers have been prepared for the weights
         group = get_tp_group()
         self.part = Part(group.device_group.group_name, group.rank_in_group, group.world_size)
-        if self.part.size > 1:  # the heads and the feed-forward's width are divided, embedding and head are not
+        if (
+            self.part.size > 1
+        ):  # the heads and the feed-forward's width are divided, embedding and head are not
             self.model.set_parts(heads=self.part)
             self.model.tok_embeddings.heads = self.model.output.heads = None
             for name, module in self.model.layers.named_modules():

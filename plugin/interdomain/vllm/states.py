@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba_attn import (
+    BaseMambaAttentionMetadata,
+    BaseMambaAttentionMetadataBuilder,
+)
 
 NULL_PAGE = 0  # of vLLM: no request has it
 
@@ -35,7 +38,11 @@ class Metadata(BaseMambaAttentionMetadata):
         batches, n = [], self.num_decode_tokens
         if self.state_indices_tensor_d is not None and n:
             pages = self.state_indices_tensor_d[:n, 0].long()
-            batches.append(Batch(torch.arange(n, device=pages.device)[:, None], pages.clamp_min(NULL_PAGE), None))
+            batches.append(
+                Batch(
+                    torch.arange(n, device=pages.device)[:, None], pages.clamp_min(NULL_PAGE), None
+                )
+            )
         if self.num_prefills:
             start: Any = self.query_start_loc_p
             pages_of_prefills: Any = self.state_indices_tensor_p

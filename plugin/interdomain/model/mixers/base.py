@@ -60,7 +60,11 @@ class Mixer(nn.Module):
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
+        mixer: MixerConfig,
+        order: Tensor,
+        positions: Tensor | None,
+        dtype: torch.dtype,
+        shard: "Part | None",
     ) -> Any:
         """What `forward` needs to know of packed documents and the shard: the same in all layers with this mixer.
 
@@ -74,7 +78,9 @@ class Mixer(nn.Module):
     def continuing(mixer: MixerConfig, state: Any, tokens: int, dtype: torch.dtype) -> Any:
         """The same for a piece that continues from a `ModelState`. By default nothing: a state is all that the piece needs."""
 
-    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any) -> Any:
+    def init_state(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any
+    ) -> Any:
         """The layer's state before the first token; `capacity` tokens of room where it grows."""
         raise NotImplementedError(f"{type(self).__name__} has no state: it cannot generate")
 
@@ -109,7 +115,9 @@ class Mixer(nn.Module):
     def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
         """Numbers that a rank with one of `context` shards of a sequence and of `tensor` parts of the heads receives for a
         layer, forward, and as many backward: (per sequence in float32, per token of the shard in the activations' dtype)."""
-        raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
+        raise NotImplementedError(
+            "this mixer does not say what ranks with shards of its sequences exchange"
+        )
 
 
 class Recurrence(Mixer):
@@ -117,7 +125,11 @@ class Recurrence(Mixer):
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
+        mixer: MixerConfig,
+        order: Tensor,
+        positions: Tensor | None,
+        dtype: torch.dtype,
+        shard: "Part | None",
     ) -> Packing | None:
         if positions is None:
             return None
@@ -127,7 +139,9 @@ class Recurrence(Mixer):
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
-    return x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:]))
+    return x.gather(
+        1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:])
+    )
 
 
 def last_inputs(past: Tensor, x: Tensor, n: int, lengths: Tensor | None) -> Tensor:

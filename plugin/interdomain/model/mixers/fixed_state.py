@@ -89,7 +89,9 @@ class FixedStateMixer(Recurrence):
     def _make_gates(self, dim: int) -> None:
         """The parameters of the decay."""
 
-    def _core(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, dynamics: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def _core(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, dynamics: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """x [B, T, dim], q and k [B, T, G, K], v [B, T, H, V] -> (o [B, T, H, V], the state after the last token)."""
         raise NotImplementedError
 
@@ -144,7 +146,9 @@ class FixedStateMixer(Recurrence):
 
         options = dict(documents=documents, lengths=lengths, shard=self.shard, beside=make_gate)
         dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
-        o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
+        o, S = self._core(
+            x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options
+        )
         if self.shard is None:
             make_gate()
         if state is not None:
@@ -178,7 +182,9 @@ class FixedStateMixer(Recurrence):
         return torch.cat([q, k, shard_of(v, self.heads)])
 
     @staticmethod
-    def dynamics(mixers: "list[FixedStateMixer]", dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
+    def dynamics(
+        mixers: "list[FixedStateMixer]", dtype: torch.dtype = torch.float32
+    ) -> list[tuple[Tensor, ...]]:
         """The result of `StepSize` for each mixer, of its heads."""
         by_layer = []
         for mixer in mixers:
@@ -190,7 +196,12 @@ class FixedStateMixer(Recurrence):
         return by_layer
 
     def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dynamics: Any = (),
     ) -> MixerState:
         shapes = self.state_shapes(self.layer)
         conv = torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device)
@@ -217,9 +228,13 @@ class FixedStateMixer(Recurrence):
         """The core as `recurrence` has it by chunks; a triangular system takes half a product."""
         H, K, V = state_shape(config.mixer, config.dim)
         (keys, _), L = cls._widths(config), min(CHUNK, seq_len)
-        core = L * keys + H * (L * V + 2 * K * V)  # scores; within the chunk; reading the state and adding to it
+        core = L * keys + H * (
+            L * V + 2 * K * V
+        )  # scores; within the chunk; reading the state and adding to it
         if cls.delta:
-            core += L * keys + H * (L * (K + V) // 2 + K * V)  # scores of keys; the system; its part of the state
+            core += L * keys + H * (
+                L * (K + V) // 2 + K * V
+            )  # scores of keys; the system; its part of the state
         return {"mixer": core}
 
     @classmethod
@@ -229,7 +244,9 @@ class FixedStateMixer(Recurrence):
         In plain PyTorch autograd keeps more, mostly the states between chunks."""
         keys, values = cls._widths(config)
         conv = bool(config.mixer.conv_width)
-        token = (1 + conv + (cls.always_silu or conv)) * (2 * keys + values) + (2 + 3 * cls.gated) * values
+        token = (1 + conv + (cls.always_silu or conv)) * (2 * keys + values) + (
+            2 + 3 * cls.gated
+        ) * values
         token += 8 * keys * cls.delta + 6 * keys * (config.mixer.kind == "gla")
         return token, 0
 
@@ -256,7 +273,12 @@ class GLAMixer(LocalParameters, FixedStateMixer):
         gate = widened(self.gate_up(self.gate_down(x))) + self.local("gate_bias")
         decay = F.logsigmoid(shard_of(gate, self.heads, -1)) / LOW_RANK
         return self.call_core(
-            recurrence, q * q.shape[-1] ** -0.5, k, v, decay.unflatten(-1, (-1, k.shape[-1])), **options
+            recurrence,
+            q * q.shape[-1] ** -0.5,
+            k,
+            v,
+            decay.unflatten(-1, (-1, k.shape[-1])),
+            **options,
         )
 
 
@@ -272,7 +294,9 @@ class DeltaNetMixer(FixedStateMixer):
         q = l2_normed(widened(q)).to(v.dtype)
         k = l2_normed(widened(k)).to(v.dtype)
         beta = torch.sigmoid(widened(shard_of(self.wb(x), self.heads, -1)))
-        return self.call_core(recurrence, q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
+        return self.call_core(
+            recurrence, q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options
+        )
 
     def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor | None:
         return None
@@ -312,7 +336,9 @@ class Mamba2Mixer(FixedStateMixer):
     def _core(self, x, q, k, v, dynamics, **options):
         A_log, dt_bias, D = dynamics
         dt = F.softplus(widened(shard_of(self.wa(x), self.heads, -1)) + dt_bias)
-        o, S = self.call_core(recurrence, q, k, (v * dt[..., None]).to(v.dtype), -A_log.exp() * dt, **options)
+        o, S = self.call_core(
+            recurrence, q, k, (v * dt[..., None]).to(v.dtype), -A_log.exp() * dt, **options
+        )
         return (o + D[:, None] * v).to(v.dtype), S
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:

@@ -65,7 +65,9 @@ def first_tokens(documents: Tensor) -> Tensor:
     return documents != F.pad(documents, (1, 0))[:, :-1]
 
 
-def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor
+) -> tuple[Tensor, Tensor]:
     """One token: as the recurrence is written."""
     S = decay[:, 0, :, :, None].exp() * S
     k = k[:, 0, :, :, None]
@@ -76,7 +78,9 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     return (q[:, 0, :, None] @ S).transpose(1, 2), S
 
 
-def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+def _by_chunks(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor
+) -> tuple[Tensor, Tensor]:
     """The recurrence by chunks (Yang et al., 2024, section 4.1; the delta rule in its WY form, Yang et al., 2024, section 3.2).
 
     decay: [B, T, 1 or H, D]; beta: [B, T, H, 1].
@@ -86,14 +90,21 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     L = 1 if is_exporting() else min(CHUNK, 1 << (T - 1).bit_length())
 
     def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
-        return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()
+        return (
+            F.pad(x, (0, 0, 0, 0, 0, -T % L))
+            .unflatten(1, (-1, L))
+            .permute(1, 0, 3, 2, 4)
+            .contiguous()
+        )
 
     q = chunked(q)
     k = chunked(k)
     v = chunked(v)
     decay = chunked(decay)
     from_start = decay.cumsum(-2)  # of the chunk to each token, which is included
-    to_end = F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)  # from each token, which is not
+    to_end = (
+        F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+    )  # from each token, which is not
     kept = from_start[..., -1, :, None].exp()
     seen = q * from_start.exp()
     written = (k * to_end.exp()).mT

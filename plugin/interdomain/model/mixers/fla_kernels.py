@@ -23,7 +23,10 @@ from .fixed_state_scan import first_tokens, plain_recurrence
 # Shapes: B batch, T time (of a shard), H heads, G heads of queries and keys, K key width, V value width, D 1 or K, N ranks.
 
 INSTALLED = importlib.util.find_spec("fla") is not None  # here: torch.compile traces `chosen`
-PLAIN = ("chunkwise-torch", "reference")  # settings of the scan's backend that ask for plain PyTorch
+PLAIN = (
+    "chunkwise-torch",
+    "reference",
+)  # settings of the scan's backend that ask for plain PyTorch
 
 
 def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tuple[bool, str]:
@@ -69,9 +72,13 @@ def recurrence(
         return _sharded_recurrence(backend, q, k, v, log_decay, beta, documents, shard, beside)
     B, T, H, V = v.shape
     if T == 1 or not chosen(v.device, v.dtype, backend)[0]:
-        return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
+        return plain_recurrence(
+            q, k, v, log_decay, beta, initial_state=initial_state, documents=documents
+        )
     if initial_state is None:
-        initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32))
+        initial_state = v.new_zeros(
+            B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32)
+        )
     with torch.autocast(v.device.type, enabled=False):
         return fla_recurrence(q, k, v, log_decay, beta, initial_state, documents)
 
@@ -103,7 +110,14 @@ def _sharded_recurrence(
         identity = torch.eye(K, dtype=dtype, device=v.device).expand(v.shape[0], v.shape[2], -1, -1)
         start = F.pad(identity, (V, 0))
         o, S = recurrence(
-            q, k, F.pad(v, (0, K)), log_decay, beta, initial_state=start, documents=documents, backend=backend
+            q,
+            k,
+            F.pad(v, (0, K)),
+            log_decay,
+            beta,
+            initial_state=start,
+            documents=documents,
+            backend=backend,
         )
         o, c = o.split([V, K], dim=-1)
         added, passed = S.split([V, K], dim=-1)
@@ -129,7 +143,9 @@ def _sharded_recurrence(
     sent = send(F.pad(both.flatten(1), (0, 0, 0, sum(each) - n)), each, each, shard)
     beside()
     with torch.autocast(v.device.type, enabled=False):
-        before = _states_before(receive(sent, each, each, shard).view(shard.size, -1, B, width, V + D), V)
+        before = _states_before(
+            receive(sent, each, each, shard).view(shard.size, -1, B, width, V + D), V
+        )
         before = send(before.flatten(0, 1).flatten(1), each, each, shard)
         S = receive(before, each, each, shard)[:n].view(n, B, width, V)
         S = S.view(H, K, B, V).permute(2, 0, 1, 3) if D == 1 else S.transpose(0, 1)
@@ -167,7 +183,9 @@ def _(q, k, v, log_decay, beta, state, documents):
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, documents) -> tuple[Tensor, Tensor]:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, documents
+) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = dict(scale=1.0, initial_state=state, output_final_state=True)
     q = q.to(v.dtype).expand(-1, -1, v.shape[2], -1)
     k = k.to(v.dtype).expand(-1, -1, v.shape[2], -1)
@@ -208,13 +226,19 @@ def recurrence_backward(
     state: Tensor, documents: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta and state, as far as there are any."""
-    inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
+    inputs = [
+        None if x is None else x.detach().requires_grad_()
+        for x in (q, k, v, log_decay, beta, state)
+    ]
     without: Any = torch._C._SetExcludeDispatchKeyGuard  # within an op, autograd is off
     with torch.enable_grad(), without(torch._C.DispatchKey.AutogradFunctionality, False):
         out = _run(*inputs, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
     wanted = [x for x in inputs if x is not None]
     gradients = torch.autograd.grad(out, wanted, (d_o, d_state), allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(wanted, gradients, strict=True)]
+    return [
+        torch.zeros_like(x) if g is None else g.clone()
+        for x, g in zip(wanted, gradients, strict=True)
+    ]
 
 
 @recurrence_backward.register_fake

@@ -14,7 +14,14 @@ from ..layers import InputNorm, Linear, OutputNorm, ShortConv
 from ..shard import shard_of
 from ..state import MixerState
 from .base import Packing, Recurrence, last_inputs, take
-from .kernels import input_features, input_features_step, interdomain_scan, interdomain_step, linear_scan, linear_step
+from .kernels import (
+    input_features,
+    input_features_step,
+    interdomain_scan,
+    interdomain_step,
+    linear_scan,
+    linear_step,
+)
 from .ssm import Dynamics, SSMDynamics, fold
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
@@ -55,9 +62,15 @@ class InterdomainMixer(Recurrence):
         self.k_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
         self.v_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
 
-        self.ssm = SSMDynamics(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=not mixer.query_readout)
+        self.ssm = SSMDynamics(
+            self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=not mixer.query_readout
+        )
         soft = mixer.output_norm == "soft"
-        self.o_norm = OutputNorm(self.head_dim, config.norm_eps, soft=soft) if mixer.output_norm != "none" else None
+        self.o_norm = (
+            OutputNorm(self.head_dim, config.norm_eps, soft=soft)
+            if mixer.output_norm != "none"
+            else None
+        )
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
         self.wo = Linear(out_dim, config.dim)
 
@@ -73,7 +86,12 @@ class InterdomainMixer(Recurrence):
 
         rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2].
         """
-        if state is not None and x.shape[1] == 1 and state.prepared is not None and not torch.is_grad_enabled():
+        if (
+            state is not None
+            and x.shape[1] == 1
+            and state.prepared is not None
+            and not torch.is_grad_enabled()
+        ):
             o = self._step(x, rope, state, *state.prepared)
             gate = self._gate(x)
         else:
@@ -114,7 +132,9 @@ class InterdomainMixer(Recurrence):
         last = slice(-self.config.conv_past if lengths is None else None, None)
 
         k = self.wk(x)
-        if self.shard is not None and tail is not None:  # it has arrived beside the first projection
+        if (
+            self.shard is not None and tail is not None
+        ):  # it has arrived beside the first projection
             hidden = self.shard.receive_tail(tail, x, back)
             q_past = None if self.wq is None else self.wq(hidden)
             k_past = self.wk(hidden)
@@ -212,14 +232,18 @@ class InterdomainMixer(Recurrence):
         )
 
     @staticmethod
-    def dynamics(mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    def dynamics(
+        mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32
+    ) -> list[tuple[Tensor, Tensor]]:
         """(log_decay, mixing or readout) of each mixer, of `dtype` where the parameters have less."""
         parts = []
         for mixer in mixers:
             local = []  # this tensor-parallel rank's heads
             for parameter in mixer.ssm():
                 if parameter is not None:
-                    parameter = shard_of(parameter.to(torch.promote_types(parameter.dtype, dtype)), mixer.heads)
+                    parameter = shard_of(
+                        parameter.to(torch.promote_types(parameter.dtype, dtype)), mixer.heads
+                    )
                 local.append(parameter)
             parts.append(Dynamics(*local))
         return fold(parts, mixers[0].config.readout)
@@ -227,7 +251,12 @@ class InterdomainMixer(Recurrence):
     # Decoding
 
     def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[Tensor, Tensor]
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dynamics: tuple[Tensor, Tensor],
     ) -> MixerState:
         shapes = self.state_shapes(self.layer)
         return MixerState(
@@ -243,7 +272,9 @@ class InterdomainMixer(Recurrence):
         return {"conv": (m.conv_past, cls._channels(config) // ranks), "ssm": ssm}
 
     @torch.no_grad()
-    def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _prepare_step(
+        self, log_decay: Tensor, readout: Tensor
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Parameters in the forms that the two step functions want: made once for all steps."""
         mixer = self.config
         modules = self.q_conv, self.k_conv, self.v_conv
@@ -258,10 +289,14 @@ class InterdomainMixer(Recurrence):
         if self.k_norm is not None and self.v_norm is not None:
             norms = self.k_norm(), self.v_norm()
             scale = torch.cat([widened(scale).expand(shift.shape) for scale, shift in norms])
-            features |= dict(norm=(scale, torch.cat([widened(shift) for _, shift in norms])), eps=self.k_norm.eps)
+            features |= dict(
+                norm=(scale, torch.cat([widened(shift) for _, shift in norms])), eps=self.k_norm.eps
+            )
         log_decay, readout = log_decay.detach(), readout.detach()
         if mixer.query_readout and mixer.readout == "complex":
-            readout = readout[:, : mixer.n_basis].contiguous()  # the other half holds the same numbers
+            readout = readout[
+                :, : mixer.n_basis
+            ].contiguous()  # the other half holds the same numbers
         table = {"mixing" if mixer.query_readout else "readout": readout}
         return features, dict(log_decay=log_decay, decay=decay_factor(log_decay), **table)
 
@@ -274,7 +309,9 @@ class InterdomainMixer(Recurrence):
         tables: dict[str, Any],
     ) -> Tensor:
         """One token, x [B, 1, dim] -> [B, 1, H, D], by the kernels' two step functions (`_prepare_step`)."""
-        projections = [self.wk(x), self.wv(x)] if self.wq is None else [self.wq(x), self.wk(x), self.wv(x)]
+        projections = (
+            [self.wk(x), self.wv(x)] if self.wq is None else [self.wq(x), self.wk(x), self.wv(x)]
+        )
         y = input_features_step(
             torch.cat(projections, dim=2)[:, 0],
             self.head_dim,
@@ -305,9 +342,13 @@ class InterdomainMixer(Recurrence):
         xi = FEATURE_MAPS[m.feature_map]
         vectors = int(xi.vectors * R) if xi else 0  # of width R, per head of query and key features
         linear = (H * m.query_readout + G * m.dual_input) * R * vectors
-        if not m.query_readout:  # a Toeplitz product within the chunk; state update and readout across chunks
+        if (
+            not m.query_readout
+        ):  # a Toeplitz product within the chunk; state update and readout across chunks
             return {"linear": linear, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}
-        pass1 = H * (L * R + L * M2 + R * M2) + G * R * M2  # scores, times the table; state read; state update
+        pass1 = (
+            H * (L * R + L * M2 + R * M2) + G * R * M2
+        )  # scores, times the table; state read; state update
         pass2 = H * (L * M2 + L * D + D * M2) + G * D * M2
         return {"linear": linear, "mixer": pass1 + H * M2 * M2 + pass2}
 
@@ -315,7 +356,9 @@ class InterdomainMixer(Recurrence):
     def _channels(config: ModelConfig) -> int:
         """Channels of the convolutions, of q, k and v side by side."""
         m, kv_dim = config.mixer, config.n_kv_heads * config.head_dim
-        return (m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)) * (m.conv_width != 0)
+        return (m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)) * (
+            m.conv_width != 0
+        )
 
     @staticmethod
     def kept(config: ModelConfig) -> tuple[int, int]:
@@ -341,7 +384,9 @@ def _state_after(z: Tensor, log_decay: Tensor, state: Tensor, lengths: Tensor) -
     T = z.shape[1]
     t = torch.arange(T, device=z.device)
     from_end = t - (T - lengths[:, None])  # the token that is in each place with the tokens last
-    z = torch.where((from_end >= 0)[:, :, None, None], take(z, from_end.clamp_min(0)).to(log_decay.dtype), 0)
+    z = torch.where(
+        (from_end >= 0)[:, :, None, None], take(z, from_end.clamp_min(0)).to(log_decay.dtype), 0
+    )
     weights = powers(log_decay, T - 1 - t)
     added = torch.stack([torch.einsum("bthp,htm->bhmp", z, x) for x in weights.unbind(-1)], dim=-1)
     passed = powers(log_decay, lengths).transpose(0, 1)[:, :, :, None]

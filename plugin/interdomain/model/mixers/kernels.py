@@ -46,12 +46,16 @@ def input_features(x: Tensor, head_dim: int, *, execution: Any = None, **options
     """`interdomain.features.input_features` of documents that are counted already."""
     if runs_package():
         backend = "auto" if execution is None else execution.features
-        return interdomain.features.input_features(x, head_dim, backend=backend, check_documents=False, **options)
+        return interdomain.features.input_features(
+            x, head_dim, backend=backend, check_documents=False, **options
+        )
     with torch.autocast(x.device.type, enabled=False):
         return features(x, head_dim, **_one_by_one(options))
 
 
-def input_features_step(x: Tensor, head_dim: int, *, execution: Any = None, **options: Any) -> Tensor:
+def input_features_step(
+    x: Tensor, head_dim: int, *, execution: Any = None, **options: Any
+) -> Tensor:
     """`interdomain.features.input_features_step`: overwrites `past`."""
     if runs_package():
         backend = "auto" if execution is None else execution.features
@@ -63,7 +67,11 @@ def input_features_step(x: Tensor, head_dim: int, *, execution: Any = None, **op
 def _one_by_one(options: dict[str, Any]) -> dict[str, Any]:
     """The pairs among the options as two tensors each."""
     options = dict(options)
-    for pair, names in {"conv": ("weight", "bias"), "rope": ("cos", "sin"), "norm": ("scale", "shift")}.items():
+    for pair, names in {
+        "conv": ("weight", "bias"),
+        "rope": ("cos", "sin"),
+        "norm": ("scale", "shift"),
+    }.items():
         tensors = options.pop(pair, None)
         if tensors is not None:
             options |= zip(names, tensors, strict=True)
@@ -78,7 +86,9 @@ def interdomain_scan(
     if runs_package():
         if execution is not None:
             options.update(backend=execution.backend, recompute=execution.recompute)
-        return interdomain.scan.interdomain_scan(q, k, v, log_decay, mixing, initial_state=initial_state, **options)
+        return interdomain.scan.interdomain_scan(
+            q, k, v, log_decay, mixing, initial_state=initial_state, **options
+        )
     with torch.autocast(k.device.type, enabled=False):
         return plain_scan(q, k, v, log_decay, mixing, initial_state)
 
@@ -91,13 +101,22 @@ def linear_scan(
     if runs_package():
         if execution is not None:
             options.update(backend=execution.backend)
-        return interdomain.scan.linear_scan(z, log_decay, readout, initial_state=initial_state, **options)
+        return interdomain.scan.linear_scan(
+            z, log_decay, readout, initial_state=initial_state, **options
+        )
     with torch.autocast(z.device.type, enabled=False):
         return plain_scan(None, z, z[..., :0], log_decay, readout, initial_state)
 
 
 def interdomain_step(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    decay: Tensor,
+    mixing: Tensor,
+    state: Tensor,
 ) -> Tensor:
     """The output of `interdomain.scan.interdomain_step`, which overwrites the state."""
     if runs_package():
@@ -107,7 +126,9 @@ def interdomain_step(
         return scan_step(q, k, v, decay, mixing, state)
 
 
-def linear_step(z: Tensor, *, log_decay: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
+def linear_step(
+    z: Tensor, *, log_decay: Tensor, decay: Tensor, readout: Tensor, state: Tensor
+) -> Tensor:
     """The output of `interdomain.scan.linear_step`, which overwrites the state."""
     if runs_package():
         tables = dict(log_decay=log_decay, decay=decay, readout=readout)
@@ -137,9 +158,13 @@ def recurrence(
         padding = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
         k = k.masked_fill(padding[:, :, None, None], 0)
         if log_decay is not None:
-            log_decay = log_decay.masked_fill(padding.view(*padding.shape, *(1,) * (log_decay.ndim - 2)), 0)
+            log_decay = log_decay.masked_fill(
+                padding.view(*padding.shape, *(1,) * (log_decay.ndim - 2)), 0
+            )
     if runs_package():
         backend = "auto" if execution is None else execution.backend
         options.update(initial_state=initial_state, documents=documents, backend=backend)
         return fla_kernels.recurrence(q, k, v, log_decay, beta, **options)
-    return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
+    return plain_recurrence(
+        q, k, v, log_decay, beta, initial_state=initial_state, documents=documents
+    )

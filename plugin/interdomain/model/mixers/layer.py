@@ -50,11 +50,15 @@ class InterdomainAttention(nn.Module):
         super().__init__()
         check_names("mixer", options, [name for name in MIXER_SETTINGS if name != "kind"])
         sizes = dict(dim=dim, n_layers=n_layers, n_heads=n_heads, head_dim=dim // n_heads)
-        self.config = ModelConfig(**sizes, rope_theta=rope_theta, norm_eps=norm_eps, mixers=(MixerConfig(**options),))
+        self.config = ModelConfig(
+            **sizes, rope_theta=rope_theta, norm_eps=norm_eps, mixers=(MixerConfig(**options),)
+        )
         self.mixer = InterdomainMixer(self.config, Execution(backend))
         initialize(self.mixer, self.config)
 
-    def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]: whole sequences; with a state, a piece of any length that continues from it.
 
         Args:
@@ -65,7 +69,9 @@ class InterdomainAttention(nn.Module):
         Raises: ValueError for a state and positions, and for positions of another type or shape.
         """
         if state is not None and positions is not None:
-            raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
+            raise ValueError(
+                "positions are for whole sequences; a state counts its own: leave one of the two out."
+            )
         order = torch.arange(x.shape[1], device=x.device)
         if state is None:
             if positions is not None:

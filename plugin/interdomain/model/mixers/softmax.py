@@ -39,13 +39,20 @@ class Attended(NamedTuple):
 
     @classmethod
     def after(
-        cls, begin: int, tokens: int, device: torch.device, dtype: torch.dtype, token: Tensor | None = None
+        cls,
+        begin: int,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        token: Tensor | None = None,
     ) -> "Attended":
         """Attention of queries after `begin` keys: to those keys, and to the queries' own keys up to each query."""
         if not begin or tokens == 1:
             return cls(None, token, begin)
         if device.type == "cuda":  # whose kernels know this one without a mask
-            from torch.nn.attention.bias import causal_lower_right  # takes as long to import as torch
+            from torch.nn.attention.bias import (
+                causal_lower_right,
+            )  # takes as long to import as torch
 
             return cls(causal_lower_right(tokens, begin + tokens), token, begin)
         keys = torch.arange(begin + tokens, device=device)
@@ -104,8 +111,12 @@ class SoftmaxMixer(Mixer):
         packing: Attended | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and adds its own."""
-        q = input_features(self.wq(x), self.head_dim, rope=rope, execution=self.execution).transpose(1, 2)
-        k = input_features(self.wk(x), self.head_dim, rope=rope, execution=self.execution).transpose(1, 2)
+        q = input_features(
+            self.wq(x), self.head_dim, rope=rope, execution=self.execution
+        ).transpose(1, 2)
+        k = input_features(
+            self.wk(x), self.head_dim, rope=rope, execution=self.execution
+        ).transpose(1, 2)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         mask, token, before, blocks = packing or Attended()
         if state is not None:
@@ -131,7 +142,12 @@ class SoftmaxMixer(Mixer):
         return here.chunk(2, dim=-1)
 
     def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[()] = ()
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dynamics: tuple[()] = (),
     ) -> KVCache:
         slots = capacity if self.window is None else self.window
         k = torch.zeros(batch, self.n_kv_heads, slots, self.head_dim, dtype=dtype, device=device)
@@ -140,7 +156,11 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def packing(
-        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: "Part | None"
+        mixer: MixerConfig,
+        order: Tensor,
+        positions: Tensor | None,
+        dtype: torch.dtype,
+        shard: "Part | None",
     ) -> Attended | None:
         T = len(order)
         before = 0 if shard is None else shard.rank * T
@@ -154,7 +174,9 @@ class SoftmaxMixer(Mixer):
         return Attended(_mask(order, torch.arange(before + T, device=order.device), dtype, first))
 
     @staticmethod
-    def continuing(mixer: MixerConfig, state: "ModelState", tokens: int, dtype: torch.dtype) -> Attended:
+    def continuing(
+        mixer: MixerConfig, state: "ModelState", tokens: int, dtype: torch.dtype
+    ) -> Attended:
         """All keys so far, or those of the window."""
         order = torch.arange(tokens, device=state.position.device)
         token = state.position[:, None] + order
@@ -165,7 +187,9 @@ class SoftmaxMixer(Mixer):
                 return Attended.after(state.length, tokens, order.device, dtype, token)
             before = (state.capacity or 0) - tokens if state.captured else state.length
             slots = torch.arange(before + tokens, device=order.device)
-            return Attended(additive_mask((slots <= token[..., None])[:, None], dtype), token, before)
+            return Attended(
+                additive_mask((slots <= token[..., None])[:, None], dtype), token, before
+            )
         if tokens > 1:
             before = min(state.length, window)
             first = None if known else (before - state.position)[:, None].expand(-1, tokens)
@@ -180,7 +204,9 @@ class SoftmaxMixer(Mixer):
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
         """Scores and values over the causal half of the context, or a window: full-matrix conventions would double them."""
         window = min(config.mixer.window or seq_len, seq_len)
-        attended = window * (window + 1) // 2 + (seq_len - window) * window  # by all tokens of a sequence
+        attended = (
+            window * (window + 1) // 2 + (seq_len - window) * window
+        )  # by all tokens of a sequence
         return {"mixer": config.dim * 2 * attended // seq_len}
 
     @staticmethod
@@ -204,7 +230,11 @@ class SoftmaxMixer(Mixer):
 
 
 def _mask(
-    query: Tensor, key: Tensor, dtype: torch.dtype, first: Tensor | None = None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    dtype: torch.dtype,
+    first: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Mask of queries [T] and keys [S] by their places, [T, S]. first: [B, T] or [B, N, T], the place where each query's
     document begins; then the mask is [B, 1, T, S] or [B * N, 1, T, S]."""
@@ -223,11 +253,15 @@ def additive_mask(attended: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     """q [B, H, T, R]; k, v [B, G, S, R] -> [B, H, T, R]."""
-    if isinstance(mask, Tensor) and not hasattr(mask, "variant"):  # a causal bias has one, and no numbers
+    if isinstance(mask, Tensor) and not hasattr(
+        mask, "variant"
+    ):  # a causal bias has one, and no numbers
         mask = mask.to(q.dtype)
     causal = mask is None and bool(q.shape[2] > 1)  # torch.export's T is no number
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+    )
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, blocks: Tensor, window: int) -> Tensor:
@@ -249,6 +283,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, blocks: Tensor, windo
         return torch.cat([x[:, :-1], x[:, 1:]], dim=3).flatten(0, 1)
 
     queries = in_blocks(q[:, :, W:])
-    o = _attention(queries.flatten(0, 1), with_the_block_before(k), with_the_block_before(v), blocks)
+    o = _attention(
+        queries.flatten(0, 1), with_the_block_before(k), with_the_block_before(v), blocks
+    )
     o = o.unflatten(0, queries.shape[:2]).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, o[:, :, : T - W]], dim=2)

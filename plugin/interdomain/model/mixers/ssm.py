@@ -17,7 +17,9 @@ from ..feature_maps import KeptInFloat32
 
 # Shapes: H heads, M basis functions.
 
-BINDS = 0.01  # a mode is at the bound on the decay if the bound takes more than this share of its decay
+BINDS = (
+    0.01  # a mode is at the bound on the decay if the bound takes more than this share of its decay
+)
 # Of a layer: timescales 1 / |log|Lambda||, the smallest 1 - |Lambda|, the median Delta, the share of modes at the bound on the
 # decay, the root mean square of |C|.
 LIFE_SIGNS = (
@@ -74,7 +76,9 @@ def scalars(signs: Tensor) -> dict[str, float]:
     named = {}
     for i, row in enumerate(signs.tolist()):
         if any(row):
-            named |= {f"mixer/layer_{i:02d}/{name}": x for name, x in zip(LIFE_SIGNS, row, strict=True)}
+            named |= {
+                f"mixer/layer_{i:02d}/{name}": x for name, x in zip(LIFE_SIGNS, row, strict=True)
+            }
     return named
 
 
@@ -84,7 +88,9 @@ def copied(parameter: Tensor) -> Tensor:
     A copy: FSDP2 puts a hook on every tensor that a module returns. A hook on a parameter would stay there, and of a view FSDP2
     warns.
     """
-    if hasattr(parameter, "placements"):  # else DTensor's module, which takes a second to import, is not needed
+    if hasattr(
+        parameter, "placements"
+    ):  # else DTensor's module, which takes a second to import, is not needed
         from torch.distributed.tensor import DTensor, Partial
 
         assert isinstance(parameter, DTensor)
@@ -104,7 +110,11 @@ class SSMDynamics(KeptInFloat32):
         self.log_dt = parameter(n_heads)
         self.log_A_real = parameter(n_heads, n_basis)
         self.A_imag = parameter(n_heads, n_basis)
-        shapes = {"full": (n_heads, n_basis, n_basis, 2), "diagonal": (n_heads, n_basis, 2), "identity": None}
+        shapes = {
+            "full": (n_heads, n_basis, n_basis, 2),
+            "diagonal": (n_heads, n_basis, 2),
+            "identity": None,
+        }
         self.C = parameter(*shapes[c_form]) if shapes[c_form] else None
         self.c = parameter(n_heads, n_basis) if linear else None
 
@@ -126,13 +136,19 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
     Returns: per layer (log_decay [H, M, 2], mixing [H, 2M, 2M]) for the query readout, or (log_decay, readout [H, 2M]) for the
         linear one; float32.
     """
-    joined = Dynamics(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*layers, strict=True)))
+    joined = Dynamics(
+        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*layers, strict=True))
+    )
     with torch.autocast(joined.log_dt.device.type, enabled=False):
         dt = joined.log_dt.exp()
         log_decay = decay_exponent(dt, joined.log_A_real, joined.A_imag)
         gain = input_gain(log_decay, dt)
         c = joined.c
-        table = mixing_matrix(gain, joined.C, readout) if c is None else readout_vector(gain, joined.C, c)
+        table = (
+            mixing_matrix(gain, joined.C, readout)
+            if c is None
+            else readout_vector(gain, joined.C, c)
+        )
     # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
     heads = [len(layer.log_dt) for layer in layers]
     decays: Any = torch.split_with_sizes_copy(log_decay, heads)

@@ -22,7 +22,9 @@ from .folders import folders_of, open_dataset, open_tokenizer
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
-def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], positions: bool) -> Batch:
+def read_batch(
+    dataset: PackedDataset | MixtureDataset, indices: Sequence[int], positions: bool
+) -> Batch:
     """Read these samples. Raises: ValueError for a damaged shard."""
     windows = torch.from_numpy(dataset.read_batch(indices))
     # A copy: of a single window, inputs and labels would be views of one memory, and labels are overwritten below.
@@ -88,7 +90,9 @@ class PackedLoader(BaseDataLoader):
         while True:
             first = consumed - self.begins + self.rank * self.local_batch
             try:
-                yield read_batch(self.dataset, range(first, first + self.local_batch), self.positions)
+                yield read_batch(
+                    self.dataset, range(first, first + self.local_batch), self.positions
+                )
             except ValueError as e:  # ids outside the vocabulary: a damaged shard
                 yield e
             consumed += self.local_batch * self.ranks
@@ -172,19 +176,24 @@ class PackedLoader(BaseDataLoader):
 
 
 @user_errors
-def open_data(job: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
+def open_data(
+    job: JobConfig, plan: RunPlan, rank: int, ranks: int
+) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
     tokenizer = open_tokenizer(job)
     dataset = open_dataset(job, "train")
     epochs = dataset.epochs(plan.steps * plan.global_batch)
     for folder, n in zip(folders_of(job.data.corpus), epochs, strict=True):
         logger.info("data: %s for %.2f epochs", folder, n)
-    return tokenizer, PackedLoader(
-        dataset,
-        job.training.local_batch_size,  # TorchTitan's trainer divides its local batches into a pipeline's
-        rank=rank,
-        ranks=ranks,
-        prefetch=job.data.prefetch,
-        positions=job.data.reset_state_at_documents,
-        may_reorder=job.checkpoint.load_step != -1,
+    return (
+        tokenizer,
+        PackedLoader(
+            dataset,
+            job.training.local_batch_size,  # TorchTitan's trainer divides its local batches into a pipeline's
+            rank=rank,
+            ranks=ranks,
+            prefetch=job.data.prefetch,
+            positions=job.data.reset_state_at_documents,
+            may_reorder=job.checkpoint.load_step != -1,
+        ),
     )

@@ -53,7 +53,11 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
             "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
         )
     tokenizer = cast(Tokenizer, load_tokenizer(data.tokenizer or prepared[0]))
-    name = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
+    name = (
+        f"data.tokenizer = {data.tokenizer!r}"
+        if data.tokenizer
+        else f"the tokenizer of {prepared[0]!r}"
+    )
     if os.path.isdir(data.validation_corpus):
         prepared.append(data.validation_corpus)
     for corpus in prepared:
@@ -95,15 +99,21 @@ def open_dataset(job: JobConfig, split: str) -> PackedDataset | MixtureDataset:
                     "data.validation_corpus to other shards, or validation.enable to false."
                 )
         tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
-        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=job.debug.seed, shuffle=split == "train"))
+        datasets.append(
+            PackedDataset(tokens, seq_len=seq_len, seed=job.debug.seed, shuffle=split == "train")
+        )
     return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
 
 
-def data_record(job: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer) -> dict[str, Any]:
+def data_record(
+    job: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Facts of the training data for the run's record: a fingerprint, how documents begin and end, and name, share, tokens and
     sources of each corpus."""
     corpora = []
-    for folder, share, part in zip(folders_of(job.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True):
+    for folder, share, part in zip(
+        folders_of(job.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True
+    ):
         corpus = {"name": PurePath(folder).name, "share": share, "tokens": part.num_tokens}
         corpora.append(corpus | sources(part.corpus.source))
     documents = documents_in([part.corpus for part in dataset.parts], tokenizer)

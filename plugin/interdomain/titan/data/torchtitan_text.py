@@ -14,7 +14,11 @@ from ..host import tokenizer_settings
 def text_record(dataset: str, tokenizer: Any) -> dict[str, Any]:
     """The part of a run's record that says what it was trained on. dataset: TorchTitan's name of the data set."""
     named = {"name": dataset, "share": "1", "tokens": None, "sources": [], "datasets": []}
-    return {"data_fingerprint": "", "documents": loader_documents(tokenizer).to_dict(), "corpora": [named]}
+    return {
+        "data_fingerprint": "",
+        "documents": loader_documents(tokenizer).to_dict(),
+        "corpora": [named],
+    }
 
 
 def loader_documents(tokenizer: Any) -> Documents:
@@ -35,11 +39,15 @@ def _plain_text(tokenizer: Any) -> tuple[str, list[int]]:
     for text in itertools.chain(["a"], tokenizer.get_vocab()):
         try:
             ids = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception:  # a vocabulary of words that lacks this one; the library has no narrower error
+        except (
+            Exception
+        ):  # a vocabulary of words that lacks this one; the library has no narrower error
             continue
         if ids and control_tokens.keys().isdisjoint(ids):
             return text, ids
-    raise ValueError(f"the tokenizer in {tokenizer.tokenizer_path} encodes no text. Check model.hf_assets_path.")
+    raise ValueError(
+        f"the tokenizer in {tokenizer.tokenizer_path} encodes no text. Check model.hf_assets_path."
+    )
 
 
 def as_trained(tokenizer: Any) -> Tokenizer:

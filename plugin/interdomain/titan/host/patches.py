@@ -79,13 +79,17 @@ def _peak_memory() -> dict[str, int]:
 
 
 def _reset_peak_memory() -> None:
-    with contextlib.suppress(OSError):  # not Linux, or a container that forbids it: the peak is then of the whole run
+    with contextlib.suppress(
+        OSError
+    ):  # not Linux, or a container that forbids it: the peak is then of the whole run
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _meshes(dims: Any) -> str:
     """The attribute of ParallelDims with TorchTitan's meshes of one dimension."""
-    return "_single_axis_meshes" if hasattr(dims, "_single_axis_meshes") else "_meshes"  # 0.3.0 and 0.2.2
+    return (
+        "_single_axis_meshes" if hasattr(dims, "_single_axis_meshes") else "_meshes"
+    )  # 0.3.0 and 0.2.2
 
 
 def replace_meshes(dims: Any, axes: dict[str, Any]) -> None:

@@ -7,7 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from torchtitan.components import metrics
-from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE, CheckpointManager
+from torchtitan.components.checkpoint import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    CheckpointManager,
+)
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
@@ -34,7 +41,13 @@ from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
 
 TORCHTITAN_SETTINGS = JobConfig().to_dict()  # by section
-DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiling)  # modules that hold the device by name
+DEVICE_COPIES = (
+    utils,
+    dist_utils,
+    parallel_dims,
+    metrics,
+    profiling,
+)  # modules that hold the device by name
 
 
 def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
@@ -46,7 +59,9 @@ def translate(job: Any) -> Any:
     """The configuration that TorchTitan's classes read: a copy of ours, with TorchTitan's defaults where ours has no field."""
     config: Any = JobConfig()
     config.to_dict = job.to_dict  # what a run records: our settings alone
-    config.checkpoint.last_save_model_only = False  # the last checkpoint can be continued from, as every other
+    config.checkpoint.last_save_model_only = (
+        False  # the last checkpoint can be continued from, as every other
+    )
     for section in fields(job):
         ours = getattr(job, section.name)
         if hasattr(config, section.name):

@@ -11,7 +11,13 @@ from torchtitan.components import checkpointer, loss, metrics, optimizer
 from torchtitan.components import dataloader as titan_dataloader
 from torchtitan.components import tokenizer as titan_tokenizer
 from torchtitan.components import validate as titan_validate
-from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+)
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.metrics import BaseLogger, LoggerContainer
 from torchtitan.components.optimizer import LRSchedulersContainer
@@ -55,7 +61,11 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
 class OptimizersContainer(optimizer.OptimizersContainer):
     def _post_init(self, parameters: list[nn.Parameter], kwargs: Any = None) -> None:
-        names = {id(p): canonical_fqn(name) for model in self.model_parts for name, p in model.named_parameters()}
+        names = {
+            id(p): canonical_fqn(name)
+            for model in self.model_parts
+            for name, p in model.named_parameters()
+        }
         for one in self.optimizers:
             for group in one.param_groups:
                 group["param_names"] = [names[id(p)] for p in group["params"]]
@@ -84,7 +94,9 @@ def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **option
 
 
 def apply_compile(model: nn.Module, settings: Any) -> None:
-    compiled = CompileConfig(enable=True, components=list(settings.components), backend=settings.backend)
+    compiled = CompileConfig(
+        enable=True, components=list(settings.components), backend=settings.backend
+    )
     no_tensor_axis: Any = SimpleNamespace(tp_enabled=False)  # it would be for fused matrix products
     titan_compile.apply_compile(model, compile_config=compiled, parallel_dims=no_tensor_axis)
 
@@ -126,7 +138,9 @@ def section_of(job: Any, name: str, theirs: dict[str, Any] | None = None) -> Any
 def translate(job: Any) -> Any:
     """A copy of our configuration for TorchTitan's classes, with TorchTitan's settings where ours has no field, and its
     names of sections beside ours."""
-    config = SimpleNamespace(to_dict=job.to_dict, dump_folder=job.job.dump_folder, profiler=section_of(job, "profiler"))
+    config = SimpleNamespace(
+        to_dict=job.to_dict, dump_folder=job.job.dump_folder, profiler=section_of(job, "profiler")
+    )
     for name, ours in vars(job).items():
         theirs = section_of(job, name) if name in SECTIONS else ours
         fields = {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs)}

@@ -156,7 +156,9 @@ class CostModel:
 
         # The weights of two blocks and of the head, and a block's gradients as they are computed and as they are sent.
         block = share.blocks // max(1, len(share.layers))
-        gathered = share.sharded if self.stays_gathered else (share.embedding or share.head) + 2 * block
+        gathered = (
+            share.sharded if self.stays_gathered else (share.embedding or share.head) + 2 * block
+        )
         gathered = self.stored * (gathered + block) + 4 * block
 
         in_flight, tokens = self._in_flight(rank), self.tokens
@@ -235,8 +237,16 @@ class CostModel:
         for layer in share.layers if context > 1 else []:
             state, per_token = mixer_class(layer.mixer).received(layer, context, tensor)
             # Selective checkpointing saves a state that was received, and gathers keys and values again.
-            exchanged += n * plan.local_batch * state * 4 * (3 if self.checkpointing == "full" else 2)
-            exchanged += n * self.tokens * per_token * self.width * (2 if self.checkpointing == "none" else 3)
+            exchanged += (
+                n * plan.local_batch * state * 4 * (3 if self.checkpointing == "full" else 2)
+            )
+            exchanged += (
+                n
+                * self.tokens
+                * per_token
+                * self.width
+                * (2 if self.checkpointing == "none" else 3)
+            )
 
         hidden = n * self.tokens * plan.config.dim // tensor
         exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing] * len(share.layers)

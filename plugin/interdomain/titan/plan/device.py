@@ -7,7 +7,9 @@ import torch
 
 def device_here() -> torch.device:
     """The device that a run on this machine computes on."""
-    return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
+    return torch.device(
+        "cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu"
+    )
 
 
 def local_device() -> torch.device:

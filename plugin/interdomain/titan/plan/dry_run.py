@@ -26,7 +26,9 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
     costs = cost_model(plan, job)
     memory, traffic = costs.memory(), costs.traffic()
     memory_by_category = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
-    received_by_axis = ", ".join(f"{name} {size / GIB:.3g}" for name, size in traffic.items() if size)
+    received_by_axis = ", ".join(
+        f"{name} {size / GIB:.3g}" for name, size in traffic.items() if size
+    )
 
     # The model, the length of the run, and the batch.
     rows = {
@@ -50,24 +52,32 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
     rows["mesh"] = str(plan.topology)
     if plan.topology.pipeline > 1:
         layers = " | ".join(map(_layers, plan.stages))
-        rows["pipeline"] = f"{plan.schedule}, idle {costs.idle():.1%} of a step; layers by stage {layers}"
+        rows["pipeline"] = (
+            f"{plan.schedule}, idle {costs.idle():.1%} of a step; layers by stage {layers}"
+        )
     rows["precision"] = plan.precision
     rows["memory per device"] = f"about {sum(memory.values()) / GIB:.2f} GiB ({memory_by_category})"
     received = sum(traffic.values()) / GIB
-    rows["received per step"] = f"about {received:.3g} GiB per device ({received_by_axis or 'one rank'})"
+    rows["received per step"] = (
+        f"about {received:.3g} GiB per device ({received_by_axis or 'one rank'})"
+    )
     if plan.accumulation > 1:
         when = "after each micro-batch" if plan.reduces_each else "once a step"
         rows["gradients"] = f"summed in {job.training.mixed_precision_reduce} {when}"
         whole = memory["gradients"] - memory["parameters"]
         if whole and plan.topology.pipeline == 1:
-            rows["gradients"] += f"; training.reduce_gradients = micro-batch takes {whole / GIB:.2f} GiB less"
+            rows["gradients"] += (
+                f"; training.reduce_gradients = micro-batch takes {whole / GIB:.2f} GiB less"
+            )
     if plan.milestones:
         # The weight and AdamW's two means of each parameter in float32. Muon's matrices have one mean.
         n = len(plan.milestones)
         size = 12 * plan.n_params / 1e9
         most = "at most " if job.optimizer.name == "Muon" else ""
         first = f"the first after step {min(plan.milestones):,}"
-        rows["milestones"] = f"{n} checkpoint(s) of {most}{size:.3g} GB, {n * size:.3g} GB in all; {first}"
+        rows["milestones"] = (
+            f"{n} checkpoint(s) of {most}{size:.3g} GB, {n * size:.3g} GB in all; {first}"
+        )
 
     # What computes the mixers. None: another machine's GPU.
     device = None if on_gpus else device_here()

@@ -13,4 +13,6 @@ def group_of(name: str, p: Tensor, optimizer: str) -> str:
     two dimensions. Embedding, head, norms, convolutions and dynamics stay with AdamW."""
     if SSM_PARAMETER.search(name):
         return "ssm"
-    return "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
+    return (
+        "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
+    )

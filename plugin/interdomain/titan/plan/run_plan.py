@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from interdomain.model import SIZES, Cell, Execution, ModelConfig, build_config, cell_of, count_parameters, meta_model
+from interdomain.model import (
+    SIZES,
+    Cell,
+    Execution,
+    ModelConfig,
+    build_config,
+    cell_of,
+    count_parameters,
+    meta_model,
+)
 from interdomain.model.config import EXECUTION_SETTINGS
 from interdomain.model.flops import state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
@@ -94,7 +103,9 @@ class RunPlan:
         return cell_of(self.config, self.size)
 
 
-def make_plan(job: JobConfig, world_size: int, on_gpus: bool = False, stages: list[list[str]] | None = None) -> RunPlan:
+def make_plan(
+    job: JobConfig, world_size: int, on_gpus: bool = False, stages: list[list[str]] | None = None
+) -> RunPlan:
     """Check a configuration for a run on `world_size` ranks, and compute its plan. Nothing is built and nothing is written.
 
     Args:

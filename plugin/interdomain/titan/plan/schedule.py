@@ -23,7 +23,11 @@ def run_length(training: Training, schedule: LRScheduler, tokens_per_step: int) 
         warmup = round(schedule.warmup_tokens / tokens_per_step)
     total = schedule.total_steps or steps
     if warmup > total:
-        logger.warning("the warmup of %d steps is longer than the schedule: shortened to %d steps", warmup, total // 10)
+        logger.warning(
+            "the warmup of %d steps is longer than the schedule: shortened to %d steps",
+            warmup,
+            total // 10,
+        )
         warmup = total // 10
     return steps, warmup
 
@@ -44,7 +48,9 @@ def milestone_steps(checkpoint: Checkpoint, steps: int, tokens_per_step: int) ->
     return frozenset(step for step in named if step <= steps)
 
 
-def multiple_of_peak(config: LRScheduler, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:
+def multiple_of_peak(
+    config: LRScheduler, peak: float, *, steps: int, warmup: int
+) -> Callable[[int], float]:
     """step (0-based) -> multiple of the peak rate: TorchTitan's shapes, and the floor exactly at the schedule's last step.
 
     Where the floor is 0, it is reached one step after the last, as TorchTitan does: no step is wasted on a rate of 0.

@@ -105,7 +105,9 @@ def pipeline_stages(
             f"{layers}, cannot be divided over {stages} stages ({schedule} on parallelism.pipeline_parallel_degree = {ranks} "
             f"ranks): at most {most} are possible."
         )
-    return tuple(tuple(stage) for stage in generate_llm_fqn_per_model_part(stages, n_layers, first, last))
+    return tuple(
+        tuple(stage) for stage in generate_llm_fqn_per_model_part(stages, n_layers, first, last)
+    )
 
 
 def stages_of(rank: int, ranks: int, stages: int) -> range:

@@ -96,8 +96,16 @@ def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer) -> dict:
         "run": run | data,
         "configuration": job.to_dict(),
         "folder": str(Path(job.job.dump_folder).resolve()),
-        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
-        "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
+        "tokenizer": {
+            "file": tokenizer.file,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        "versions": {
+            "interdomain": interdomain.__version__,
+            "torch": torch.__version__,
+            "torchtitan": VERSION,
+        },
     }
 
 
@@ -215,21 +223,34 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if self._wrote(folder):
             _remove(folder)
         elif os.path.lexists(folder):
-            logger.warning("renamed to %s, to save this step: %s", set_aside(folder, "superseded").name, folder)
+            logger.warning(
+                "renamed to %s, to save this step: %s", set_aside(folder, "superseded").name, folder
+            )
         # First of all, so that a save which is interrupted at any later moment is known as one.
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INCOMPLETE).touch()
-        record = self.record | {"step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
+        record = self.record | {
+            "step": step,
+            "tokens": step * self.record["run"]["tokens_per_step"],
+        }
         record |= optimizers.step_guard.state_dict() | {"branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares them (schedule.check_jump)
-            record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
+            record |= {
+                "lr": optimizers.rates["main"],
+                "peak_lr": optimizers.optimizers[0].defaults["lr"],
+            }
         write_record(folder, record, self.tokenizer)
         if keep:
             (folder / KEEP).touch()
 
     @user_errors
     def note_validation(
-        self, step: int, loss: float, perplexity: float, accuracy: float | None, documents: list[list[float]] | None
+        self,
+        step: int,
+        loss: float,
+        perplexity: float,
+        accuracy: float | None,
+        documents: list[list[float]] | None,
     ) -> None:
         """Write a step's validation beside its checkpoint, where it has one.
 
@@ -240,7 +261,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
         folder = self._folder_of(step)
         if documents is not None:
             losses, labels = documents
-            by_document = {"nats": [float(f"{x:.7g}") for x in losses], "labels": [int(n) for n in labels]}
+            by_document = {
+                "nats": [float(f"{x:.7g}") for x in losses],
+                "labels": [int(n) for n in labels],
+            }
             write_whole(folder / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
         result = {"step": step, "loss": loss, "perplexity": perplexity}
         if accuracy is not None:
@@ -315,7 +339,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if not self.enable:
             return False
         folder = Path(self.folder)
-        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path, self.record)):
+        while point := on_rank_0(
+            lambda: find_resume_point(folder, step, self.initial_load_path, self.record)
+        ):
             damage = self._load(point)
             if damage is None:
                 self.branched_from = point.branched_from
@@ -323,7 +349,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
                     on_rank_0(lambda: set_later_aside(folder, step))
                 return True
             if point.source != "latest":
-                stop(f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path.")
+                stop(
+                    f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path."
+                )
             on_rank_0(functools.partial(set_damaged_aside, point.folder, damage))
         return False
 
@@ -336,7 +364,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.run_folders.add(point.record.get("folder"))
         states = self._states_to_load(initial and self.initial_load_model_only)
         continues = TRAIN_STATE in states
-        require_same_run(point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states)
+        require_same_run(
+            point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states
+        )
         # Ranks share the reading. All must agree on the outcome.
         damage_by_rank: list[str | None] = [None] * dist.get_world_size()
         own_damage = altered_entry(point.folder, point.files, dist.get_rank(), len(damage_by_rank))

@@ -32,7 +32,15 @@ HEARTBEAT_SECONDS = 10.0
 POLL_SECONDS = 1.0
 # Polls, not seconds: on a stalled file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
-RECORD = ("token", "pid", "host", "machine", "since", "slurm_job", "slurm_restarts")  # the entries of a lock
+RECORD = (
+    "token",
+    "pid",
+    "host",
+    "machine",
+    "since",
+    "slurm_job",
+    "slurm_restarts",
+)  # the entries of a lock
 
 
 class FolderLock:
@@ -50,7 +58,11 @@ class FolderLock:
         self.path = Path(folder) / NAME
         self.lost = False
         # One boot of one machine, and the container in it that has process numbers of its own.
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        machine = (
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            + " "
+            + os.readlink("/proc/self/ns/pid")
+        )
         self.record = {
             "token": token or secrets.token_hex(8),
             "pid": os.getpid(),
@@ -58,7 +70,9 @@ class FolderLock:
             "machine": machine,
             "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
-            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),  # how often the job was requeued
+            "slurm_restarts": int(
+                os.environ.get("SLURM_RESTART_COUNT") or 0
+            ),  # how often the job was requeued
         }
 
     def acquire(self, ended: set[str] | None = None) -> None:
@@ -78,7 +92,9 @@ class FolderLock:
                 f"{self.folder} is not a folder: it is a file, or a link to a place that is not there, such as a disk that is "
                 "not mounted. Mount that, or name another folder."
             ) from e
-        partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
+        partial = self.path.with_name(
+            f"{NAME}.{self.record['token']}"
+        )  # another's, at the same moment, has its own
         partial.write_text(json.dumps(self.record) + "\n")
         os.replace(partial, self.path)
         threading.Thread(target=self._heartbeat, daemon=True).start()
@@ -209,7 +225,9 @@ def hold_folder(job: JobConfig) -> RunLock | None:
     folders = written_folders(job)
     if not folders or int(os.environ["RANK"]):
         return None
-    lock = RunLock(folders)  # it writes: folders that cannot be written are refused now, and not at the first save
+    lock = RunLock(
+        folders
+    )  # it writes: folders that cannot be written are refused now, and not at the first save
     run = Path(job.job.dump_folder)
     checkpoints = job.checkpoint.folder
     if job.checkpoint.enable:
@@ -229,7 +247,9 @@ def require_shared(job: JobConfig, lock: RunLock | None) -> None:
     if token[0] is not None:
         hidden = written_folders(job)
     for _ in range(10):  # a network may take a moment
-        hidden = [folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]]
+        hidden = [
+            folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]
+        ]
         if not hidden:
             break
         time.sleep(POLL_SECONDS)

@@ -70,7 +70,12 @@ class Preemption:
         saved = trainer.checkpointer.save_now(trainer.step)
         why = self.asked.name if self.asked else "a signal to another rank"
         result = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
-        logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, result)
+        logger.info(
+            "leaving after step %d (%s): %s. The same command continues from there.",
+            trainer.step,
+            why,
+            result,
+        )
         notify_launcher(LEFT)
         raise SystemExit(0)
 

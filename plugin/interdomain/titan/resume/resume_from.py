@@ -43,7 +43,9 @@ class ResumePoint(NamedTuple):
     folder: Path
     files: Index  # tensors, and where they lie in the checkpoint's files
     record: dict  # the file interdomain.json
-    source: Literal["latest", "load_step", "initial"]  # "latest": where it is damaged, an older one replaces it
+    source: Literal[
+        "latest", "load_step", "initial"
+    ]  # "latest": where it is damaged, an older one replaces it
     branched_from: int | None = None  # for the records of the checkpoints that follow
 
 
@@ -71,7 +73,9 @@ def loads_a_model(job: JobConfig) -> bool:
     return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
 
 
-def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -> ResumePoint | None:
+def find_resume_point(
+    folder: Path, step: int, initial: str | None, run: dict
+) -> ResumePoint | None:
     """Find the latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
 
     A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
@@ -90,7 +94,8 @@ def find_resume_point(folder: Path, step: int, initial: str | None, run: dict) -
     went_back_before = (
         latest is not None
         and latest.branched_from == step
-        and latest.record["run"].get("seed") == run["run"]["seed"]  # with another seed it goes back once more
+        and latest.record["run"].get("seed")
+        == run["run"]["seed"]  # with another seed it goes back once more
     )
     if step != -1 and not went_back_before:
         steps = finished_steps(folder)
@@ -135,7 +140,10 @@ def check_other_runs(folder: Path, own: str) -> None:
     for path in step_folders(folder):
         try:
             other = read_sidecar(path)[1].get("folder")
-        except (OSError, ValueError):  # no record, or a damaged one: the other checkpoints say whose they are
+        except (
+            OSError,
+            ValueError,
+        ):  # no record, or a damaged one: the other checkpoints say whose they are
             continue
         # A link at the old place of a renamed folder leads to the new one.
         if other is None or str(Path(other).resolve()) == own:
@@ -222,11 +230,18 @@ def set_later_aside(folder: Path, step: int) -> None:
     """Rename the checkpoints after the step that a run has gone back to. On rank 0."""
     for later, path in sorted(finished_steps(folder).items()):
         if later > step:
-            logger.warning("went back to step %d: renamed %s to %s", step, path, set_aside(path, "superseded").name)
+            logger.warning(
+                "went back to step %d: renamed %s to %s",
+                step,
+                path,
+                set_aside(path, "superseded").name,
+            )
 
 
 @user_errors
-def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool, optimizer: bool = False) -> None:
+def require_same_run(
+    point: ResumePoint, run: dict, tensors: dict, *, batch: bool, optimizer: bool = False
+) -> None:
     """Refuse a checkpoint of a model that computes something else, or with another number of tokens per step.
 
     Args:
@@ -265,21 +280,39 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
             compared.append((name, getattr(model_before, name), getattr(model_now, name)))
     if len(model_before.mixers) == len(model_now.mixers):
         for mixer_before, mixer_now in zip(model_before.mixers, model_now.mixers, strict=True):
-            has_basis = reads_n_basis({"condition": mixer_now.kind, "state_heads": mixer_now.state_heads})
+            has_basis = reads_n_basis(
+                {"condition": mixer_now.kind, "state_heads": mixer_now.state_heads}
+            )
             for name in MIXER_SETTINGS:
                 if name != "n_basis" or has_basis:
-                    compared.append((f"mixer.{name}", getattr(mixer_before, name), getattr(mixer_now, name)))
+                    compared.append(
+                        (f"mixer.{name}", getattr(mixer_before, name), getattr(mixer_now, name))
+                    )
     else:
-        conditions = (cell_of(model, record["size"]).condition for model in (model_before, model_now))
+        conditions = (
+            cell_of(model, record["size"]).condition for model in (model_before, model_now)
+        )
         compared.append(("mixer.layers", *conditions))
     if batch:
-        compared.append(("tokens_per_step", record["run"].get("tokens_per_step", 0), run["run"]["tokens_per_step"]))
+        compared.append(
+            (
+                "tokens_per_step",
+                record["run"].get("tokens_per_step", 0),
+                run["run"]["tokens_per_step"],
+            )
+        )
     entries = point.files.entries.items()
-    there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
+    there = {
+        name: list(getattr(entry, "size", ()))
+        for name, entry in entries
+        if not name.startswith(OTHER_STATE)
+    }
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(there | here):
         compared.append((name, there.get(name, "missing"), here.get(name, "missing")))
-    differences = [f"{name} is {old} there and {new} here" for name, old, new in compared if old != new]
+    differences = [
+        f"{name} is {old} there and {new} here" for name, old, new in compared if old != new
+    ]
     if differences:
         raise ValueError(
             f"{point.folder} is a checkpoint of another run ({record['condition']}, {record['size']}): "
@@ -312,11 +345,15 @@ def warn_of_changes(point: ResumePoint, run: dict) -> None:
     """Log the settings in which this run differs from the checkpoint that it continues, in one warning. On rank 0."""
     before = settings_of(point.record)
     if not before:
-        logger.warning("%s does not record its settings: they are not compared with this run's", point.folder)
+        logger.warning(
+            "%s does not record its settings: they are not compared with this run's", point.folder
+        )
         return
     changes = ""
     for name, value in settings_of(run).items():
-        is_compared = name not in SETTINGS or SETTINGS[name].resume is Resume.WARNED  # the others are fingerprints
+        is_compared = (
+            name not in SETTINGS or SETTINGS[name].resume is Resume.WARNED
+        )  # the others are fingerprints
         if is_compared and name in before and before[name] != value:
             changes += f"\n  {name}: {before[name]} -> {value}"
     if changes:

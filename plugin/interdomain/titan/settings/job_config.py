@@ -62,7 +62,9 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         prog="./launch.sh FILE.toml",
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
         "A flag wins over the file. The defaults shown are those of the file.",
-        config=(tyro.conf.HelptextFromCommentsOff,),  # there are none: without this it would parse our source for them
+        config=(
+            tyro.conf.HelptextFromCommentsOff,
+        ),  # there are none: without this it would parse our source for them
     )
     if mixer_is_chosen(flags) and not reads_n_basis(vars(job.mixer)):
         job = job.changed({"mixer.n_basis": None})
@@ -82,7 +84,9 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
     return job
 
 
-def job_config_of_values(values: Mapping[str, Any], problems: Problems, base: JobConfig | None = None) -> JobConfig:
+def job_config_of_values(
+    values: Mapping[str, Any], problems: Problems, base: JobConfig | None = None
+) -> JobConfig:
     """The configuration `base` with other values of some settings.
 
     Args:
@@ -95,7 +99,10 @@ def job_config_of_values(values: Mapping[str, Any], problems: Problems, base: Jo
 
 def mixer_is_chosen(flags: set[str]) -> bool:
     """True if flags choose a mixer and say nothing of n_basis. That of the file belongs to the file's mixer."""
-    return bool(flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"}) and "mixer.n_basis" not in flags
+    return (
+        bool(flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"})
+        and "mixer.n_basis" not in flags
+    )
 
 
 def names_of(flags: Iterable[str]) -> set[str]:
@@ -137,7 +144,9 @@ def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
 def _check_unknown(setting: str, value: Any) -> None:
     """Raises: ValueError unless it is a setting of TorchTitan's at a value that changes nothing."""
     unchanged = TORCHTITAN_DEFAULTS | AS_OURS
-    if setting in IGNORED or (setting in unchanged and value in (unchanged[setting], TORCHTITAN_DEFAULTS.get(setting))):
+    if setting in IGNORED or (
+        setting in unchanged and value in (unchanged[setting], TORCHTITAN_DEFAULTS.get(setting))
+    ):
         return
     if removal := removal_of(setting):
         raise ValueError(removal)
@@ -159,7 +168,11 @@ def is_off(setting: str, value: Callable[[str], Any]) -> bool:
     """
     if setting not in TORCHTITAN_DEFAULTS:
         return False
-    features = [(switch, off) for switch, off, pattern in OFF if setting != switch and re.match(pattern, setting)]
+    features = [
+        (switch, off)
+        for switch, off, pattern in OFF
+        if setting != switch and re.match(pattern, setting)
+    ]
     return any(value(switch) == off for switch, off in features)
 
 
@@ -190,7 +203,11 @@ def check_value(setting: str, value: Any, declared: Setting) -> None:
     if removal := removal_of(f"{setting} = {value}"):
         raise ValueError(removal)
     if not _is_of(value, declared.kind):
-        kind = declared.kind.__name__ if type(declared.kind) is type else str(declared.kind).replace("typing.", "")
+        kind = (
+            declared.kind.__name__
+            if type(declared.kind) is type
+            else str(declared.kind).replace("typing.", "")
+        )
         raise ValueError(f"{setting} must be {kind}: got {value!r}.")
     if declared.bound and not declared.bound.allows(value):
         raise ValueError(f"{setting} must be {declared.bound.description}: got {value}.")

@@ -13,7 +13,10 @@ class SettingsError(ValueError):
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        lines = [f"{len(problems)} problems of the settings:", *(f"  - {problem}" for problem in problems)]
+        lines = [
+            f"{len(problems)} problems of the settings:",
+            *(f"  - {problem}" for problem in problems),
+        ]
         super().__init__(problems[0] if len(problems) == 1 else "\n".join(lines))
 
 

@@ -70,7 +70,9 @@ def check_combinations(job: JobConfig) -> Iterator[str]:
                 f"{setting} has no effect while checkpoint.enable is off: nothing is loaded or saved. Turn it on "
                 f"(--checkpoint.enable), or leave {setting} out."
             )
-    if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
+    if checkpoint.exclude_from_loading and (
+        not checkpoint.initial_load_path or checkpoint.initial_load_model_only
+    ):
         yield (
             "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
             "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
@@ -84,7 +86,11 @@ def check_combinations(job: JobConfig) -> Iterator[str]:
     if job.compile.enable and not job.compile.components:
         yield "compile.enable has no effect while compile.components is empty. Set model, loss or both, or turn it off."
     recomputed = job.activation_checkpoint
-    if VERSION == "0.3.0" and recomputed.mode == "selective" and recomputed.selective_ac_option != "op":
+    if (
+        VERSION == "0.3.0"
+        and recomputed.mode == "selective"
+        and recomputed.selective_ac_option != "op"
+    ):
         yield (
             f"activation_checkpoint.selective_ac_option = {recomputed.selective_ac_option}: TorchTitan 0.3.0 has no "
             "checkpointing of every n-th block. Set op, or install TorchTitan 0.2.2."
@@ -143,7 +149,9 @@ def check_topology(job: JobConfig, config: ModelConfig, device: torch.device) ->
     yield from _check_pipelined_validation(job)
 
 
-def _check_context(job: JobConfig, config: ModelConfig, lengths: dict[str, int], device: torch.device) -> Iterator[str]:
+def _check_context(
+    job: JobConfig, config: ModelConfig, lengths: dict[str, int], device: torch.device
+) -> Iterator[str]:
     context, backend = job.parallelism.context_parallel_degree, job["mixer.backend"]
     degree = f"parallelism.context_parallel_degree = {context}"
     past = max(1, *(mixer.conv_past for mixer in config.mixers))
@@ -164,10 +172,16 @@ def _check_context(job: JobConfig, config: ModelConfig, lengths: dict[str, int],
         )
     tokens = job.training.seq_len // context
     if tokens % CHUNK:
-        logger.warning("%d tokens per rank are no multiple of the scan's %d: its last chunk is short", tokens, CHUNK)
+        logger.warning(
+            "%d tokens per rank are no multiple of the scan's %d: its last chunk is short",
+            tokens,
+            CHUNK,
+        )
 
 
-def _check_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> Iterator[str]:
+def _check_tensor(
+    tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]
+) -> Iterator[str]:
     sizes = {
         "the feed-forward's width": config.ffn_hidden,
         "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
@@ -245,7 +259,9 @@ def check_batch(job: JobConfig, ranks: int, pipeline: int, global_batch: int) ->
 def _local_batches(sequences: int, most: int, schedule: str, pipeline: int) -> list[int]:
     """Local batches, up to a size, that a rank's sequences of a step divide into."""
     sizes = range(1, min(most, sequences) + 1)
-    return [n for n in sizes if sequences % n == 0 and runs_with(schedule, pipeline, sequences // n)]
+    return [
+        n for n in sizes if sequences % n == 0 and runs_with(schedule, pipeline, sequences // n)
+    ]
 
 
 @raises_all
@@ -256,8 +272,16 @@ def check_reduction(training: Training, micro_batches: int, pipelined: bool) -> 
             "training.reduce_gradients = micro-batch is not possible with parallelism.pipeline_parallel_degree above 1: "
             "PyTorch's pipeline sums gradients once a step. Set step."
         )
-    if micro_batches > 1 and training.mixed_precision_reduce == "bf16" and training.reduce_gradients == "step":
-        instead = "Set float32" if pipelined else "Set training.reduce_gradients = micro-batch, or float32"
+    if (
+        micro_batches > 1
+        and training.mixed_precision_reduce == "bf16"
+        and training.reduce_gradients == "step"
+    ):
+        instead = (
+            "Set float32"
+            if pipelined
+            else "Set training.reduce_gradients = micro-batch, or float32"
+        )
         yield (
             f"training.mixed_precision_reduce = bf16 with {micro_batches} micro-batches and one reduction a step: FSDP2 would "
             f"add up the micro-batches in bf16, too. {instead}."

@@ -19,7 +19,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 import tyro
@@ -67,17 +77,25 @@ Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 ALIASES = {"debugmodel": "debug"}  # TorchTitan's name for its smallest models -> the size
 Size = Annotated[str, _one_of([*SIZES, *ALIASES])]
 Condition = Annotated[str, _one_of(CONDITIONS)]
-Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
+Conditions = Annotated[
+    list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())
+]
 Folder = Annotated[str, PATH]
 Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
-Steps = Annotated[list[int], Bound("of steps from 1", lambda steps: all(step >= 1 for step in steps))]
+Parts = Annotated[
+    list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))
+]
+Steps = Annotated[
+    list[int], Bound("of steps from 1", lambda steps: all(step >= 1 for step in steps))
+]
 CompileBackend = Annotated[
     str,
     Bound(
         "one that torch.compiler.list_backends(()) names, such as inductor, aot_eager or eager",
-        lambda x: x == "inductor" or x in torch.compiler.list_backends(()),  # the list takes a second to import
+        lambda x: (
+            x == "inductor" or x in torch.compiler.list_backends(())
+        ),  # the list takes a second to import
     ),
 ]
 Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
@@ -184,7 +202,9 @@ class Data:
     validation_corpus: Annotated[Folder, Resume.CONTENT] = ""
     #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: Folder = ""
-    prefetch: Annotated[CountOr0, Resume.FREE] = 4  # Micro-batches that a thread reads ahead; 0: none.
+    prefetch: Annotated[CountOr0, Resume.FREE] = (
+        4  # Micro-batches that a thread reads ahead; 0: none.
+    )
     #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
     #: The paper packs documents and mentions no reset.
     reset_state_at_documents: Annotated[bool, Resume.REFUSED] = False
@@ -235,7 +255,9 @@ class Training:
     #: Sequences per rank in one forward pass (a micro-batch).
     local_batch_size: Annotated[Count, Resume.ROUNDING] = 8
     #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one pass of all ranks.
-    global_batch_size: Annotated[int, Bound("at least 1, or -1 for one pass", lambda x: x >= 1 or x == -1)] = -1
+    global_batch_size: Annotated[
+        int, Bound("at least 1, or -1 for one pass", lambda x: x >= 1 or x == -1)
+    ] = -1
     seq_len: Count = 2048  # Tokens per sequence.
     #: Clip gradients to this norm; inf: never.
     max_norm: Annotated[float, Bound("positive", lambda x: x > 0)] = 1.0
@@ -243,7 +265,9 @@ class Training:
     tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
     #: Stop the run after this many steps in a row that were skipped because the loss or the gradient norm was not finite. Such
     #: steps change nothing. Checked every metrics.log_freq steps.
-    max_skipped_steps: Annotated[Count, OnlyOurs("takes steps that are not finite, or ends at one")] = 10
+    max_skipped_steps: Annotated[
+        Count, OnlyOurs("takes steps that are not finite, or ends at one")
+    ] = 10
     #: Keep weights, gradients and optimizer state in CPU memory.
     enable_cpu_offload: Annotated[bool, Resume.ROUNDING] = False
     #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
@@ -265,7 +289,9 @@ class Parallelism:
 
     RESUME: ClassVar[Resume] = Resume.ROUNDING
     data_parallel_replicate_degree: int = 1  # Replicas of the model.
-    data_parallel_shard_degree: int = -1  # Shards of a replica (FSDP2). -1: all ranks that are left.
+    data_parallel_shard_degree: int = (
+        -1
+    )  # Shards of a replica (FSDP2). -1: all ranks that are left.
     #: Ranks that share every sequence, a contiguous piece each: for sequences that do not fit on one device.
     context_parallel_degree: Count = 1
     #: Ranks that share heads, feed-forward layers and vocabulary, and the tokens between the mixers. Best on one machine.
@@ -276,9 +302,15 @@ class Parallelism:
     pipeline_parallel_schedule: Schedule = "1F1B"
     #: Layers of a stage. The embedding and the head count as the next two settings say. Unset: one stage per rank with 1F1B
     #: and GPipe, two with Interleaved1F1B.
-    pipeline_parallel_layers_per_stage: Annotated[int | None, Bound("at least 1", lambda x: x is None or x >= 1)] = None
-    pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # The first stage has so many layers less (embedding).
-    pipeline_parallel_last_stage_less_layers: CountOr0 = 1  # The last stage has so many layers less (head).
+    pipeline_parallel_layers_per_stage: Annotated[
+        int | None, Bound("at least 1", lambda x: x is None or x >= 1)
+    ] = None
+    pipeline_parallel_first_stage_less_layers: CountOr0 = (
+        1  # The first stage has so many layers less (embedding).
+    )
+    pipeline_parallel_last_stage_less_layers: CountOr0 = (
+        1  # The last stage has so many layers less (head).
+    )
     #: Free a block's gathered weights after its forward pass. default: all blocks but the last; none with a pipeline.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
@@ -298,7 +330,9 @@ class Checkpoint:
     #: async: a thread writes the checkpoint while training goes on.
     async_mode: Literal["disabled", "async"] = "disabled"
     #: Checkpoints to keep beside the milestones, at least 2; 0: all.
-    keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
+    keep_latest_k: Annotated[
+        int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)
+    ] = 10
     #: Steps between two milestones: checkpoints that are never removed, saved even where they are no multiple of interval.
     #: 0: none but keep_steps and the last step of the run.
     keep_every: Annotated[CountOr0, _KEEPS_THE_LATEST] = 0
@@ -316,10 +350,16 @@ class ActivationCheckpoint:
     """[activation_checkpoint]: what the backward pass recomputes, to save memory."""
 
     RESUME: ClassVar[Resume] = Resume.ROUNDING
-    mode: Literal["selective", "full", "none"] = "selective"  # What is recomputed: every block, a part, or nothing.
+    mode: Literal["selective", "full", "none"] = (
+        "selective"  # What is recomputed: every block, a part, or nothing.
+    )
     #: With selective: op recomputes all but matrix products and the scan; a number n every n-th block.
     selective_ac_option: Annotated[
-        str, Bound("op, or a number of blocks from 1", lambda x: x == "op" or bool(re.fullmatch("[1-9][0-9]*", x)))
+        str,
+        Bound(
+            "op, or a number of blocks from 1",
+            lambda x: x == "op" or bool(re.fullmatch("[1-9][0-9]*", x)),
+        ),
     ] = "op"
 
 
@@ -338,7 +378,9 @@ class Comm:
     """[comm]: communication between ranks."""
 
     RESUME: ClassVar[Resume] = Resume.FREE
-    init_timeout_seconds: Count = 300  # Timeout of a collective until the first step is done, in seconds.
+    init_timeout_seconds: Count = (
+        300  # Timeout of a collective until the first step is done, in seconds.
+    )
     train_timeout_seconds: Count = 100  # Timeout of a collective after it, in seconds.
     trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder keeps; 0: none.
     #: fake_backend: simulate NGPU ranks (an environment variable) in one process, to try a configuration.
@@ -363,7 +405,9 @@ class Debug:
     """[debug]: seed and determinism."""
 
     #: Seed of the initial weights and of the data's order.
-    seed: Annotated[int, Bound("a number of 64 bits, from -2^63 to 2^63 - 1", lambda x: -(2**63) <= x < 2**63)] = 42
+    seed: Annotated[
+        int, Bound("a number of 64 bits, from -2^63 to 2^63 - 1", lambda x: -(2**63) <= x < 2**63)
+    ] = 42
     deterministic: bool = False  # Use deterministic algorithms only; this is slower.
 
 
@@ -401,7 +445,9 @@ class JobConfig:
         sections: dict[str, Any] = {}
         for setting, value in values.items():
             section, _, name = setting.partition(".")
-            sections[section] = replace(sections.get(section, getattr(self, section)), **{name: value})
+            sections[section] = replace(
+                sections.get(section, getattr(self, section)), **{name: value}
+            )
         return replace(self, **sections)
 
 
@@ -446,7 +492,9 @@ def _settings() -> dict[str, Setting]:
 SETTINGS = _settings()  # by name, such as "training.steps"
 # The texts of the settings of [mixer] that come from the model.
 MIXER_HELP = {
-    name: f.metadata["text"] for name, f in (MIXER_SETTINGS | EXECUTION_SETTINGS).items() if "text" in f.metadata
+    name: f.metadata["text"]
+    for name, f in (MIXER_SETTINGS | EXECUTION_SETTINGS).items()
+    if "text" in f.metadata
 }
 
 # Settings of TorchTitan that are not ours, and what to do instead. `HONOURED_BY_TORCHTITAN` has those that mean something to
@@ -482,7 +530,9 @@ HONOURED_BY_TORCHTITAN = (
     *("validation.steps", "model.hf_assets_path"),
 )
 # Those of its data, which data.corpus replaces.
-OF_TORCHTITANS_DATA = re.compile(r"(training|validation)\.data|validation\.steps|model\.hf_assets_path")
+OF_TORCHTITANS_DATA = re.compile(
+    r"(training|validation)\.data|validation\.steps|model\.hf_assets_path"
+)
 TORCHTITAN_PATHS = (
     *("training.dataset_path", "validation.dataset_path", "model.hf_assets_path"),
     "profiling.save_memory_snapshot_folder",
@@ -511,7 +561,11 @@ OFF = (
     ("activation_checkpoint.mode", "none", r"activation_checkpoint\."),
     ("parallelism.pipeline_parallel_degree", 1, r"parallelism\.(pipeline_parallel_|module_fqns)"),
     ("parallelism.context_parallel_degree", 1, r"parallelism\.context_parallel_"),
-    ("parallelism.tensor_parallel_degree", 1, r"parallelism\.(disable_loss_parallel|enable_async_tensor)"),
+    (
+        "parallelism.tensor_parallel_degree",
+        1,
+        r"parallelism\.(disable_loss_parallel|enable_async_tensor)",
+    ),
     ("parallelism.expert_parallel_degree", 1, r"parallelism\.expert_"),
 )
 

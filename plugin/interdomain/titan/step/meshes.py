@@ -53,7 +53,9 @@ class Meshes(NamedTuple):
     def first_of_sequences(self) -> bool:
         """True on one of the ranks that share sequences."""
         has_first_tokens = self.context is None or self.context.rank == 0
-        return has_first_tokens and self.tensor.get_local_rank() == self.pipeline.get_local_rank() == 0
+        return (
+            has_first_tokens and self.tensor.get_local_rank() == self.pipeline.get_local_rank() == 0
+        )
 
     def sum_over_model_ranks(self, loss: Tensor) -> Tensor:
         """A loss, summed over the ranks that have shares of it for the same tokens. Collective."""
@@ -86,7 +88,9 @@ def meshes_of(dims: ParallelDims) -> Meshes:
     if dims.cp > 1:
         # No collective runs among the ranks with sequences of their own: a group without buffers serves.
         sizes = (dims.dp_shard, dims.cp)
-        shards = mesh["shards"]._unflatten(0, sizes, ("sequences", "context"), backend_override={"sequences": "fake"})
+        shards = mesh["shards"]._unflatten(
+            0, sizes, ("sequences", "context"), backend_override={"sequences": "fake"}
+        )
         axes["context"] = shards["context"]
     if dims.pp > 1:
         axes["stage"] = mesh[names[1:]]._flatten("stage")

@@ -35,8 +35,12 @@ class Muon(torch.optim.Muon):
             momenta: list[Any] = []
             self._init_group(group, parameters, gradients, momenta)
             updates = (self._update(*pair, group) for pair in zip(gradients, momenta, strict=True))
-            for p, whole in zip(parameters, _orthogonalized(updates, parameters, group), strict=True):
-                part = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
+            for p, whole in zip(
+                parameters, _orthogonalized(updates, parameters, group), strict=True
+            ):
+                part = distribute_tensor(
+                    whole, p.device_mesh, p.placements, src_data_rank=None
+                ).to_local()
                 decayed = p.to_local() * (1 - group["lr"] * group["weight_decay"])
                 rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape)
                 self._assign(p.to_local(), decayed.add_(part, alpha=-rate))
@@ -52,14 +56,18 @@ class Muon(torch.optim.Muon):
         x.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, x, new))
 
 
-def _orthogonalized(updates: Iterator[Tensor], parameters: list[Any], group: dict[str, Any]) -> Iterator[Tensor]:
+def _orthogonalized(
+    updates: Iterator[Tensor], parameters: list[Any], group: dict[str, Any]
+) -> Iterator[Tensor]:
     """Whole matrices, one after the other. Collective.
 
     Args:
         updates: This rank's part of each matrix.
     """
     mesh = parameters[0].device_mesh
-    axes = [mesh[name] for name in mesh.mesh_dim_names if name != "replicas" and mesh[name].size() > 1]
+    axes = [
+        mesh[name] for name in mesh.mesh_dim_names if name != "replicas" and mesh[name].size() > 1
+    ]
     places = list(itertools.product(*(range(axis.size()) for axis in axes)))
     mine = tuple(axis.get_local_rank() for axis in axes)
     for first in range(0, len(parameters), len(places)):
@@ -72,13 +80,17 @@ def _orthogonalized(updates: Iterator[Tensor], parameters: list[Any], group: dic
             whole = part.full_tensor()
             if place == mine:
                 own = whole
-        if mine in together:  # after all gathers: a product between two of them would hold up the second on all ranks
+        if (
+            mine in together
+        ):  # after all gathers: a product between two of them would hold up the second on all ranks
             own = _zeropower_via_newtonschulz(
                 own, group["ns_coefficients"], group["ns_steps"], group["eps"]
             ).contiguous()
         for place, p in together.items():
             device = p.to_local().device
-            result = own if place == mine else torch.empty(p.shape, dtype=torch.bfloat16, device=device)
+            result = (
+                own if place == mine else torch.empty(p.shape, dtype=torch.bfloat16, device=device)
+            )
             for axis, rank in zip(axes, place, strict=True):
                 dist.broadcast(result, group=axis.get_group(), group_src=rank)
             yield result

@@ -92,12 +92,17 @@ class GroupedOptimizers(OptimizersContainer):
         if self.optimizers[0].defaults["fused"]:  # AdamW's, and Muon here decides as it does
             for optimizer in self.optimizers:
                 optimizer.found_inf = skip
-        elif skip is not None and skip.item():  # only the fused implementation can decide on the device
+        elif (
+            skip is not None and skip.item()
+        ):  # only the fused implementation can decide on the device
             return
         super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ours = [{name: value for name, value in group.items() if name != "params"} for group in self.groups]
+        ours = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.groups
+        ]
         super().load_state_dict(state_dict)
         for group, hyperparameters in zip(self.groups, ours, strict=True):
             group.update(hyperparameters)
@@ -123,7 +128,11 @@ class GroupedSchedulers(LRSchedulersContainer):
         for optimizer in optimizers:
             factors = []
             for group in optimizer.param_groups:
-                factors.append(multiple_of_peak(settings, group["lr"], steps=steps, warmup=settings.warmup_steps))
+                factors.append(
+                    multiple_of_peak(
+                        settings, group["lr"], steps=steps, warmup=settings.warmup_steps
+                    )
+                )
             self.schedulers.append(LambdaLR(optimizer, factors))
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,5 +142,7 @@ class GroupedSchedulers(LRSchedulersContainer):
         for scheduler in self.schedulers:
             scheduler.last_epoch = state_dict["last_epoch"]
             groups = scheduler.optimizer.param_groups
-            for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            for group, peak, factor in zip(
+                groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
                 group["lr"] = peak * factor(scheduler.last_epoch)

@@ -29,7 +29,9 @@ class Passes:
 
     together = 1  # micro-batches that `run` takes for validation
 
-    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
+    def __init__(
+        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int
+    ) -> None:
         """Passes through this rank's part of the model.
 
         Args:
@@ -55,7 +57,9 @@ class Passes:
             for i, batch in enumerate(batches):
                 inputs, labels = self._this_ranks_share(batch)
                 if backward and self.plan.accumulation > 1:
-                    model.set_requires_gradient_sync(self.plan.reduces_each or i == self.plan.accumulation - 1)
+                    model.set_requires_gradient_sync(
+                        self.plan.reduces_each or i == self.plan.accumulation - 1
+                    )
                 loss = model(inputs.pop("input"), **inputs, labels=labels)
                 if backward:
                     (loss / self.targets).backward()
@@ -79,7 +83,9 @@ class Passes:
         inputs, labels = batch
 
         def share(x: Tensor) -> Tensor:
-            return shard_of(x.to(self.device, non_blocking=True), self.meshes.context, dim=1).contiguous()
+            return shard_of(
+                x.to(self.device, non_blocking=True), self.meshes.context, dim=1
+            ).contiguous()
 
         return {name: share(x) for name, x in inputs.items()}, share(labels)
 
@@ -87,7 +93,9 @@ class Passes:
 class Stage(PipelineStage):
     """PyTorch's stage, under FSDP2: it sums gradients over the ranks while it goes backward."""
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
         """Sum each layer's gradients while the layers before it go backward. PyTorch begins when all have."""
         if not last_backward:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -105,7 +113,9 @@ class Pipeline(Passes):
     the summed loss itself, in its head.
     """
 
-    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
+    def __init__(
+        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int
+    ) -> None:
         super().__init__(parts, plan, meshes, device, targets)
         self.together = plan.accumulation
         self.losses: list[Tensor] = []
@@ -126,7 +136,9 @@ class Pipeline(Passes):
             inputs = hidden if n else tokens
             outputs = loss if n == last else hidden
             group = meshes.pipeline.get_group()
-            stage: Any = Stage(part, n, last + 1, device, input_args=inputs, output_args=outputs, group=group)
+            stage: Any = Stage(
+                part, n, last + 1, device, input_args=inputs, output_args=outputs, group=group
+            )
             if (
                 dist.get_backend() == "fake"
             ):  # nobody answers PyTorch's question whether all stages have said their shapes
@@ -134,7 +146,9 @@ class Pipeline(Passes):
             stages.append(stage)
         kind: Any = get_schedule_class(plan.schedule)
         local: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self.schedule = kind(local, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
+        self.schedule = kind(
+            local, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False
+        )
 
     def _note(self, loss: Tensor, labels: Tensor) -> Tensor:
         self.losses.append(loss.detach())
@@ -153,7 +167,11 @@ class Pipeline(Passes):
         act = self.schedule.step if backward else self.schedule.eval
         with self._dynamics_once(backward):
             act(*first, **arguments, return_outputs=False)
-        return torch.stack(self.losses).sum() if self.has_last_stage else torch.zeros((), device=self.device)
+        return (
+            torch.stack(self.losses).sum()
+            if self.has_last_stage
+            else torch.zeros((), device=self.device)
+        )
 
 
 def prune_to_stage(model: Transformer, names: Collection[str]) -> None:

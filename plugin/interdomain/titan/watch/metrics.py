@@ -30,18 +30,24 @@ class InterdomainMetrics(MetricsProcessor):
     model_parts: Any  # list[Transformer]
     optimizers: Any  # GroupedOptimizers
 
-    def __init__(self, job: JobConfig, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
+    def __init__(
+        self, job: JobConfig, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes
+    ) -> None:
         # TorchTitan's own curves would be another run after every restart: `begin` opens ours.
         changed = {"metrics.enable_tensorboard": False, "metrics.enable_wandb": False}
         if not sys.stderr.isatty():
-            changed["metrics.disable_color_printing"] = True  # a file or a pipe would show the codes of colours
+            changed["metrics.disable_color_printing"] = (
+                True  # a file or a pipe would show the codes of colours
+            )
         super().__init__(translate(job.changed(changed)), parallel_dims)
         self.logger = LoggerContainer()
         self.job = job
         self.plan = plan
         self.meshes = meshes
         self.num_flops_per_token = plan.flops_per_token
-        self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
+        self.started: tuple[int, float] | None = (
+            None  # (step, time) at the first log, for the remaining time
+        )
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
@@ -50,7 +56,9 @@ class InterdomainMetrics(MetricsProcessor):
         settings, folder = self.job.metrics, Path(self.job.job.dump_folder)
         if settings.enable_tensorboard:
             place = folder / settings.save_tb_folder
-            self.logger.add_logger(user_errors(RunLog)(place, self.plan, self.job, first_step, self.fingerprints))
+            self.logger.add_logger(
+                user_errors(RunLog)(place, self.plan, self.job, first_step, self.fingerprints)
+            )
         if settings.enable_wandb:
             self.logger.add_logger(WandbLog(folder, self.plan, self.job, self.fingerprints))
 
@@ -68,7 +76,8 @@ class InterdomainMetrics(MetricsProcessor):
             "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
-            "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
+            "time_metrics/end_to_end(s)": seconds
+            / steps,  # TorchTitan divides by log_freq, also after the first step
         }
         for name, rate in self.optimizers.rates.items():
             extra[f"lr/{name}"] = rate
@@ -91,13 +100,19 @@ class InterdomainMetrics(MetricsProcessor):
         tokens = f"{step * self.plan.tokens_per_step:,} of {self.plan.tokens:,} tokens"
         logger.info("%5.1f %% of %d steps, %s, %s left", 100 * step / steps, steps, tokens, left)
 
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
         scalars = extra_metrics or {}
-        super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss)} | scalars)
+        super().log_validation(
+            loss, step, {"validation_metrics/perplexity": perplexity(loss)} | scalars
+        )
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
         logger.info("validation perplexity: %.3f", perplexity(loss))
         if scalars:
-            values = ", ".join(f"{tag.partition('/')[2]} {value:.4f}" for tag, value in scalars.items())
+            values = ", ".join(
+                f"{tag.partition('/')[2]} {value:.4f}" for tag, value in scalars.items()
+            )
             logger.info("validation accuracy and loss by position: %s", values)
 
 
@@ -106,7 +121,9 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes) -> dict[str, float]:
+def gradient_norms(
+    optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes
+) -> dict[str, float]:
     """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
 
     Args:
@@ -117,7 +134,9 @@ def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float,
         for p in group["params"]:
             if p.grad is not None:
                 gradients[group["name"]].append(p.grad)
-    clipped = min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_ scaled them
+    clipped = min(
+        1.0, max_norm / (total + 1e-6)
+    )  # as torch.nn.utils.clip_grads_with_norm_ scaled them
     before = (norms(gradients.values(), meshes) / clipped).tolist()
     return {f"grad_norm/{name}": norm for name, norm in zip(gradients, before, strict=True) if norm}
 

@@ -32,8 +32,13 @@ RENAMED = {
 CHARTS = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
-        "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
-        "Validation: answers that are right (corpora that have answers)": ["validation_metrics/accuracy"],
+        "Loss: mean and worst rank": [
+            "loss_metrics/global_avg_loss",
+            "loss_metrics/global_max_loss",
+        ],
+        "Validation: answers that are right (corpora that have answers)": [
+            "validation_metrics/accuracy"
+        ],
         "Gradient norm, before clipping": ["grad_norm"],
         "Gradient norm of the SSM group": ["grad_norm/ssm"],
         "Learning rates": [r"lr/\w+"],
@@ -65,7 +70,12 @@ class RunLog(BaseLogger):
     """
 
     def __init__(
-        self, folder: Path, plan: RunPlan, job: JobConfig, first_step: int, fingerprints: dict[str, str]
+        self,
+        folder: Path,
+        plan: RunPlan,
+        job: JobConfig,
+        first_step: int,
+        fingerprints: dict[str, str],
     ) -> None:
         self.plan = plan
         self.writer: SummaryWriter | None = open_events(folder, first_step, max_queue=1000)
@@ -103,7 +113,10 @@ class RunLog(BaseLogger):
         try:
             yield
         except OSError as e:
-            logger.warning("TensorBoard's events could not be written (%s): the curve ends here, the run goes on.", e)
+            logger.warning(
+                "TensorBoard's events could not be written (%s): the curve ends here, the run goes on.",
+                e,
+            )
             self.writer = None
 
 
@@ -114,7 +127,9 @@ class WandbLog(BaseLogger):
     not the number of the record: Weights & Biases drops records whose number it has had.
     """
 
-    def __init__(self, folder: Path, plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]
+    ) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.plan = plan
@@ -165,7 +180,9 @@ def charts_of(job: JobConfig) -> dict[str, dict[str, list[str]]]:
         begin = 0
         while begin < job.validation.seq_len:
             end = min(2 * begin or 1, job.validation.seq_len)
-            by_position[f"Tokens {begin:,} to {end - 1:,} of the window"] = [rf"validation_position/{begin:04d}-\d+"]
+            by_position[f"Tokens {begin:,} to {end - 1:,} of the window"] = [
+                rf"validation_position/{begin:04d}-\d+"
+            ]
             begin = end
         charts["Validation loss by position"] = by_position
     return charts

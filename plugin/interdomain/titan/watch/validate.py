@@ -33,7 +33,10 @@ def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
     """The number of windows that a validation of so many tokens (0: all) takes of the split."""
     windows = math.ceil(tokens / dataset.seq_len)
     if windows > len(dataset):
-        logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", len(dataset))
+        logger.warning(
+            "validation.tokens is more than the split holds; using all of its %d windows.",
+            len(dataset),
+        )
     if windows == 0 or windows > len(dataset):
         return len(dataset)
     return windows
@@ -50,8 +53,12 @@ class Totals:
     argmax after the true tokens before it.
     """
 
-    def __init__(self, parts: list[Any], meshes: Meshes, dataset: PackedDataset | MixtureDataset) -> None:
-        self.heads = [part.output for part in parts if part.output is not None]  # none on most stages of a pipeline
+    def __init__(
+        self, parts: list[Any], meshes: Meshes, dataset: PackedDataset | MixtureDataset
+    ) -> None:
+        self.heads = [
+            part.output for part in parts if part.output is not None
+        ]  # none on most stages of a pipeline
         for head in self.heads:
             head.scores = []
         self.meshes = meshes
@@ -59,7 +66,9 @@ class Totals:
         # By position: losses and labels; and of answers: right ones and all.
         self.sums = torch.zeros(2, dataset.seq_len + 1, dtype=torch.float64, device=device_here())
         # By document: losses and labels.
-        self.documents = self.sums.new_zeros(2, dataset.num_documents) if by_document(dataset) else None
+        self.documents = (
+            self.sums.new_zeros(2, dataset.num_documents) if by_document(dataset) else None
+        )
 
     def add(self, labels: Tensor, documents: Tensor) -> None:
         """Adds the scores of the pass that was made. Collective among the ranks that share its sequences.
@@ -84,8 +93,12 @@ class Totals:
             self.documents.index_add_(1, documents.to(self.sums.device).flatten(), seen)
         if self.answers:
             begins = counted & ~F.pad(counted[:, :-1], (1, 0))
-            answer = begins.flatten().cumsum(0) * counted.flatten()  # its number, from 1; 0: no answer
-            mistakes = torch.zeros(B * T + 1, device=labels.device).index_add_(0, answer, wrong.flatten())
+            answer = (
+                begins.flatten().cumsum(0) * counted.flatten()
+            )  # its number, from 1; 0: no answer
+            mistakes = torch.zeros(B * T + 1, device=labels.device).index_add_(
+                0, answer, wrong.flatten()
+            )
             self.sums[:, T] += torch.stack([begins.sum() - (mistakes[1:] > 0).sum(), begins.sum()])
 
     def close(self) -> dict[str, float]:
@@ -106,7 +119,9 @@ class Totals:
             end = min(2 * begin or 1, len(losses))
             count = sum(labels[begin:end])
             if count:
-                scalars[f"validation_position/{begin:04d}-{end - 1:04d}"] = sum(losses[begin:end]) / count
+                scalars[f"validation_position/{begin:04d}-{end - 1:04d}"] = (
+                    sum(losses[begin:end]) / count
+                )
             begin = end
         return scalars
 
@@ -153,7 +168,8 @@ class FixedValidator:
         # in another order than without the restart.
         if self.job.compile.enable and step < self.job.training.steps:
             logger.warning(
-                "step %d was saved and not validated, and is not now: with compile.enable, training comes first", step
+                "step %d was saved and not validated, and is not now: with compile.enable, training comes first",
+                step,
             )
             return
         logger.info("step %d was saved and not validated: validating it now", step)
@@ -175,7 +191,9 @@ class FixedValidator:
             self.metrics.ntokens_since_last_log += labels.numel()
             documents = torch.zeros_like(labels)
             if by_document(self.dataset):
-                documents = torch.stack([torch.from_numpy(self.dataset.documents(i)) for i in indices])
+                documents = torch.stack(
+                    [torch.from_numpy(self.dataset.documents(i)) for i in indices]
+                )
             yield (inputs, labels), documents
 
     @torch.no_grad()
@@ -195,7 +213,9 @@ class FixedValidator:
         mean = (loss / totals.sums[1, :-1].sum()).item()  # by labels that count
         self.metrics.log_validation(mean, step, scalars)
         by_document_sums = None if totals.documents is None else totals.documents.tolist()
-        self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY), by_document_sums)
+        self.checkpoints.note_validation(
+            step, mean, perplexity(mean), scalars.get(ACCURACY), by_document_sums
+        )
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
         for part in model_parts:
             for module in part.modules():
