@@ -132,6 +132,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--synthetic-seed", type=int, default=0, help="another seed gives other examples"
     )
 
+    # argparse has no ranges of numbers.
     args = parser.parse_args(argv)
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(
@@ -197,6 +198,7 @@ def write_manifest(
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
     """Makes the corpus of a recall task."""
+    # Sizes that the user does not give are the task's defaults.
     kind = TASKS[args.synthetic]
     sizes = dict(kind.defaults)
     for name in sizes:
@@ -204,9 +206,11 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
         if size is not None:
             sizes[name] = size
     task = kind(**sizes, seed=args.synthetic_seed)
+
     examples = args.synthetic_examples
     validation = round(examples * args.validation_fraction)
     counts = {"validation": validation, "train": examples - validation}
+    # Everything that the corpus is a function of, as the manifest keeps it.
     request = {
         "synthetic": args.synthetic,
         **asdict(task),
@@ -246,6 +250,7 @@ def prepare_text(args: argparse.Namespace) -> None:
     with kept_folder(args.output) as work:
         size = sum(file.size for file in inputs.files)
         print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB)", flush=True)
+        # Listing all spans first finds missing columns before the long work.
         spans = list(list_spans(inputs.files, args.text_field, args.max_bytes))
         if tokenizer is None:
             tokenizer = train_tokenizer(work, args, spans)
@@ -257,6 +262,7 @@ def prepare_text(args: argparse.Namespace) -> None:
             validation_fraction=args.validation_fraction,
         )
         prefixes = encode(cut(spans), encoding, args.workers)
+        # `new_folder` gives the corpus its name at the end.
         with new_folder(args.output) as folder:
             tokenizer.write(folder)
             splits = merge_parts(prefixes, folder, tokenizer.vocab_size, args.shard_tokens)

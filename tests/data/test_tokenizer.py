@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-import tokenizers
 
 from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer
 from interdomain.data.tokenizer import train_sentencepiece
@@ -174,33 +173,18 @@ LLAMA_3 = (  # its pattern: tiktoken's engine needs a stack for spaces in a row,
 )
 
 
-def spaces_for_tiktoken(files, folder):
-    """A tokenizer file, and a text that its library cannot encode."""
-    path = folder / "x.tiktoken"
+def test_a_text_that_the_library_cannot_encode_is_a_bad_document(files, tmp_path, capfd):
+    path = tmp_path / "x.tiktoken"
     shutil.copy(files["tiktoken"], path)
     described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
     path.with_suffix(".json").write_text(json.dumps(described | {"pattern": LLAMA_3}))
-    return path, " " * 1_000_000
-
-
-def unknown_word(files, folder):
-    path = folder / "tokenizer.json"
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2})).save(str(path))
-    path.with_name("tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    return path, "c"
-
-
-@pytest.mark.parametrize(("make", "workers"), [(spaces_for_tiktoken, 2), (unknown_word, 1)])
-def test_a_text_that_the_library_cannot_encode_is_a_bad_document(
-    make, workers, files, tmp_path, capfd
-):
-    path, text = make(files, tmp_path)
-    rows = write_rows(tmp_path, ["a", "b", text, "a"])
-    line = f"--input {rows} --tokenizer {path} --validation-fraction 0 --workers {workers} --output {tmp_path}/out"
+    rows = write_rows(tmp_path, ["a", "b", " " * 1_000_000, "a"])
+    line = f"--input {rows} --tokenizer {path} --validation-fraction 0 --workers 2 --output {tmp_path}/out"
     assert prepare_data.main(line.split()) == 2
     words = "rows.jsonl cannot be read: line 3: the tokenizer cannot encode this text ("
     assert words in capfd.readouterr().err
     assert prepare_data.main([*line.split(), "--leave-out-bad"]) == 0
+    assert "rows.jsonl, line 3: the tokenizer cannot" in capfd.readouterr().err
     tokenizer = load_tokenizer(path)
     made = [document.tolist() for document in TokenCorpus(tmp_path / "out", verify=True).shards[0]]
     assert made == [tokenizer.encode(x, add_eos=True) for x in ("a", "b", "a")]
@@ -266,5 +250,5 @@ def test_what_is_no_tokenizer(files, tmp_path, monkeypatch):
         "requests.get", lambda url: (_ for _ in ()).throw(ConnectionError("no network"))
     )
     for name, message in (("mine", "Unknown encoding mine"), ("cl100k_base", "no network")):
-        with pytest.raises(ValueError, match=f"{message}(.|\n)*TIKTOKEN_CACHE_DIR"):
+        with pytest.raises(ValueError, match=f"TIKTOKEN_CACHE_DIR.*{message}"):
             load_tokenizer(f"tiktoken:{name}")

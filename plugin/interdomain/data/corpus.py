@@ -78,6 +78,7 @@ def sources(source: dict) -> dict[str, list[str]]:
         options = [f"{name} {value}" for name, value in source.items() if name != "synthetic"]
         phrase = f"synthetic {source['synthetic']} ({', '.join(options)})"
         return {"sources": [phrase], "datasets": []}
+    # Inputs are datasets of the hub, the standard library, and files.
     phrases = []
     datasets = []
     files = []
@@ -89,6 +90,7 @@ def sources(source: dict) -> dict[str, list[str]]:
             phrases.append(f"Python {item['stdlib']}'s standard library")
         else:
             files.append(item)
+    # Many files are counted, few are named.
     if len(files) > MAX_NAMED:
         size = sum(item["bytes"] for item in files)
         phrases.append(
@@ -112,7 +114,10 @@ def _prefixes(source: str) -> list[str]:
     if not glob.has_magic(stem):
         return [stem]
     # Either file of a pair names the shard, so that a shard whose .bin is missing is reported and not left out.
-    files = glob.glob(f"{stem}.bin", recursive=True) + glob.glob(f"{stem}.idx", recursive=True)
+    files = [
+        *glob.glob(f"{stem}.bin", recursive=True),
+        *glob.glob(f"{stem}.idx", recursive=True),
+    ]
     if not files:
         raise FileNotFoundError(
             f"No shard matches {source}; expected files like {stem}.bin and {stem}.idx."
@@ -167,6 +172,7 @@ class TokenCorpus:
         self.vocab_size = vocab_size
         self.source = {}
         self.answers: Answers | None = None
+        # A folder is a prepared corpus, anything else names bare shards.
         if os.path.isdir(source):
             self.shards = self._open_folder(Path(source), verify)
         else:
@@ -221,7 +227,9 @@ class TokenCorpus:
     def _bare_fingerprint(self) -> str:
         digest = hashlib.sha256()
         for shard in self.shards:
-            digest.update(f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:".encode())
+            # Reading every token would take too long. Another text of the same sizes has other lengths of documents.
+            description = f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:"
+            digest.update(description.encode())
             with open(shard.idx_path, "rb") as f:
                 digest.update(f.read(65536))
         return digest.hexdigest()
@@ -244,12 +252,14 @@ class TokenCorpus:
         Raises:
             ValueError: An id is outside the vocabulary.
         """
+        # Copy the pieces of all shards that [start, stop) touches.
         out = np.empty(stop - start, np.int64)
         filled = 0
         for number, first, last in self._pieces(start, stop):
             size = last - first
             out[filled : filled + size] = self.shards[number].tokens(first, last)
             filled += size
+        # An id without a row in the embedding would crash a GPU without a message.
         too_large = self.vocab_size is not None and (out >= self.vocab_size).any()
         if too_large or (out < 0).any():
             raise ValueError(

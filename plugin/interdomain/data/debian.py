@@ -40,6 +40,7 @@ ESCAPE = re.compile(
 COMMENT = re.compile(r'\\".*')
 # An argument of a macro, in quotes or bare.
 ARGUMENT = re.compile(r'"((?:[^"]|"")*)"?|((?:\\.|[^ ])+)')
+# Names of characters.
 CHARACTERS = {
     "-": "-",
     "e": "\\",
@@ -94,14 +95,14 @@ def debian_packages(source: str) -> list[Path]:
     folder = Path(source.removeprefix(DEBIAN).removeprefix(":") or DOWNLOADS)
     files = []
     for name, row in package_table().items():
+        # apt-get escapes the colon of a version in the file's name.
         version = row["version"]
-        path = (
-            folder / f"{name}_{version.replace(':', '%3a')}_all.deb"
-        )  # apt-get's name of the file
+        file = f"{name}_{version.replace(':', '%3a')}_all.deb"
+        path = folder / file
         if source == DEBIAN and not path.is_file():
             print(f"downloading the Debian package {name} to {folder}", flush=True)
             folder.mkdir(parents=True, exist_ok=True)
-            # It prints its own errors.
+            # It prints its own errors. If it fails, the file is missing below.
             subprocess.run(["apt-get", "download", "--quiet", f"{name}={version}"], cwd=folder)
         if not path.is_file():
             raise FileNotFoundError(
@@ -133,8 +134,9 @@ def read_package(path: Path) -> Iterator[str]:
             if not wanted or not member.isfile():
                 continue
             content = tar.extractfile(member)
-            assert content is not None
+            assert content is not None  # the member is a file
             data = content.read()
+            # dictd's .dz files are gzip files with an index.
             if file.endswith((".gz", ".dz")):
                 data = gzip.decompress(data)
             for text in _documents(file, data):

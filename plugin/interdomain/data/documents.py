@@ -77,6 +77,7 @@ def documents_in(corpora: Iterable[Any], tokenizer: Any) -> Documents | None:
     Returns:
         The tokens, or None if documents begin or end in several ways.
     """
+    # Collect the first and the last token of many documents.
     first_tokens = set()
     last_tokens = set()
     for corpus in corpora:

@@ -54,19 +54,19 @@ EXCERPT = 200  # characters of a bad row that its error message shows
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the input, or one Hugging Face dataset (which has no path, size or time).
+    """One file of the input, or one Hugging Face dataset.
 
     Attributes:
-        name: Name in the manifest, the same on every machine; of a dataset, `hf:NAME...` as the user wrote it.
+        name: Name in the manifest, which is the same on every machine.
         kind: A key of READERS: the ending before that of a compression, `debian` or `hf:`.
-        path: Where the file is.
-        size: Bytes on the disk.
-        version: Changes with the contents: the time of the last write; of a dataset, the commit on the hub.
+        path: Where the file is. For a dataset `hf:NAME...`, as the user wrote it.
+        size: Bytes on the disk. 0 for a dataset, whose size is not known.
+        version: Changes with the contents: the time of the last write; for a dataset, the commit on the hub.
     """
 
     name: str
     kind: str
-    path: Path = Path()
+    path: Path
     size: int = 0
     version: str = ""
 
@@ -82,8 +82,9 @@ class Span:
 
     Attributes:
         file: The file.
-        start: First byte of JSON lines, or number of a row group of Parquet or of a dataset's file.
-        stop: End of that range, exclusive. None if the file is read as a whole.
+        start: First byte of JSON lines that are not compressed. For Parquet the number of a row group, for a dataset the
+            number of a file. Otherwise 0.
+        stop: End of the bytes of JSON lines that are not compressed. Otherwise None.
         size: Bytes on the disk, exact or estimated.
     """
 
@@ -139,6 +140,7 @@ def documents_of(
     for span in spans:
         file = span.file
         reader = READERS[file.kind]
+        # An error outside of the inner `try` means that the file is damaged: the rows after it cannot be found.
         with _file_named_in_errors(file):
             for i, row in enumerate(reader.rows(span, text_field)):
                 try:
@@ -150,8 +152,9 @@ def documents_of(
                     problem = f"{_place(span, i)}: {e}"
                     if not leave_out_bad:
                         raise ValueError(problem) from e
-                    print(f"left out: {_shown_name(file)}, {problem}", file=sys.stderr)
+                    print(f"left out: {file.path}, {problem}", file=sys.stderr)
                     continue
+                # Outside of `try`, because errors of the caller are not errors of the document.
                 yield document
             # Pieces of two versions of a file must not be joined.
             if file.kind != HUGGING_FACE and _source_file(file.name, file.kind, file.path) != file:
@@ -206,8 +209,9 @@ def find_inputs(inputs: Iterable) -> Inputs:
     for item in map(str, inputs):
         if item.startswith(HUGGING_FACE):
             builder, _ = _dataset(item)
-            files.append(SourceFile(item, HUGGING_FACE, version=str(builder.hash)))
-            described.append({"dataset": item.removeprefix(HUGGING_FACE)})
+            name = item.removeprefix(HUGGING_FACE)
+            files.append(SourceFile(name, HUGGING_FACE, Path(item), version=str(builder.hash)))
+            described.append({"dataset": name})
         elif item == STDLIB:
             for name, path in stdlib_files():
                 files.append(_source_file(name, ".py", path))
@@ -227,7 +231,7 @@ def find_inputs(inputs: Iterable) -> Inputs:
 def _local_files(item: str) -> list[SourceFile]:
     """The files that a path, a glob or a folder names, sorted by name. A folder's files of other kinds are left out."""
     folder = Path(item)
-    named = []
+    named = []  # (name in the manifest, path)
     if folder.is_dir():
         for path in folder.rglob("*"):  # does not follow links to folders
             name = path.relative_to(folder).as_posix()
@@ -257,7 +261,7 @@ def _local_files(item: str) -> list[SourceFile]:
 
 
 def _kind(path: Path) -> str | None:
-    """The kind of a SourceFile by its name, or None for a file that is not read."""
+    """The kind of a file by its name, or None for a file that is not read. `a.jsonl.gz` is of the kind `.jsonl`."""
     if path.suffix.lower() in COMPRESSIONS:
         path = path.with_suffix("")
     kind = path.suffix.lower()
@@ -282,25 +286,27 @@ def list_spans(
     total = 0
     for file in files:
         for span in _spans(file, text_field):
-            if max_bytes is not None and 0 < total > max_bytes - span.size:
+            if max_bytes is not None and total > 0 and total + span.size > max_bytes:
                 return
             total += span.size
             yield span
 
 
 def _spans(file: SourceFile, text_field: str) -> list[Span]:
+    """The spans of one file. A file that can only be read from its start has one span."""
     spans = []
     if file.kind == HUGGING_FACE:
-        _, rows = _dataset(file.name)
+        _, rows = _dataset(str(file.path))
         for i in range(rows.num_shards):
-            spans.append(Span(file, i, i + 1, DATASET_SPAN_BYTES))
+            spans.append(Span(file, i, size=DATASET_SPAN_BYTES))
     elif file.kind == PARQUET:
         with _file_named_in_errors(file):
             metadata = _open_parquet(file.path, text_field).metadata
         for group in range(metadata.num_row_groups):
-            share = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
-            spans.append(Span(file, group, group + 1, share))
-    elif file.path.suffix.lower() in JSON_LINES:  # not compressed
+            # The size is the row group's share of the rows.
+            size = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
+            spans.append(Span(file, group, size=size))
+    elif file.path.suffix.lower() in JSON_LINES:  # not compressed, so any byte can be read
         for start in range(0, file.size, SPAN_BYTES):
             stop = min(start + SPAN_BYTES, file.size)
             spans.append(Span(file, start, stop, stop - start))
@@ -315,19 +321,14 @@ def _file_named_in_errors(file: SourceFile) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, EOFError, zlib.error) as e:
-        raise ValueError(f"{_shown_name(file)} cannot be read: {e}") from e
-
-
-def _shown_name(file: SourceFile) -> str:
-    if file.kind == HUGGING_FACE:
-        return file.name
-    return str(file.path)
+        raise ValueError(f"{file.path} cannot be read: {e}") from e
 
 
 def _place(span: Span, i: int) -> str:
     """Describes row `i` of a span, counted from 0, for an error message; lines and rows of a file count from 1."""
     path = span.file.path
     if span.file.kind in JSON_LINES:
+        # Count the lines of the spans before this one. It takes long, but only once.
         lines_before = 0
         if span.start > 0:
             with open(path, "rb") as f:
@@ -450,6 +451,7 @@ def _dataset(name: str) -> tuple[Any, Any]:
     """
     import datasets
 
+    # Take the name apart, and let the library fill in what is not given.
     source, _, rest = name.removeprefix(HUGGING_FACE).partition(":")
     source, _, revision = source.partition("@")
     config, _, split = rest.partition(":")
@@ -466,7 +468,7 @@ def _dataset(name: str) -> tuple[Any, Any]:
 
 
 def _dataset_rows(span: Span, text_field: str) -> Iterator[Any]:
-    _, rows = _dataset(span.file.name)
+    _, rows = _dataset(str(span.file.path))
     yield from rows.shard(rows.num_shards, span.start)
 
 
@@ -490,6 +492,7 @@ class Reader(NamedTuple):
     text: Callable[[Any, str], str]
 
 
+# The reader of each kind of SourceFile. `_spans` and `_place` know more about some of them.
 READERS = {
     **dict.fromkeys(TEXT, Reader(_whole_file, _decoded)),
     **dict.fromkeys(JSON_LINES, Reader(_lines, _line_text)),

@@ -113,6 +113,7 @@ class Task:
         ids = np.zeros((BLOCK, self.length), np.uint16)
         marks = np.zeros((BLOCK, self.length), np.uint8)
         ids[:, -1] = len(self.words()) + SPECIALS.index("<eos>")
+        # Every block of every split has random numbers of its own.
         draw = Draw(self.seed, 2 * block + SPLITS.index(split))
         self._fill(draw, ids[:, :-1], marks[:, :-1], split)
         return ids, marks
@@ -165,19 +166,21 @@ class MQAR(Task):
             choice[:] = 0
 
         for i, lists in enumerate(possible):
+            # Find the list of each slot, and its place in that list.
             rows = np.flatnonzero(choice == i)
             slot = np.arange(slots)
             slots_per_list = slots // lists
             pairs_per_list = P // lists
-            first_pair = slot // slots_per_list * pairs_per_list  # of the slot's list
-            place = slot % slots_per_list  # of the slot in its list
+            first_pair = slot // slots_per_list * pairs_per_list  # of the list
+            place = slot % slots_per_list
             # The first slots of a list hold its pairs in order. Each later slot asks for one of these, drawn uniformly.
             is_question = place >= pairs_per_list
             drawn = draw.below(pairs_per_list, len(rows), slots)
             pair = first_pair + np.where(is_question, drawn, place)  # [rows, slots]
-            ids[rows] = pairs[rows[:, None], pair].reshape(len(rows), self.length)[:, :-1]
-            # EOS takes the place of the last value.
-            answers = 2 * slot[:-1][is_question[:-1]] + 1
+            # EOS takes the place of the last value, so the last slot has no answer.
+            tokens = pairs[rows[:, None], pair].reshape(len(rows), self.length)
+            ids[rows] = tokens[:, :-1]
+            answers = 2 * np.flatnonzero(is_question[:-1]) + 1
             marks[np.ix_(rows, answers)] = 1
 
 
@@ -211,9 +214,11 @@ class SelectiveCopying(Task):
         n = len(self.words()) - 2
         tokens = draw.below(n, N, P)
         places = np.sort(draw.distinct(width - P - 1, N, P))
-        ids[:] = n  # the noise, `.`
+        # The first part is noise (`.`), with the tokens at their places.
+        ids[:] = n
         ids[np.arange(N)[:, None], places] = tokens
-        ids[:, -P - 1] = n + 1  # `copy`
+        # After `copy` the tokens come again, as the answer.
+        ids[:, -P - 1] = n + 1
         ids[:, -P:] = tokens
         marks[:, -P:] = 1
 
@@ -278,10 +283,12 @@ def write_examples(
     Returns:
         A manifest's records of the shards by split, without empty splits.
     """
+    # Validation comes first, so that its examples can be left out of training.
     splits = {}
     validation_examples = set()
     for split in ("validation", "train"):
-        tokens = ShardWriter(folder / split, len(task.words()) + len(SPECIALS), shard_tokens)
+        vocab_size = len(task.words()) + len(SPECIALS)
+        tokens = ShardWriter(folder / split, vocab_size, shard_tokens)
         answers = ShardWriter(folder / f"{split}{ANSWERS}", 2, shard_tokens, UINT8_CODE)
         for first in range(0, counts[split], BLOCK):
             ids, marks = task.examples(split, first // BLOCK)
@@ -293,8 +300,9 @@ def write_examples(
             tokens.add_documents(ids[wanted].ravel(), lengths)
             answers.add_documents(marks[wanted].ravel(), lengths)
             report(len(drawn))
-        for name, writer in ((split, tokens), (split + ANSWERS, answers)):
-            shards = writer.close()
-            if shards:
-                splits[name] = shards
+        token_shards = tokens.close()
+        answer_shards = answers.close()
+        if token_shards:
+            splits[split] = token_shards
+            splits[split + ANSWERS] = answer_shards
     return splits

@@ -71,6 +71,7 @@ def cut(spans: list[Span]) -> list[Part]:
     """Groups neighbouring spans into about 200 parts, within the limits of their size."""
     total = sum(span.size for span in spans)
     limit = min(LARGEST_PART, max(SMALLEST_PART, total // 200))
+    # A group ends before the span with which it would exceed the limit.
     groups = []
     size = 0
     for span in spans:
@@ -111,6 +112,7 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Pa
         ids = tokenizer.encode(text, add_eos=True)
         return ids, in_validation(text, encoding.validation_fraction)
 
+    # If an error occurs, the writers remove their files.
     with contextlib.ExitStack() as stack:
         writers = []
         for prefix, index in zip(prefixes, indexes, strict=True):
@@ -153,6 +155,7 @@ def encode_parts(
         initializer=_begin_worker,
         initargs=(encoding,),
     )
+    # `map` keeps the order of the parts, whichever is ready first.
     try:
         yield from pool.map(_work, parts)
     except BrokenProcessPool as e:
@@ -165,6 +168,7 @@ def encode_parts(
 
 
 def _begin_worker(encoding: Encoding) -> None:
+    """Runs once in each worker process, before `_work`."""
     global _encoding, _tokenizer
     # Ctrl-C ends a worker at once and without a message; the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -204,6 +208,7 @@ def merge_parts(
         writer = ShardWriter(folder / split, vocab_size, shard_tokens)
         for prefixes in parts:
             encoded = IndexedDataset(prefixes[i])
+            # A part may be larger than the memory, so copy some documents at a time.
             start = 0
             for first in range(0, len(encoded), MERGED_AT_ONCE):
                 lengths = encoded.lengths[first : first + MERGED_AT_ONCE]

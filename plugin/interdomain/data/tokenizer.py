@@ -145,6 +145,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path | str) -> None:
         super().__init__(path, Path(path).read_bytes())
+        # sentencepiece returns negative ids for tokens that do not exist.
         self._processor = sentencepiece.SentencePieceProcessor()
         # The library takes an empty file for a model.
         if not self.data or not self._processor.LoadFromSerializedProto(self.data):
@@ -184,18 +185,17 @@ class SentencePieceTokenizer(Tokenizer):
         # pieces is a merge, and the merges are sorted by the score of the result.
         vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
         normal = {piece.piece for piece in model.pieces if piece.type == NORMAL}
-        merges = []
-        for piece in sorted(model.pieces, key=lambda piece: -piece.score):
+        keyed_merges = []
+        for i, piece in enumerate(model.pieces):
             if piece.piece not in normal:
                 continue
-            splits = []
             for n in range(1, len(piece.piece)):
                 left = piece.piece[:n]
                 right = piece.piece[n:]
                 if left in normal and right in normal:
-                    splits.append((vocab[left], vocab[right], left, right))
-            for _, _, left, right in sorted(splits):
-                merges.append((left, right))
+                    key = (-piece.score, i, vocab[left], vocab[right])
+                    keyed_merges.append((key, (left, right)))
+        merges = [merge for _, merge in sorted(keyed_merges)]
 
         unknown = None
         if self.unk_id is not None:
@@ -328,13 +328,14 @@ class JsonTokenizer(Tokenizer):
 
         data = Path(path).read_bytes()
         self._description = json.loads(data)
-        # The library refuses keys that it does not know.
+        # The library refuses keys that it does not know, so our own key is taken out. A file of Hugging Face does not have it.
         specials = self._description.pop(SPECIALS_KEY, None)
         if specials is None:
             specials = self._named_specials(Path(path).with_name(CONFIG_FILE))
             complete = {**self._description, SPECIALS_KEY: specials}
             data = json.dumps(complete, ensure_ascii=False, indent=1).encode()
         super().__init__(path, data)
+        # Switch off everything that changes the ids of plain text.
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._description))
         self._tokenizer.encode_special_tokens = True  # text that names control tokens is text
         self._tokenizer.no_padding()
@@ -393,6 +394,7 @@ class TiktokenTokenizer(Tokenizer):
         super().__init__(path, self._read(path))
         described = json.loads(self.data)
         specials = described["special_tokens"]
+        # Whisper's files have an empty token, written `=`, which keeps an id free. It decodes to b"".
         ranks = {}
         for line in described["ranks"].splitlines():
             if line:
@@ -471,6 +473,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         FileNotFoundError: There is no such file.
         ValueError: The file is not a tokenizer of one of these kinds.
     """
+    # In a folder, take the first file that is there.
     for name in TOKENIZER_FILES:
         if (Path(path) / name).is_file():
             path = Path(path) / name
@@ -482,6 +485,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
             f"{', '.join(TOKENIZER_FILES)}, or the tokenizer file itself."
         )
 
+    # The name decides the kind; only .json files of two kinds must be told apart by their contents.
     kind = SentencePieceTokenizer
     if by_name or Path(path).suffix == ".tiktoken":
         kind = TiktokenTokenizer
@@ -490,15 +494,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         # A tiktoken.json begins with its format's name.
         if TIKTOKEN_FORMAT.encode() in Path(path).read_bytes()[:100]:
             kind = TiktokenTokenizer
-    try:
-        with library_errors("it cannot be read"):
-            tokenizer = kind(path)
-    except ValueError as e:
-        raise ValueError(
-            f"{path} is not a tokenizer: {e}. Give a sentencepiece .model, a Hugging "
-            f"Face tokenizer.json with its {CONFIG_FILE}, tiktoken's X.tiktoken with X.json beside it "
-            f"({', '.join(TIKTOKEN_FIELDS)}), or {TIKTOKEN_PREFIX}NAME, which needs a network or TIKTOKEN_CACHE_DIR."
-        ) from e
+    with library_errors(
+        f"{path} is not a tokenizer: a sentencepiece .model, a Hugging Face tokenizer.json with its {CONFIG_FILE}, tiktoken's "
+        f"X.tiktoken with X.json beside it ({', '.join(TIKTOKEN_FIELDS)}), or {TIKTOKEN_PREFIX}NAME, which needs a network or "
+        "TIKTOKEN_CACHE_DIR"
+    ):
+        tokenizer = kind(path)
     tokenizer.documents = prepared_documents(tokenizer)
     return tokenizer
 

@@ -50,6 +50,7 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
     contents = json.loads(made.to_str())
     _compare(tokenizer, made, contents["added_tokens"])
 
+    # The control tokens are named by their text.
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     ids = (tokenizer.bos_id, tokenizer.eos_id, padding_id(tokenizer), tokenizer.unk_id)
     for name, token_id in zip(SPECIALS, ids, strict=True):
@@ -108,6 +109,7 @@ def _compare(tokenizer: Tokenizer, made: Any, added_tokens: list[dict]) -> None:
     for pair in itertools.pairwise(PROBES):
         texts.append(" ".join(pair))
 
+    # Compare the ids of each text, and the text that these decode to.
     ids = [tokenizer.encode(text) for text in texts]
     made_encodings = made.encode_batch_fast(texts, add_special_tokens=False)
     made_texts = made.decode_batch(ids)
