@@ -154,12 +154,11 @@ def describe(folder: Path, verb: str, verify: bool = False) -> str:
     """
     manifest = read_manifest(folder)
     tokens = {"validation": 0}
+    # Opening a split compares its files with the manifest.
     for split in manifest["splits"]:
         tokens[split] = TokenCorpus(folder, split, verify=verify).num_tokens
-    return (
-        f"{verb} {folder} ({tokens['train']:,} training tokens, {tokens['validation']:,} validation tokens, "
-        f"vocabulary {manifest['vocab_size']:,})"
-    )
+    counts = f"{tokens['train']:,} training tokens, {tokens['validation']:,} validation tokens"
+    return f"{verb} {folder} ({counts}, vocabulary {manifest['vocab_size']:,})"
 
 
 def write_manifest(
@@ -193,7 +192,8 @@ def write_manifest(
         **further,
         "splits": splits,
     }
-    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    text = json.dumps(manifest, indent=2) + "\n"
+    write_whole(folder / MANIFEST, text.encode())
 
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
@@ -248,8 +248,8 @@ def prepare_text(args: argparse.Namespace) -> None:
 
     # The work is done in a hidden folder, which stays if this process is killed. The corpus appears when it is complete.
     with kept_folder(args.output) as work:
-        size = sum(file.size for file in inputs.files)
-        print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB)", flush=True)
+        megabytes = sum(file.size for file in inputs.files) / 1e6
+        print(f"reading {len(inputs.files):,} files ({megabytes:,.1f} MB)", flush=True)
         # Listing all spans first finds missing columns before the long work.
         spans = list(list_spans(inputs.files, args.text_field, args.max_bytes))
         if tokenizer is None:
@@ -290,7 +290,8 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
     """
     total = sum(part.size for part in parts)
     if workers is None:
-        workers = max(1, min(len(os.sched_getaffinity(0)), total // BYTES_PER_WORKER))
+        cores = len(os.sched_getaffinity(0))
+        workers = max(1, min(cores, total // BYTES_PER_WORKER))
     prefixes = []
     description = f"tokenising (processes: {workers})"
     bar = tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=None)

@@ -92,13 +92,14 @@ def sources(source: dict) -> dict[str, list[str]]:
             files.append(item)
     # Many files are counted, few are named.
     if len(files) > MAX_NAMED:
-        size = sum(item["bytes"] for item in files)
-        phrases.append(
-            f"{len(files):,} files, {files[0]['file']} to {files[-1]['file']} ({size / 1e6:,.1f} MB)"
-        )
+        first = files[0]["file"]
+        last = files[-1]["file"]
+        megabytes = sum(item["bytes"] for item in files) / 1e6
+        phrases.append(f"{len(files):,} files, {first} to {last} ({megabytes:,.1f} MB)")
     else:
         for item in files:
-            phrases.append(f"{item['file']} ({item['bytes'] / 1e6:,.1f} MB)")
+            megabytes = item["bytes"] / 1e6
+            phrases.append(f"{item['file']} ({megabytes:,.1f} MB)")
     if phrases and source.get("max_bytes"):
         phrases.append(f"of these the first {source['max_bytes']:,} bytes")
     return {"sources": phrases, "datasets": list(dict.fromkeys(datasets))}
@@ -194,9 +195,10 @@ class TokenCorpus:
         self.vocab_size = manifest["vocab_size"]
         self.source = manifest.get("source", {})
         if self.split not in manifest["splits"]:
+            names = ", ".join(manifest["splits"])
             raise ValueError(
-                f"{folder} has no split {self.split!r}, it has {', '.join(manifest['splits'])}. Name one of these, or "
-                "prepare the corpus with a larger --validation-fraction."
+                f"{folder} has no split {self.split!r}, it has {names}. Name one of these, or prepare the corpus with a larger "
+                "--validation-fraction."
             )
         if "answers" in manifest and not self.split.endswith(ANSWERS):
             marks = TokenCorpus(folder, self.split + ANSWERS, verify=verify)
@@ -273,7 +275,8 @@ class TokenCorpus:
         """Returns the positions in [start, stop) of the stream at which a document begins: int64, ascending."""
         starts = [np.empty(0, np.int64)]
         for number, first, last in self._pieces(start, stop):
-            starts.append(self.shards[number].document_starts(first, last) + self._starts[number])
+            in_shard = self.shards[number].document_starts(first, last)
+            starts.append(in_shard + self._starts[number])
         return np.concatenate(starts)
 
     def documents(self, start: int, stop: int) -> np.ndarray:

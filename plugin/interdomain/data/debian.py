@@ -130,8 +130,9 @@ def read_package(path: Path) -> Iterator[str]:
     with tarfile.open(fileobj=io.BytesIO(_data_member(path.read_bytes()))) as tar:
         for member in sorted(tar.getmembers(), key=lambda member: member.name):
             file = member.name.removeprefix("./")
-            wanted = _matches(file, row["read"]) and not _matches(file, row.get("leave_out", []))
-            if not wanted or not member.isfile():
+            if not member.isfile() or not _matches(file, row["read"]):
+                continue
+            if _matches(file, row.get("leave_out", [])):
                 continue
             content = tar.extractfile(member)
             assert content is not None  # the member is a file
@@ -208,7 +209,9 @@ def man_text(source: str) -> str:
     parts = []
     in_code = False
     heads_line = False  # whether the next text is a line of its own: a heading, or the word that a paragraph explains
-    lines = iter(source[source.find("\n.TH ") + 1 :].split("\n"))
+    # A page begins with its title, .TH. Before it stand comments and definitions.
+    begin = source.find("\n.TH ") + 1
+    lines = iter(source[begin:].split("\n"))
     for line in lines:
         line = COMMENT.sub("", line)
         macro = ""

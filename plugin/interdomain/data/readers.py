@@ -32,7 +32,9 @@ TEXT = (".txt", ".py", ".md", ".rst")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = ".parquet"
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # pyarrow's names
-FILE_KINDS = f"{' '.join((*TEXT, *JSON_LINES, PARQUET))} files, all but the last also as {' '.join(COMPRESSIONS)}"
+FILE_KINDS = (
+    ".txt .py .md .rst .jsonl .ndjson .json .parquet files, all but the last also as .gz .bz2 .zst"
+)
 
 # Folders and files of the standard library that are tests, build leftovers, or different on each installation.
 STDLIB_EXCLUDED_FOLDERS = {
@@ -338,14 +340,16 @@ def _place(span: Span, i: int) -> str:
         return f"line {lines_before + i + 1}"
     if span.file.kind == PARQUET:
         metadata = _open_parquet(path).metadata
-        rows_before = sum(metadata.row_group(group).num_rows for group in range(span.start))
+        rows_before = 0
+        for group in range(span.start):
+            rows_before += metadata.row_group(group).num_rows
         return f"row {rows_before + i + 1}"
     if span.file.kind == HUGGING_FACE:
         return f"row {i + 1} of the dataset's file {span.start + 1}"
     return f"document {i + 1}"
 
 
-def open_decompressed(path: Path) -> IO[bytes]:
+def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
     """Opens a file for its bytes. Decompresses it if its name ends in one of COMPRESSIONS."""
     ending = path.suffix.lower()
     if ending not in COMPRESSIONS:

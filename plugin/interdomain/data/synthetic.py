@@ -38,8 +38,10 @@ class Draw:
     def below(self, n: int | np.ndarray, *shape: int) -> np.ndarray:
         """Draws integers from [0, n), int64 of the given shape; `n` may be an array that broadcasts to it."""
         # The upper 32 bits are a fraction of 2^32. Its product with n is a number below n * 2^32.
-        fraction = self.bits.random_raw(int(np.prod(shape))).reshape(shape) >> np.uint64(32)
-        return (fraction * np.asarray(n, np.uint64) >> np.uint64(32)).astype(np.int64)
+        bits = self.bits.random_raw(int(np.prod(shape))).reshape(shape)
+        fraction = bits >> np.uint64(32)
+        product = fraction * np.asarray(n, np.uint64)
+        return (product >> np.uint64(32)).astype(np.int64)
 
     def distinct(self, n: int, rows: int, columns: int) -> np.ndarray:
         """Draws integers from [0, n), int64 [rows, columns]. The numbers of a row are different."""
@@ -115,6 +117,7 @@ class Task:
         ids[:, -1] = len(self.words()) + SPECIALS.index("<eos>")
         # Every block of every split has random numbers of its own.
         draw = Draw(self.seed, 2 * block + SPLITS.index(split))
+        # EOS is never an answer.
         self._fill(draw, ids[:, :-1], marks[:, :-1], split)
         return ids, marks
 
@@ -160,7 +163,10 @@ class MQAR(Task):
         # Choose for each example the number of its lists, among those that divide pairs and slots. A slot is two tokens: a key
         # and its value. Validation takes the first, which is one list.
         slots = self.length // 2
-        possible = [lists for lists in (1, 2, 4, 8) if P % lists == slots % lists == 0]
+        possible = []
+        for lists in (1, 2, 4, 8):
+            if P % lists == 0 and slots % lists == 0:
+                possible.append(lists)
         choice = draw.below(len(possible), N)
         if split == "validation":
             choice[:] = 0
@@ -292,7 +298,8 @@ def write_examples(
         answers = ShardWriter(folder / f"{split}{ANSWERS}", 2, shard_tokens, UINT8_CODE)
         for first in range(0, counts[split], BLOCK):
             ids, marks = task.examples(split, first // BLOCK)
-            drawn = [row.tobytes() for row in ids[: counts[split] - first]]
+            missing = counts[split] - first
+            drawn = [row.tobytes() for row in ids[:missing]]
             wanted = [i for i, example in enumerate(drawn) if example not in validation_examples]
             if split == "validation":
                 validation_examples.update(drawn)

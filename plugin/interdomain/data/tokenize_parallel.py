@@ -80,7 +80,10 @@ def cut(spans: list[Span]) -> list[Part]:
             size = 0
         groups[-1].append(span)
         size += span.size
-    return [Part(f"part-{i:05d}", tuple(group)) for i, group in enumerate(groups)]
+    parts = []
+    for i, group in enumerate(groups):
+        parts.append(Part(f"part-{i:05d}", tuple(group)))
+    return parts
 
 
 def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Path]:
@@ -102,8 +105,9 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Pa
         tokenizer.library,
         importlib.metadata.version(tokenizer.library),
     )
-    digest = hashlib.sha256(repr(causes).encode()).hexdigest()[:32]
-    prefixes = [encoding.folder / f"{part.name}-{digest}-{split}" for split in SPLITS]
+    digest = hashlib.sha256(repr(causes).encode()).hexdigest()
+    stem = f"{part.name}-{digest[:32]}"
+    prefixes = [encoding.folder / f"{stem}-{split}" for split in SPLITS]
     indexes = [prefix.with_suffix(".idx") for prefix in prefixes]
     if all(index.exists() for index in indexes):
         return prefixes

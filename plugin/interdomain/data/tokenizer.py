@@ -419,9 +419,11 @@ class TiktokenTokenizer(Tokenizer):
 
             # From tiktoken's cache (TIKTOKEN_CACHE_DIR) or the network.
             encoding = tiktoken.get_encoding(str(path).removeprefix(TIKTOKEN_PREFIX))
+            ranks = encoding._mergeable_ranks
             lines = []
-            for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-                lines.append(f"{base64.b64encode(token).decode()} {rank}\n")
+            for token in sorted(ranks, key=ranks.__getitem__):
+                encoded = base64.b64encode(token).decode()
+                lines.append(f"{encoded} {ranks[token]}\n")
             eos_token = "<|endoftext|>"
             if eos_token not in encoding._special_tokens:
                 eos_token = None
@@ -434,7 +436,8 @@ class TiktokenTokenizer(Tokenizer):
                 "eos_token": eos_token,
             }
         elif Path(path).suffix == ".tiktoken":
-            described = json.loads(Path(path).with_suffix(".json").read_text(encoding="utf-8"))
+            json_file = Path(path).with_suffix(".json")
+            described = json.loads(json_file.read_text(encoding="utf-8"))
             bundle = {"format": TIKTOKEN_FORMAT, "ranks": Path(path).read_text(encoding="ascii")}
             for name in TIKTOKEN_FIELDS:
                 bundle[name] = described.get(name)

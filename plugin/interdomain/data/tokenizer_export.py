@@ -78,7 +78,8 @@ def refuse_in_transformers(folder: Path | str) -> None:
 
 
 def _write_json(path: Path, contents: dict[str, Any]) -> None:
-    write_whole(path, (json.dumps(contents, ensure_ascii=False, indent=1) + "\n").encode())
+    text = json.dumps(contents, ensure_ascii=False, indent=1) + "\n"
+    write_whole(path, text.encode())
 
 
 def padding_id(tokenizer: Tokenizer) -> int | None:
@@ -114,7 +115,9 @@ def _compare(tokenizer: Tokenizer, made: Any, added_tokens: list[dict]) -> None:
     made_encodings = made.encode_batch_fast(texts, add_special_tokens=False)
     made_texts = made.decode_batch(ids)
     for i, text in enumerate(texts):
-        if ids[i] != made_encodings[i].ids or tokenizer.decode(ids[i]) != made_texts[i]:
+        same_ids = made_encodings[i].ids == ids[i]
+        same_text = made_texts[i] == tokenizer.decode(ids[i])
+        if not same_ids or not same_text:
             raise NotImplementedError(
                 f"the conversion differs from the original, for one in the text {text[:40]!r}"
             )
