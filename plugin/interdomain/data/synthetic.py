@@ -27,12 +27,13 @@ UINT8_CODE = 1  # dtype code of uint8 in a shard's index
 
 
 class Draw:
-    """Random numbers from the bits of Philox (Salmon et al., 2011), which are the same in every version of numpy."""
+    """Random numbers from the bits of Philox (Salmon et al., 2011), which are the same in every version of numpy.
+
+    Args:
+        key: Two numbers that choose the sequence.
+    """
 
     def __init__(self, *key: int) -> None:
-        """Args:
-        key: Two numbers that choose the sequence.
-        """
         self.bits = np.random.Philox(key=np.array(key, np.uint64))
 
     def below(self, n: int | np.ndarray, *shape: int) -> np.ndarray:

@@ -61,6 +61,10 @@ class Tokenizer:
     A subclass sets the attributes and implements `_encode` and `decode`. Text that names control tokens, such as `</s>`,
     is encoded as plain text; only `add_eos` adds a control token. Control tokens decode to nothing.
 
+    Args:
+        path: Where the tokenizer was read. For messages, and for other processes that load it.
+        data: Contents of the tokenizer's file: everything that defines it.
+
     Attributes:
         file: Name of the tokenizer's file in a corpus, a checkpoint or an exported model; one of TOKENIZER_FILES.
         library: Package that encodes. Its version decides whether a preparation may continue.
@@ -84,10 +88,6 @@ class Tokenizer:
     documents: Documents
 
     def __init__(self, path: Path | str, data: bytes) -> None:
-        """Args:
-        path: Where the tokenizer was read, for messages.
-        data: Contents of the tokenizer's file: everything that defines it.
-        """
         self.path = Path(path)
         self.data = data
         self.sha256 = hashlib.sha256(data).hexdigest()
