@@ -2,9 +2,10 @@
 
 Turn text, or a made-up recall task, into a prepared corpus.
 
-A prepared corpus is a folder of token ids (Megatron's .bin/.idx files) in a training and a validation split, with the
-tokenizer and a manifest of checksums. The same input gives the same bytes, with any number of worker processes. If the
-command is killed, run it again: it continues where it stopped.
+A prepared corpus is a folder of token ids (Megatron's .bin/.idx files) in a training and a
+validation split, with the tokenizer and a manifest of checksums. The same input gives the same
+bytes, with any number of worker processes. If the command is killed, run it again: it continues
+where it stopped.
 
     interdomain prepare-data --input 'texts/*.jsonl.gz' --vocab-size 32000 --output data/mine
     interdomain prepare-data --input debian --output data/debian
@@ -145,12 +146,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def describe(folder: Path, verb: str, verify: bool = False) -> str:
-    """Returns the result line for a complete corpus. Raises ValueError if its files are not those of the manifest.
+    """Returns the result line for a complete corpus.
 
     Args:
         folder: The corpus.
         verb: First word of the line.
         verify: Compare checksums, and not only sizes.
+
+    Raises:
+        ValueError: The files are not those of the manifest.
     """
     manifest = read_manifest(folder)
     tokens = {"validation": 0}
@@ -246,7 +250,8 @@ def prepare_text(args: argparse.Namespace) -> None:
         )  # raises here, and not for the first document, if there is no EOS
         request["tokenizer"] = {"sha256": tokenizer.sha256}
 
-    # The work is done in a hidden folder, which stays if this process is killed. The corpus appears when it is complete.
+    # The work is done in a hidden folder, which stays if this process is killed. The corpus appears
+    # when it is complete.
     with kept_folder(args.output) as work:
         megabytes = sum(file.size for file in inputs.files) / 1e6
         print(f"reading {len(inputs.files):,} files ({megabytes:,.1f} MB)", flush=True)

@@ -21,7 +21,10 @@ SPECIALS = ["<s>", "<|endoftext|>"]
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """The tokenizer file of each kind, of 600 tokens. tiktoken has bytes and common pairs of bytes; two ids have no token."""
+    """The tokenizer file of each kind, of 600 ids.
+
+    tiktoken's tokens are bytes and common pairs of bytes; two ids have no token.
+    """
     folder = tmp_path_factory.mktemp("kinds")
     model = folder / "tokenizer.model"
     ranks = folder / "ranks.tiktoken"

@@ -1,4 +1,6 @@
-"""Text of Debian packages: the documents of .deb files made here, their check against the table, and a stand-in for apt-get."""
+"""Text of Debian packages: the documents of .deb files made here, their check against the table,
+and a stand-in for apt-get.
+"""
 
 import gzip
 import hashlib
@@ -199,12 +201,14 @@ def test_a_corpus_of_files_at_hand(packages, tmp_path, capsys):
     files[0].unlink()
     assert prepare_data.main([*arguments, "--output", str(tmp_path / "missing")]) == 2
     err = capsys.readouterr().err
-    assert f"{files[0]} is missing. On Debian 12 `apt-get download x-doc=2:1.0-1` gets it" in err
+    assert f"{files[0]} is missing. On Debian 12 `apt-get download x-doc=2:1.0-1` gets" in err
 
 
 @pytest.fixture
 def apt_get(packages, tmp_path, monkeypatch):
-    """A stand-in for apt-get, which notes its arguments and copies from `packages`; in an empty working folder."""
+    """A stand-in for apt-get, which notes its arguments and copies from `packages`; in an empty
+    working folder.
+    """
     program = tmp_path / "bin/apt-get"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncp {packages}/x-doc* .\n')

@@ -1,4 +1,6 @@
-"""Recall tasks: what the tokens before an answer say is the answer, on every example; the same bytes however they are made."""
+"""Recall tasks: what the tokens before an answer say is the answer, on every example; the same
+bytes however they are made.
+"""
 
 import numpy as np
 import pytest
@@ -119,7 +121,9 @@ def test_windows_are_examples_and_their_answers_are_counted_exactly(corpus):
 
 @pytest.mark.parametrize("corpus", ["mqar"], indirect=True)
 def test_mqar_has_lists_of_equal_length(corpus):
-    """Where keys that were not seen before come, in training all numbers of lists, in validation one."""
+    """Where keys that were not seen before come, in training all numbers of lists, in validation
+    one.
+    """
     _, folder = corpus
     found = {"train": set(), "validation": set()}
     for split, layouts in found.items():

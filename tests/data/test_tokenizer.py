@@ -1,4 +1,6 @@
-"""Every kind of tokenizer keeps the same promises: round trips, control tokens, text that arrives token by token."""
+"""Every kind of tokenizer keeps the same promises: round trips, control tokens, text that arrives
+token by token.
+"""
 
 import hashlib
 import io
@@ -77,7 +79,8 @@ def test_a_stream_equals_decode_at_every_length_and_after_every_prompt(any_kind)
         ids = any_kind.encode(text[:150])
         for n in range(len(ids) + 1):
             given, _ = stream(any_kind, ids[:n])
-            # What has been given out stays true: it is a prefix of the final text, without half characters.
+            # What has been given out stays true: it is a prefix of the final text, without half
+            # characters.
             assert text.startswith("".join(given))
             continued, rest = stream(any_kind, ids[n:], after=ids[:n])
             assert "".join([*given, *continued]) + rest == any_kind.decode(ids)
@@ -87,7 +90,9 @@ def test_a_stream_equals_decode_at_every_length_and_after_every_prompt(any_kind)
 
 
 def test_a_stream_of_any_ids_equals_decode(any_kind):
-    """A model may produce anything: broken UTF-8, control tokens in the middle of a character, ids that no token has."""
+    """A model may produce anything: broken UTF-8, control tokens in the middle of a character, ids
+    that no token has.
+    """
     rng = random.Random(0)
     size = any_kind.vocab_size
     broken = [i for i in range(size) if "\ufffd" in any_kind.decode([i])]
@@ -109,7 +114,9 @@ def test_a_stream_of_any_ids_equals_decode(any_kind):
 
 @pytest.mark.parametrize("dropped", [True, False])
 def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, dropped):
-    """sentencepiece's default, of T5 and Llama 1: `decode` drops the spaces that a text begins with, and keeps all others."""
+    """sentencepiece's default, of T5 and Llama 1: `decode` drops the spaces that a text begins
+    with, and keeps all others.
+    """
     text = ["several words of a text, and some more words", "  def f(x):", "a    b"] * 20
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
@@ -147,7 +154,9 @@ def write_rows(folder, texts):
 
 
 def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path):
-    """BOS and EOS stand in a second file where the tokenizer came from; in a corpus they must not be lost."""
+    """BOS and EOS stand in a second file where the tokenizer came from; in a corpus they must not
+    be lost.
+    """
     path = any_kind.write(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [any_kind.file]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == any_kind.sha256

@@ -1,4 +1,6 @@
-"""The folder's tokenizer as transformers loads it, against the original: token for token, over text made to break it."""
+"""The folder's tokenizer as transformers loads it, against the original: token for token, over text
+made to break it.
+"""
 
 import json
 import random
@@ -68,7 +70,8 @@ def test_auto_tokenizer_agrees_token_for_token(exported, monkeypatch):
     assert set(batch) == {"input_ids", "attention_mask"}  # all that the model takes
     assert batch.attention_mask[0][0] == 0  # on the left
     assert batch.input_ids[0][0] == loaded.pad_token_id == tokenizer_export.padding_id(tokenizer)
-    # Here too: the folder as its own kind, and transformers' two files alone, without the original, as a tokenizer.json.
+    # Here too: the folder as its own kind, and transformers' two files alone, without the original,
+    # as a tokenizer.json.
     assert load_tokenizer(folder).sha256 == tokenizer.sha256
     again = load_tokenizer(folder / "tokenizer.json")
     assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)

@@ -1,4 +1,6 @@
-"""From text to a prepared corpus: every kind of file, several processes, kills with SIGKILL, requests that cannot be met."""
+"""From text to a prepared corpus: every kind of file, several processes, kills with SIGKILL,
+requests that cannot be met.
+"""
 
 import bz2
 import contextlib
@@ -161,7 +163,9 @@ if __name__ == "__main__":
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, tmp_path):
-    """SIGKILL until a run comes through; its workers end too; another number of them changes no byte."""
+    """SIGKILL until a run comes through; its workers end too; another number of them changes no
+    byte.
+    """
     line = f"--tokenizer {tokenizer.path} --validation-fraction 0.1 --shard-tokens 10000 --output"
     run = [sys.executable, "-c", PROGRAM, "--input", sources / "rows.jsonl", *line.split()]
     assert subprocess.run([*run, tmp_path / "undisturbed", "--workers", "1"]).returncode == 0
@@ -230,7 +234,9 @@ def stopped(*arguments):
 def test_after_a_correction_nothing_of_the_old_input_is_left(
     kind, trained, tokenizer, tmp_path, monkeypatch
 ):
-    """A preparation that stopped, and continues with inputs of the same names and sizes, ends as one that begins."""
+    """A preparation that stopped, and continues with inputs of the same names and sizes, ends as
+    one that begins.
+    """
     monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
     monkeypatch.setattr(tokenize_parallel, "SMALLEST_PART", 3000)
     same = tmp_path / "same.jsonl"
@@ -350,7 +356,9 @@ def test_bad_files(sources, prepare, tmp_path):
 
 
 def bad_rows(path):
-    """400 documents, of which three are bad: the third is no row, the 101st has no text, the 301st is not UTF-8."""
+    """400 documents, of which three are bad: the third is no row, the 101st has no text, the 301st
+    is not UTF-8.
+    """
     rows = [json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(400)]
     rows[2] = b"{\n"
     rows[100] = b'{"text": null}\n'

@@ -1,21 +1,25 @@
-"""Reads one split of a prepared corpus as one stream of tokens: `TokenCorpus("data/stdlib", "train").read(0, 4097)`.
+"""Reads one split of a prepared corpus as one stream of tokens.
 
-A prepared corpus is a folder with the shards `train-00000.bin/.idx`, ..., `validation-00000.bin/.idx`, ..., the tokenizer
-that made them, and `manifest.json`:
+    TokenCorpus("data/stdlib", "train").read(0, 4097)
+
+A prepared corpus is a folder with the shards `train-00000.bin/.idx`, ... and
+`validation-00000.bin/.idx`, ..., the tokenizer that made them, and `manifest.json`:
 
     {"format": "interdomain-corpus", "format_version": 1,
      "tokenizer": {"file": "tokenizer.model", "sha256": ...}, "vocab_size": 2048, "eos_id": 2,
      "source": {...},             options of prepare-data, and names and sizes of its inputs
-     "answers": {"example_tokens": 256, "per_example": 32},      only if the loss counts answers only
+     "answers": {"example_tokens": 256, "per_example": 32},      if only answers count in the loss
      "splits": {"train": [{"name": "train-00000", "documents": ..., "tokens": ...,
-                           "bin_bytes": ..., "bin_sha256": ..., "idx_bytes": ..., "idx_sha256": ...}, ...],
+                           "bin_bytes": ..., "bin_sha256": ...,
+                           "idx_bytes": ..., "idx_sha256": ...}, ...],
                 "validation": [...]}}
 
-A corpus with answers consists of examples of one length, with the same number of answer tokens in each. Its splits
-`train-answers` and `validation-answers` have one number for every token of `train` and `validation`: 1 for an answer, else 0.
+A corpus with answers consists of examples of one length, with the same number of answer tokens in
+each. Its splits `train-answers` and `validation-answers` have one number for every token of `train`
+and `validation`: 1 for an answer, else 0.
 
-Bare shards of Megatron, NeMo or datatrove are read as well, by prefix or glob. They do not record a tokenizer, so the caller
-gives the vocabulary size.
+Bare shards of Megatron, NeMo or datatrove are read as well, by prefix or glob. They do not record a
+tokenizer, so the caller gives the vocabulary size.
 """
 
 import glob
@@ -114,7 +118,8 @@ def _prefixes(source: str) -> list[str]:
     stem = source.removesuffix(".bin").removesuffix(".idx")
     if not glob.has_magic(stem):
         return [stem]
-    # Either file of a pair names the shard, so that a shard whose .bin is missing is reported and not left out.
+    # Either file of a pair names the shard, so that a shard whose .bin is missing is reported and
+    # not left out.
     files = [
         *glob.glob(f"{stem}.bin", recursive=True),
         *glob.glob(f"{stem}.idx", recursive=True),
@@ -145,7 +150,8 @@ class TokenCorpus:
 
     Args:
         source: Folder of a prepared corpus, or a prefix or a glob of bare .bin/.idx shards.
-        split: Name of a split in the manifest. Bare shards are whatever split the caller takes them for.
+        split: Name of a split in the manifest. For bare shards, any name; it enters the fingerprint
+            of their samples.
         vocab_size: Bound of the ids of bare shards. A prepared corpus has its own.
         verify: Read everything and compare checksums. Sizes are always compared.
 
@@ -153,7 +159,8 @@ class TokenCorpus:
         shards: The shards, in order.
         num_tokens: Tokens of the split.
         num_documents: Documents of the split.
-        fingerprint: sha256 of the manifest; of bare shards, sha256 of their names, sizes and the beginnings of their indexes.
+        fingerprint: sha256 of the manifest; of bare shards, sha256 of their names, sizes and the
+            beginnings of their indexes.
         answers: The answer tokens. None if all tokens count.
         source: The manifest's field "source". Empty for bare shards.
 
@@ -182,7 +189,8 @@ class TokenCorpus:
         if verify:
             for shard in self.shards:
                 shard.verify()
-        # The first token and the first document of each shard in the stream, and the totals at the end.
+        # The first token and the first document of each shard in the stream, and the totals at the
+        # end.
         self._starts = [0, *itertools.accumulate(shard.num_tokens for shard in self.shards)]
         self._first_documents = [0, *itertools.accumulate(map(len, self.shards))]
         self.num_tokens = self._starts[-1]
@@ -204,7 +212,8 @@ class TokenCorpus:
             marks = TokenCorpus(folder, self.split + ANSWERS, verify=verify)
             self.answers = Answers(marks, **manifest["answers"])
 
-        # A run must not train on files that are not those of the manifest. The tokenizer is small enough to be read each time.
+        # A run must not train on files that are not those of the manifest. The tokenizer is small
+        # enough to be read each time.
         tokenizer = manifest["tokenizer"]
         if file_sha256(folder / tokenizer["file"]) != tokenizer["sha256"]:
             raise self._replaced(folder / tokenizer["file"])
@@ -229,7 +238,8 @@ class TokenCorpus:
     def _bare_fingerprint(self) -> str:
         digest = hashlib.sha256()
         for shard in self.shards:
-            # Reading every token would take too long. Another text of the same sizes has other lengths of documents.
+            # Reading every token would take too long. Another text of the same sizes has other
+            # lengths of documents.
             description = f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:"
             digest.update(description.encode())
             with open(shard.idx_path, "rb") as f:
@@ -237,7 +247,7 @@ class TokenCorpus:
         return digest.hexdigest()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (number of the shard, start, stop within it) for every shard that tokens [start, stop) touch."""
+        """Yields (number, start, stop within it) of every shard that tokens [start, stop) touch."""
         assert 0 <= start <= stop <= self.num_tokens
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -272,7 +282,7 @@ class TokenCorpus:
         return out
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Returns the positions in [start, stop) of the stream at which a document begins: int64, ascending."""
+        """Returns the positions in [start, stop) at which a document begins: int64, ascending."""
         starts = [np.empty(0, np.int64)]
         for number, first, last in self._pieces(start, stop):
             in_shard = self.shards[number].document_starts(first, last)
@@ -280,7 +290,7 @@ class TokenCorpus:
         return np.concatenate(starts)
 
     def documents(self, start: int, stop: int) -> np.ndarray:
-        """Returns for each token [start, stop) of the stream the number of its document in the split, int64."""
+        """Returns the number of the document of each token [start, stop), int64."""
         numbers = []
         for number, first, last in self._pieces(start, stop):
             in_shard = self.shards[number].documents(first, last)

@@ -1,8 +1,9 @@
 """Text of Debian packages of open licences: `for text in read_package("manpages", path): ...`.
 
-`debian.toml` names each package with its version, its sha256, its licence and the files in it that are read. Manual pages
-(troff), manuals of GNU info, dictionaries of dictd and plain text become documents, in the order of the files' names. A
-document is left out if it has less than SHORTEST characters, or repeats an earlier one of its package.
+`debian.toml` names each package with its version, its sha256, its licence and the files in it that
+are read. Manual pages (troff), manuals of GNU info, dictionaries of dictd and plain text become
+documents, in the order of the files' names. A document is left out if it has less than SHORTEST
+characters, or repeats an earlier one of its package.
 """
 
 import gzip
@@ -24,7 +25,8 @@ JOINED = 8_000  # characters at which a document takes no further entry of a dic
 
 CHAPTER = re.compile(r"^(?=Chapter \d+[.:] )", re.M)
 DRAWN_TABLE = re.compile(r"^[ \t]*([|│].*[|│]|[+┌├└][-=+─┬┼┴]+[+┐┤┘])\n", re.M)
-# Entries of a dictionary that are no text: its own description, tables of codes and of digits, a licence.
+# Entries of a dictionary that are no text: its own description, tables of codes and of digits, a
+# licence.
 ENTRY_LEFT_OUT = re.compile(
     r"00-database|ASCII character table|bignum|GNU Free Documentation License"
 )
@@ -33,7 +35,8 @@ NODE_LEFT_OUT = re.compile(r"File: .*Node: [^,\n]*(Licen[sc]e|Copying)|[^\0]*\0\
 # Menus and images inside a node.
 NOT_PRINTED = re.compile(r"^\* (Menu:|.*::).*\n|\0\x08\[[^\0]*\0\x08\]", re.M)
 
-# The part of troff that the manual pages use. An escape sequence; one of its groups is the name of a character.
+# The part of troff that the manual pages use. An escape sequence; one of its groups is the name of
+# a character.
 ESCAPE = re.compile(
     r"\\(?:f(?:\(..|\[[^]]*\]|.)|s[-+]?\d|[hvw]'[^']*'|n\(..|\*?(?:\((..)|\[([^]]*)\]|(.))|$)"
 )
@@ -64,7 +67,8 @@ CHARACTERS = {
 }
 # Tables and definitions of macros, which are left out, with the line that ends them.
 LEFT_OUT = {"TS": ".TE", "de": ".."}
-# Macros of fonts. Those of one font put spaces between their arguments, the others alternate fonts without spaces.
+# Macros of fonts. Those of one font put spaces between their arguments, the others alternate fonts
+# without spaces.
 ONE_FONT = ("B", "I")
 FONTS = (*ONE_FONT, "BI", "BR", "IB", "IR", "RB", "RI", "q")
 STARTS_PARAGRAPH = {"SH", "SS", "PP", "sp", "HP", "RS", "RE", "TP", "IP", "nf", "fi", "EX", "EE"}
@@ -74,7 +78,7 @@ HEADS_LINE = ("TP", "TQ", "SH", "SS", "TH")  # the next text is a line of its ow
 
 
 def package_table() -> dict[str, dict]:
-    """Returns the packages by name. Each has version, sha256, licence, and the path patterns read and leave_out."""
+    """Returns the table of packages by name, see debian.toml."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -82,8 +86,8 @@ def debian_packages(source: str) -> list[Path]:
     """Finds the .deb file of every package in the table, and checks it.
 
     Args:
-        source: `debian` for the folder DOWNLOADS, into which apt-get downloads missing files; `debian:FOLDER` for a folder
-            that has all files.
+        source: `debian` for the folder DOWNLOADS, into which apt-get downloads missing files;
+            `debian:FOLDER` for a folder that has all files.
 
     Returns:
         The paths of the files, in the order of the table.
@@ -94,29 +98,34 @@ def debian_packages(source: str) -> list[Path]:
     """
     folder = Path(source.removeprefix(DEBIAN).removeprefix(":") or DOWNLOADS)
     files = []
+    missing = []
     for name, row in package_table().items():
         # apt-get escapes the colon of a version in the file's name.
-        version = row["version"]
-        file = f"{name}_{version.replace(':', '%3a')}_all.deb"
-        path = folder / file
-        if source == DEBIAN and not path.is_file():
-            print(f"downloading the Debian package {name} to {folder}", flush=True)
-            folder.mkdir(parents=True, exist_ok=True)
-            # It prints its own errors. If it fails, the file is missing below.
-            subprocess.run(["apt-get", "download", "--quiet", f"{name}={version}"], cwd=folder)
+        version = row["version"].replace(":", "%3a")
+        path = folder / f"{name}_{version}_all.deb"
+        files.append((path, row["sha256"]))
+        if not path.is_file():
+            missing.append(f"{name}={row['version']}")
+
+    if missing and source == DEBIAN:
+        print(f"downloading {len(missing)} Debian packages to {folder}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # It prints its own errors. If it fails, files are missing below.
+        subprocess.run(["apt-get", "download", "--quiet", *missing], cwd=folder)
+
+    for path, expected in files:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing. On Debian 12 `apt-get download {name}={version}` gets it, after `apt-get update`. If "
-                f"Debian has replaced this version, put the file from its archive of old packages there."
+                f"{path} is missing. On Debian 12 `apt-get download {' '.join(missing)}` gets what is missing, after `apt-get "
+                "update`. If Debian has replaced a version, put the file from its archive of old packages there."
             )
         sha256 = file_sha256(path)
-        if sha256 != row["sha256"]:
+        if sha256 != expected:
             raise ValueError(
-                f"{path} is damaged or another build: its sha256 is {sha256}, it should be {row['sha256']}. Remove the file "
-                "and start again, or put the right one in its place."
+                f"{path} is damaged or another build: its sha256 is {sha256}, it should be {expected}. Remove the file and "
+                "start again, or put the right one in its place."
             )
-        files.append(path)
-    return files
+    return [path for path, _ in files]
 
 
 def read_package(path: Path) -> Iterator[str]:
@@ -153,8 +162,8 @@ def _matches(file: str, patterns: list[str]) -> bool:
 def _data_member(deb: bytes) -> bytes:
     """Returns the tar archive with a package's contents.
 
-    A .deb file is an ar archive: 8 bytes, then members. Each has a header of 60 bytes, its size at byte 48, and begins at an
-    even position.
+    A .deb file is an ar archive: 8 bytes, then members. Each has a header of 60 bytes, its size at
+    byte 48, and begins at an even position.
     """
     position = 8
     while position < len(deb):
@@ -175,7 +184,8 @@ def _documents(file: str, data: bytes) -> list[str]:
         entries = re.split(r"(?<=\n)(?=\S)", text)
         documents = _joined(entry for entry in entries if not ENTRY_LEFT_OUT.match(entry))
     elif "/info/" in file:
-        # A manual of GNU info consists of nodes. The first line of a node has its name and its neighbours.
+        # A manual of GNU info consists of nodes. The first line of a node has its name and its
+        # neighbours.
         bodies = []
         for node in text.split("\x1f\n"):
             if node.startswith("File: ") and not NODE_LEFT_OUT.match(node):
@@ -205,7 +215,10 @@ def _joined(texts: Iterable[str]) -> list[str]:
 
 
 def man_text(source: str) -> str:
-    """Returns the text of a manual page in troff. A paragraph is one line, code keeps its lines, tables are left out."""
+    """Returns the text of a manual page in troff.
+
+    A paragraph becomes one line. Code keeps its lines. Tables are left out.
+    """
     parts = []
     in_code = False
     heads_line = False  # whether the next text is a line of its own: a heading, or the word that a paragraph explains

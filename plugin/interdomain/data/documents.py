@@ -1,7 +1,8 @@
-"""How documents begin and end in the tokens that a model is trained on: `Documents(begin=(1,), end=(2,))`.
+"""How documents begin and end in training data: `Documents(begin=(1,), end=(2,))`.
 
-Loaders differ. `prepare-data` writes a text and EOS; TorchTitan's loader writes BOS, a text and EOS. A model expects the same
-tokens before a text as in training. So a run records them in interdomain.json, under "documents".
+Loaders differ. `prepare-data` writes a text and EOS; TorchTitan's loader writes BOS, a text and
+EOS. A model expects the same tokens before a text as in training. So a run records them in
+interdomain.json, under "documents".
 """
 
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ class Documents:
     Attributes:
         begin: Ids before the text.
         end: Ids after the text.
-        recorded: False if the model's record does not say; then these are the tokens that `prepare-data` writes.
+        recorded: False if the model's record does not say; then these are the tokens that
+            `prepare-data` writes.
     """
 
     begin: tuple[int, ...]
@@ -27,12 +29,12 @@ class Documents:
 
     @property
     def start(self) -> list[int]:
-        """The ids to read before a first text: those that begin a document, or else those that end the document before."""
+        """The ids before a first text: those that begin a document, or else those that end one."""
         return list(self.begin or self.end)
 
     @property
     def stop(self) -> int | None:
-        """The id that shows that a text is over: the first that follows it. None if nothing does."""
+        """The id that shows that a text is over: the first after it. None if there is none."""
         return next(iter(self.end + self.begin), None)
 
     def to_dict(self) -> dict[str, list[int]]:
@@ -41,7 +43,10 @@ class Documents:
 
 
 def prepared_documents(tokenizer: Any, recorded: bool = True) -> Documents:
-    """Returns the tokens that `prepare-data` writes. Without an EOS token, a text can only begin with BOS.
+    """Returns the tokens that `prepare-data` writes.
+
+    A tokenizer without an EOS token cannot prepare data. Then a text begins with BOS, if there is
+    one.
 
     Args:
         tokenizer: A Tokenizer.
@@ -58,7 +63,8 @@ def recorded_documents(run: dict[str, Any], tokenizer: Any) -> Documents:
     """Returns the tokens around documents in the data that trained a model.
 
     Args:
-        run: "run" in the model's record. Old records have no "documents"; then `recorded` is False in the result.
+        run: "run" in the model's record. Old records have no "documents"; then `recorded` is False
+            in the result.
         tokenizer: The model's Tokenizer.
     """
     described = run.get("documents")

@@ -1,10 +1,15 @@
-"""Reads and writes shards of tokens in Megatron's format (MMIDIDX, version 1): `IndexedDataset("data/stdlib/train-00000")`.
+"""Reads and writes shards of tokens in Megatron's format (MMIDIDX, version 1).
 
-A shard is two files, with the same bytes as Megatron-Core, NeMo and datatrove write. All numbers are little-endian:
+    IndexedDataset("data/stdlib/train-00000")[0]
+
+A shard is two files, with the same bytes as Megatron-Core, NeMo and datatrove write. All numbers
+are little-endian:
 
     .bin   token ids back to back, no header
-    .idx   9 B magic "MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 sequences N | u64 documents + 1 = M
-           | i32 length[N], in tokens | i64 offset[N], in bytes | i64 document index[M], in sequences, from 0 to N
+    .idx   9 B magic "MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code
+           | u64 sequences N | u64 documents + 1 = M
+           | i32 length[N], in tokens | i64 offset[N], in bytes
+           | i64 document index[M], in sequences, from 0 to N
 """
 
 import contextlib
@@ -112,7 +117,8 @@ class IndexedDataset:
         self.dtype = np.dtype(DTYPES[code])
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         at = HEADER.size + 12 * n_seq
-        # Views into the map, unaligned as the format has it: read elements and slices, never search them as arrays.
+        # Views into the map, unaligned as the format has it: read elements and slices, never search
+        # them as arrays.
         self.lengths = index[HEADER.size : HEADER.size + 4 * n_seq].view("<i4")
         self.offsets = index[HEADER.size + 4 * n_seq : at].view("<i8")
         self.doc_idx = index[at:].view("<i8")
@@ -129,11 +135,11 @@ class IndexedDataset:
         return self.tokens(self._document_start(document), self._document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Returns the tokens [start, stop) of the shard as one stream, in the shard's dtype, mapped."""
+        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped."""
         return self._tokens[start:stop]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Returns the positions in [start, stop), in tokens of the shard, at which a document begins: int64, ascending."""
+        """Returns the positions in [start, stop) at which a document begins: int64, ascending."""
         # bisect, because numpy's searchsorted would first copy all of the (unaligned) index.
         documents = range(len(self))
         first = bisect_left(documents, start, key=self._document_start)
@@ -159,7 +165,11 @@ class IndexedDataset:
         return int(self.offsets[sequence]) // self.dtype.itemsize
 
     def verify(self) -> None:
-        """Reads the whole index. Raises ValueError unless sequences lie back to back and documents are in their order."""
+        """Reads the whole index, and checks what opening does not.
+
+        Raises:
+            ValueError: Sequences do not lie back to back, or documents are in another order.
+        """
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         back_to_back = len(ends) == 0 or (
             self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:])
@@ -171,10 +181,11 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes documents to `prefix.bin` and `prefix.idx`. A context manager that finalizes if its block succeeds.
+    """Writes documents to `prefix.bin` and `prefix.idx`.
 
-    The index appears last and complete. Files of a killed writer have no index, so they are not a shard, and the next writer
-    of the same prefix overwrites them.
+    It is a context manager, which finalizes the shard if its block succeeds.
+    The index appears last and complete. Files of a killed writer have no index, so they are not a
+    shard, and the next writer of the same prefix overwrites them.
 
     Args:
         prefix: Path without `.bin` or `.idx`.
@@ -251,7 +262,7 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def finalize(self) -> dict:
-        """Flushes both files to the disk, the index last. Returns the shard's record for a manifest."""
+        """Flushes both files to the disk, the index last. Returns the record for a manifest."""
         lengths = np.array(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         index = b"".join(
@@ -298,7 +309,8 @@ class ShardWriter:
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         """Appends documents, as in `IndexedDatasetWriter`."""
         while len(lengths):
-            # Write the documents that fill this shard, or all that are left, and go on with the rest.
+            # Write the documents that fill this shard, or all that are left, and go on with the
+            # rest.
             self.writer = self.writer or IndexedDatasetWriter(
                 f"{self.prefix}-{len(self.records):05d}", *self.options
             )

@@ -1,10 +1,12 @@
 """Reads raw text as documents: `for text in read_documents(["stdlib"]): ...`.
 
-An input is `stdlib` (the sources of Python's standard library, which every machine has), `debian` (text of Debian
-packages), a local file, glob or folder of text, JSON lines or Parquet, or a Hugging Face dataset (`hf:NAME`).
+An input is `stdlib` (the sources of Python's standard library, which every machine has), `debian`
+(text of Debian packages), a local file, glob or folder of text, JSON lines or Parquet, or a Hugging
+Face dataset (`hf:NAME`).
 
-`find_inputs` lists the files. `list_spans` cuts them into spans, which several processes can read. `documents_of` reads
-the documents of spans, always in the same order. The split of a document depends only on its text (`in_validation`).
+`find_inputs` lists the files. `list_spans` cuts them into spans, which several processes can read.
+`documents_of` reads the documents of spans, always in the same order. The split of a document
+depends only on its text (`in_validation`).
 """
 
 import contextlib
@@ -36,7 +38,8 @@ FILE_KINDS = (
     ".txt .py .md .rst .jsonl .ndjson .json .parquet files, all but the last also as .gz .bz2 .zst"
 )
 
-# Folders and files of the standard library that are tests, build leftovers, or different on each installation.
+# Folders and files of the standard library that are tests, build leftovers, or different on each
+# installation.
 STDLIB_EXCLUDED_FOLDERS = {
     "test",
     "tests",
@@ -63,7 +66,8 @@ class SourceFile:
         kind: A key of READERS: the ending before that of a compression, `debian` or `hf:`.
         path: Where the file is. For a dataset `hf:NAME...`, as the user wrote it.
         size: Bytes on the disk. 0 for a dataset, whose size is not known.
-        version: Changes with the contents: the time of the last write; for a dataset, the commit on the hub.
+        version: Changes with the contents: the time of the last write; for a dataset, the commit on
+            the hub.
     """
 
     name: str
@@ -84,8 +88,8 @@ class Span:
 
     Attributes:
         file: The file.
-        start: First byte of JSON lines that are not compressed. For Parquet the number of a row group, for a dataset the
-            number of a file. Otherwise 0.
+        start: First byte of JSON lines that are not compressed. For Parquet the number of a row
+            group, for a dataset the number of a file. Otherwise 0.
         stop: End of the bytes of JSON lines that are not compressed. Otherwise None.
         size: Bytes on the disk, exact or estimated.
     """
@@ -99,8 +103,9 @@ class Span:
 def in_validation(text: str, fraction: float) -> bool:
     """Decides whether a document belongs to the validation split.
 
-    The rule is: SHA-256 of the UTF-8 text, modulo 10,000, is below 10,000 * `fraction`. It uses no seed and no position,
-    so that new documents move no old ones, and copies of a document are in the same split.
+    The rule is: SHA-256 of the UTF-8 text, modulo 10,000, is below 10,000 * `fraction`. It uses no
+    seed and no position, so that new documents move no old ones, and copies of a document are in
+    the same split.
     """
     number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
     return number % 10_000 < round(fraction * 10_000)
@@ -133,16 +138,20 @@ def documents_of(
     Args:
         spans: Spans from `list_spans`.
         text_field: Column, or field of a JSON row, that holds the text.
-        convert: Makes something of a text, for example its ids. A text is bad if `convert` raises ValueError.
-        leave_out_bad: Print bad documents to standard error and go on. Otherwise the first one raises.
+        convert: Makes something of a text, for example its ids. A text is bad if `convert` raises
+            ValueError.
+        leave_out_bad: Print bad documents to standard error and go on. Otherwise the first one
+            raises.
 
     Raises:
-        ValueError: A document is bad, a file is damaged, or a file changed since `find_inputs`. The message names it.
+        ValueError: A document is bad, a file is damaged, or a file changed since `find_inputs`. The
+            message names it.
     """
     for span in spans:
         file = span.file
         reader = READERS[file.kind]
-        # An error outside of the inner `try` means that the file is damaged: the rows after it cannot be found.
+        # An error outside of the inner `try` means that the file is damaged: the rows after it
+        # cannot be found.
         with _file_named_in_errors(file):
             for i, row in enumerate(reader.rows(span, text_field)):
                 try:
@@ -166,7 +175,10 @@ def documents_of(
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """Returns the embedded corpus as (name, path), sorted by name: Python's standard library without tables of characters."""
+    """Returns the embedded corpus as (name, path), sorted by name.
+
+    It is the source code of Python's standard library, without tables of characters.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in root.rglob("*.py"):
@@ -187,8 +199,10 @@ class Inputs(NamedTuple):
     """The files that inputs name.
 
     Attributes:
-        files: The files in reading order: inputs as the user gave them, each glob and folder sorted by name.
-        described: Their description in the manifest. It has no folders, so it is the same on every machine.
+        files: The files in reading order: inputs as the user gave them, each glob and folder sorted
+            by name.
+        described: Their description in the manifest. It has no folders, so it is the same on every
+            machine.
     """
 
     files: list[SourceFile]
@@ -199,11 +213,13 @@ def find_inputs(inputs: Iterable) -> Inputs:
     """Lists the files that inputs name.
 
     Args:
-        inputs: `stdlib`, `debian`, `debian:FOLDER`, `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`, paths, folders and globs.
+        inputs: `stdlib`, `debian`, `debian:FOLDER`, `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`, paths,
+            folders and globs.
 
     Raises:
         FileNotFoundError: An input names no file.
-        ValueError: A file is of another kind, a dataset cannot be opened, or a Debian package is not the right one.
+        ValueError: A file is of another kind, a dataset cannot be opened, or a Debian package is
+            not the right one.
     """
     _dataset.cache_clear()  # datasets may have changed since an earlier call in this process
     files = []
@@ -231,7 +247,10 @@ def find_inputs(inputs: Iterable) -> Inputs:
 
 
 def _local_files(item: str) -> list[SourceFile]:
-    """The files that a path, a glob or a folder names, sorted by name. A folder's files of other kinds are left out."""
+    """The files that a path, a glob or a folder names, sorted by name.
+
+    A folder's hidden files, and files of other kinds, are left out.
+    """
     folder = Path(item)
     named = []  # (name in the manifest, path)
     if folder.is_dir():
@@ -263,7 +282,7 @@ def _local_files(item: str) -> list[SourceFile]:
 
 
 def _kind(path: Path) -> str | None:
-    """The kind of a file by its name, or None for a file that is not read. `a.jsonl.gz` is of the kind `.jsonl`."""
+    """The kind of a file: `.jsonl` for `a.jsonl.gz`, None for a file that is not read."""
     if path.suffix.lower() in COMPRESSIONS:
         path = path.with_suffix("")
     kind = path.suffix.lower()
@@ -280,7 +299,8 @@ def list_spans(
     Args:
         files: Files from `find_inputs`.
         text_field: Column that Parquet files must have.
-        max_bytes: Stop before the span with which their sizes would exceed this. The first span always comes.
+        max_bytes: Stop before the span with which their sizes would exceed this. The first span
+            always comes.
 
     Raises:
         ValueError: A Parquet file lacks the column.
@@ -327,7 +347,10 @@ def _file_named_in_errors(file: SourceFile) -> Iterator[None]:
 
 
 def _place(span: Span, i: int) -> str:
-    """Describes row `i` of a span, counted from 0, for an error message; lines and rows of a file count from 1."""
+    """Says where row `i` of a span stands in its file, for an error message.
+
+    `i` counts from 0. Lines and rows in the message count from 1.
+    """
     path = span.file.path
     if span.file.kind in JSON_LINES:
         # Count the lines of the spans before this one. It takes long, but only once.
@@ -354,12 +377,14 @@ def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
     ending = path.suffix.lower()
     if ending not in COMPRESSIONS:
         return open(path, "rb")
-    # The libraries read an empty file as no text, but each format has a header: a copy or a download has failed.
+    # The libraries read an empty file as no text, but each format has a header: a copy or a
+    # download has failed.
     if path.stat().st_size == 0:
         raise ValueError("the file is empty, which no compressed file is.")
     if ending == ".gz":
         return gzip.open(path)
-    # Not bz2.open: where it cannot decompress what follows the first stream, it reports the end of the file.
+    # Not bz2.open: where it cannot decompress what follows the first stream, it reports the end of
+    # the file.
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[ending]))
@@ -401,7 +426,15 @@ def _line_text(line: bytes, text_field: str) -> str:
 
 
 def row_text(row: object, text_field: str) -> str:
-    """Returns the text of a row (a dict). Raises ValueError if it has none, or one that is not Unicode."""
+    """Returns the text of a row.
+
+    Args:
+        row: A dict; other objects are bad rows.
+        text_field: Key of the text.
+
+    Raises:
+        ValueError: There is no text, or it is not Unicode.
+    """
     text = None
     if isinstance(row, dict):
         text = row.get(text_field)
@@ -448,7 +481,8 @@ def _dataset(name: str) -> tuple[Any, Any]:
     """Opens `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`; NAME may be a local folder.
 
     Returns:
-        The builder and the stream of rows, objects of the `datasets` library. Its "shards" are the dataset's files.
+        The builder and the stream of rows, objects of the `datasets` library. Its "shards" are the
+        dataset's files.
 
     Raises:
         ValueError: The dataset cannot be opened.

@@ -1,11 +1,12 @@
 """Packs tokens into training samples, in a random order that is computed and not stored.
 
-`PackedDataset(corpus, seq_len=4096, seed=42)[g]` is sample g of one corpus. `MixtureDataset([code, web], [0.3, 0.7])[g]` is
-sample g of several, mixed by weight.
+`PackedDataset(corpus, seq_len=4096, seed=42)[g]` is sample g of one corpus. `MixtureDataset([code,
+web], [0.3, 0.7])[g]` is sample g of several, mixed by weight.
 
-Sample g depends only on (corpora, weights, seq_len, seed, g): not on the number of ranks or worker processes, and not on the
-samples that were read before. So one integer, the number of consumed samples, resumes a run on any number of ranks. With B
-samples per step, the ranks share the samples [s * B, (s + 1) * B) of global step s in any way.
+Sample g depends only on (corpora, weights, seq_len, seed, g): not on the number of ranks or worker
+processes, and not on the samples that were read before. So one integer, the number of consumed
+samples, resumes a run on any number of ranks. With B samples per step, the ranks share the samples
+[s * B, (s + 1) * B) of global step s in any way.
 """
 
 import hashlib
@@ -24,8 +25,9 @@ LONGEST_PATTERN = 1_000_000  # samples after which the order of a mixture's corp
 class FeistelPermutation:
     """A bijection of [0, n) that a key chooses: `FeistelPermutation(n, key)(i)` is the place of i.
 
-    An alternating Feistel network permutes the next power of two. A result that is not below n is permuted again, fewer than
-    two times on average. The memory does not depend on n. The order looks random; it is not meant for cryptography.
+    An alternating Feistel network permutes the next power of two. A result that is not below n is
+    permuted again, fewer than two times on average. The memory does not depend on n. The order
+    looks random; it is not meant for cryptography.
 
     Args:
         n: Number of elements.
@@ -38,7 +40,8 @@ class FeistelPermutation:
         assert n > 0
         bits = max(4, (n - 1).bit_length())  # with halves of one bit, some orders would never occur
         self.n = n
-        # An index is split into its low and its high bits. Each round changes one of them by a function of the other.
+        # An index is split into its low and its high bits. Each round changes one of them by a
+        # function of the other.
         self.low_bits = bits // 2
         self.low_mask = (1 << self.low_bits) - 1
         self.high_mask = (1 << (bits - self.low_bits)) - 1
@@ -56,7 +59,8 @@ class FeistelPermutation:
             low = i & low_mask
             high = i >> low_bits
             for even, odd in self.key_pairs:
-                # Multiply, fold, multiply: the upper half of the product depends on every bit of the other half and the key.
+                # Multiply, fold, multiply: the upper half of the product depends on every bit of
+                # the other half and the key.
                 x = (high ^ even) * 0x9E3779B97F4A7C15 & MASK64
                 low ^= ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & MASK64) >> 32 & low_mask
                 x = (low ^ odd) * 0x9E3779B97F4A7C15 & MASK64
@@ -67,13 +71,14 @@ class FeistelPermutation:
 
 
 class PackedDataset:
-    """Windows of seq_len + 1 consecutive tokens (inputs and their next tokens) of a corpus's stream.
+    """Windows of seq_len + 1 consecutive tokens of a corpus: inputs and their next tokens.
 
-    Windows tile the stream with stride seq_len, so that a token is a target once per epoch. They run across the bounds of
-    documents and shards. A last window that is not full is dropped.
+    Windows tile the stream with stride seq_len, so that a token is a target once per epoch. They
+    run across the bounds of documents and shards. A last window that is not full is dropped.
 
-    Indices are global and have no end: index g is sample g % n of epoch g // n (n = samples_per_epoch), and every epoch has
-    an order of its own. Validation reads with `shuffle=False` at indices 0, 1, ...: the same tokens each time.
+    Indices are global and have no end: index g is sample g % n of epoch g // n (n =
+    samples_per_epoch), and every epoch has an order of its own. Validation reads with
+    `shuffle=False` at indices 0, 1, ...: the same tokens each time.
 
     Args:
         corpus: A TokenCorpus.
@@ -82,16 +87,19 @@ class PackedDataset:
         shuffle: False for the order of the stream.
 
     Attributes:
-        first: The index that sample 0 has in the order. A loader sets it to continue where an earlier run stopped.
+        first: The index that sample 0 has in the order. A loader sets it to continue where an
+            earlier run stopped.
         samples_per_epoch: Windows in the corpus.
         targets: Labels of a sample that count in the loss.
-        fingerprint: SHA-256 of corpus, seq_len and order. A checkpoint keeps it with the number of consumed samples.
+        fingerprint: SHA-256 of corpus, seq_len and order. A checkpoint keeps it with the number of
+            consumed samples.
         made_of: The values behind the fingerprint, so that an error can say which of them differs.
         num_tokens: Tokens of the corpus.
         num_documents: Documents of the corpus.
 
     Raises:
-        ValueError: The corpus is shorter than one window, or windows would have different numbers of answers.
+        ValueError: The corpus is shorter than one window, or windows would have different numbers
+            of answers.
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
@@ -111,7 +119,8 @@ class PackedDataset:
                 f"{seq_len + 1:,}. Take a shorter sequence length or prepare more text"
                 + (" (a larger --validation-fraction)." if corpus.split == "validation" else ".")
             )
-        # Every sample must have the same number of labels that count: the loss of a step is a mean over them.
+        # Every sample must have the same number of labels that count: the loss of a step is a mean
+        # over them.
         answers = corpus.answers
         self.targets = seq_len
         if answers is not None:
@@ -148,7 +157,7 @@ class PackedDataset:
         return [consumed]
 
     def epochs(self, consumed: int) -> list[float]:
-        """Returns the epochs of each corpus that are read after `consumed` samples, including those before `first`."""
+        """Returns the epochs that are read of each corpus after `consumed` samples."""
         counts = zip(self.counts(consumed), self.parts, strict=True)
         return [(part.first + count) / len(part) for count, part in counts]
 
@@ -172,19 +181,22 @@ class PackedDataset:
         return self.corpus.read(start, start + self.seq_len + 1)
 
     def counted(self, g: int) -> np.ndarray | None:
-        """Returns a mask of the labels of sample g that count in the loss (its answers), bool [seq_len]. None if all count."""
+        """Returns a mask of the labels of sample g that count in the loss, bool [seq_len].
+
+        These are the answers. None means that all labels count.
+        """
         if self.corpus.answers is None:
             return None
         start = self._start(g) + 1
         return self.corpus.answers.marks.read(start, start + self.seq_len) > 0
 
     def document_starts(self, g: int) -> np.ndarray:
-        """Returns the positions in sample g, from 0 to seq_len, at which a document begins: int64, ascending."""
+        """Returns the positions in sample g at which a document begins: int64, ascending."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
 
     def documents(self, g: int) -> np.ndarray:
-        """Returns for each label of sample g the number of its document, int64 [seq_len], below `num_documents`."""
+        """Returns the number of the document of each label of sample g, int64 [seq_len]."""
         start = self._start(g) + 1
         return self.corpus.documents(start, start + self.seq_len)
 
@@ -193,9 +205,10 @@ class PackedDataset:
         return np.stack([self[g] for g in indices])
 
     def positions(self, g: int) -> np.ndarray:
-        """Returns for each input of sample g the number of tokens of its document before it in the sample, int32 [seq_len].
+        """Returns the position of each input of sample g in its document, int32 [seq_len].
 
-        A document that began before the sample counts from the start of the sample, because the model does not see the rest.
+        A document that began before the sample counts from the start of the sample, because the
+        model does not see the rest.
         """
         starts = self.document_starts(g)
         last_start = np.zeros(self.seq_len, np.int32)
@@ -205,7 +218,9 @@ class PackedDataset:
 
 
 def exact_weights(weights: Sequence[float]) -> list[Fraction]:
-    """Returns weights that sum to 1. They are exact in decimal: 0.1 is a tenth, not the nearest binary fraction.
+    """Returns the weights divided by their sum.
+
+    They are exact in decimal: 0.1 is a tenth, not the nearest binary fraction.
 
     Raises:
         ValueError: A weight is not a positive number.
@@ -222,11 +237,12 @@ def exact_weights(weights: Sequence[float]) -> list[Fraction]:
 
 
 def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
-    """Returns the shortest sequence of corpora (their numbers, uint16) with exactly these proportions.
+    """Returns the shortest sequence of corpus numbers (uint16) with exactly these proportions.
 
-    Among the first n places, corpus c has floor(n w_c) or ceil(n w_c). For this, its j-th place must have an index n with
-    floor((j - 1) / w_c) <= n < ceil(j / w_c). The upper bound is the deadline of that place. Each index goes to the corpus
-    with the earliest deadline, which meets all deadlines.
+    Among the first n places, corpus c has floor(n w_c) or ceil(n w_c). For this, its j-th place
+    must have an index n with floor((j - 1) / w_c) <= n < ceil(j / w_c). The upper bound is the
+    deadline of that place. Each index goes to the corpus with the earliest deadline, which meets
+    all deadlines.
 
     Args:
         weights: Proportions that sum to 1.
@@ -257,7 +273,7 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
 
 
 def counts_in(pattern: np.ndarray, consumed: int) -> list[int]:
-    """Returns the number of samples of each corpus among the first `consumed` of a repeated pattern.
+    """Returns the samples of each corpus among the first `consumed` of a repeated pattern.
 
     Args:
         pattern: Result of `fair_pattern`.
@@ -275,14 +291,16 @@ class MixtureDataset(PackedDataset):
     Among any first n samples, a corpus has n * weight, within one sample.
 
     Args:
-        datasets: PackedDatasets of one sequence length. Each goes through its own epochs in its own order.
+        datasets: PackedDatasets of one sequence length. Each goes through its own epochs in its own
+            order.
         weights: Shares of the samples, and so of the tokens. Positive; they need not sum to 1.
 
     Attributes:
         samples_per_epoch: Samples before the first corpus begins again.
 
     Raises:
-        ValueError: The weights are not positive, or not one for each dataset, or a corpus has answers.
+        ValueError: The weights are not positive, or not one for each dataset, or a corpus has
+            answers.
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
@@ -305,8 +323,8 @@ class MixtureDataset(PackedDataset):
             *itertools.accumulate(dataset.num_documents for dataset in self.datasets),
         ]
         self.num_documents = self._first_documents[-1]
-        # The pattern repeats for ever. For `locate`, count the places of each corpus in it, and before each place those of the
-        # same corpus.
+        # The pattern repeats for ever. For `locate`, count the places of each corpus in it, and
+        # before each place those of the same corpus.
         self._pattern = fair_pattern(self.weights)
         self._per_pattern = np.bincount(self._pattern, minlength=len(self.datasets)).tolist()
         self._count_before = np.empty(len(self._pattern), np.int64)
@@ -324,7 +342,7 @@ class MixtureDataset(PackedDataset):
         }
 
     def locate(self, g: int) -> tuple[int, int]:
-        """Returns the number of the corpus that sample g comes from, and the sample's index in that dataset."""
+        """Returns the number of the dataset that sample g comes from, and the index in it."""
         assert g >= 0
         repetition, place = divmod(int(g), len(self._pattern))
         c = int(self._pattern[place])

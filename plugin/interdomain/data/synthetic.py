@@ -1,8 +1,10 @@
-"""Makes recall tasks that a small model learns in minutes: `MQAR(length=64, items=8, vocab=34).examples("train", 0)`.
+"""Makes recall tasks that a small model learns in minutes.
 
-An example is one document of `length` tokens, the last of which is EOS. So a window of that length is an example. All
-examples of a task have the same number of answer tokens. Examples depend only on the task and the split, and are the same on
-every machine.
+    MQAR(length=64, items=8, vocab=34).examples("train", 0)
+
+An example is one document of `length` tokens, the last of which is EOS. So a window of that length
+is an example. All examples of a task have the same number of answer tokens. Examples depend only on
+the task and the split, and are the same on every machine.
 
 Shapes: N examples of a block, T tokens of an example, P items of an example.
 """
@@ -27,7 +29,7 @@ UINT8_CODE = 1  # dtype code of uint8 in a shard's index
 
 
 class Draw:
-    """Random numbers from the bits of Philox (Salmon et al., 2011), which are the same in every version of numpy.
+    """Random numbers from Philox (Salmon et al., 2011), the same in every version of numpy.
 
     Args:
         key: Two numbers that choose the sequence.
@@ -37,7 +39,7 @@ class Draw:
         self.bits = np.random.Philox(key=np.array(key, np.uint64))
 
     def below(self, n: int | np.ndarray, *shape: int) -> np.ndarray:
-        """Draws integers from [0, n), int64 of the given shape; `n` may be an array that broadcasts to it."""
+        """Draws int64 from [0, n), of the given shape, to which `n` may broadcast."""
         # The upper 32 bits are a fraction of 2^32. Its product with n is a number below n * 2^32.
         bits = self.bits.random_raw(int(np.prod(shape))).reshape(shape)
         fraction = bits >> np.uint64(32)
@@ -124,14 +126,18 @@ class Task:
 
 
 class MQAR(Task):
-    """Multi-query associative recall (Arora et al., 2023, "Zoology"): `k3 v7 k1 v2 ... k1 v2 k3 v7 k1 v2 ... <eos>`.
+    """Multi-query associative recall (Arora et al., 2023, "Zoology").
 
-    First come P pairs of a key and its value. Then come keys, each with its value, which is the answer. Keys and values of an
-    example are distinct. The keys are drawn uniformly, so that every second token is an answer; the published task has each
-    key once, after gaps from a power law, with random tokens between.
+    An example is `k3 v7 k1 v2 ... k1 v2 k3 v7 k1 v2 ... <eos>`.
 
-    A training example consists of 1, 2, 4 or 8 such lists of equal length, with P pairs in all. Short lists are learned first,
-    as in the published mixture of lengths. A validation example is one list.
+    First come P pairs of a key and its value. Then come keys, each with its value, which is the
+    answer. Keys and values of an example are distinct. The keys are drawn uniformly, so that every
+    second token is an answer; the published task has each key once, after gaps from a power law,
+    with random tokens between.
+
+    A training example consists of 1, 2, 4 or 8 such lists of equal length, with P pairs in all.
+    Short lists are learned first, as in the published mixture of lengths. A validation example is
+    one list.
     """
 
     defaults: ClassVar = dict(length=64, items=8, vocab=34)
@@ -161,8 +167,8 @@ class MQAR(Task):
         values = n + draw.distinct(n, N, P)
         pairs = np.stack([keys, values], axis=2)  # [N, P, 2]
 
-        # Choose for each example the number of its lists, among those that divide pairs and slots. A slot is two tokens: a key
-        # and its value. Validation takes the first, which is one list.
+        # Choose for each example the number of its lists, among those that divide pairs and slots.
+        # A slot is two tokens: a key and its value. Validation takes the first, which is one list.
         slots = self.length // 2
         possible = []
         for lists in (1, 2, 4, 8):
@@ -180,7 +186,8 @@ class MQAR(Task):
             pairs_per_list = P // lists
             first_pair = slot // slots_per_list * pairs_per_list  # of the list
             place = slot % slots_per_list
-            # The first slots of a list hold its pairs in order. Each later slot asks for one of these, drawn uniformly.
+            # The first slots of a list hold its pairs in order. Each later slot asks for one of
+            # these, drawn uniformly.
             is_question = place >= pairs_per_list
             drawn = draw.below(pairs_per_list, len(rows), slots)
             pair = first_pair + np.where(is_question, drawn, place)  # [rows, slots]
@@ -194,7 +201,8 @@ class MQAR(Task):
 class SelectiveCopying(Task):
     """Selective copying (Gu & Dao, 2023, "Mamba"): `. . t3 . t0 . . . t7 copy t3 t0 t7 <eos>`.
 
-    All tokens after `copy` are one answer. The P tokens are drawn with replacement, their places without.
+    All tokens after `copy` are one answer. The P tokens are drawn with replacement, their places
+    without.
     """
 
     defaults: ClassVar = dict(length=256, items=16, vocab=20)
@@ -234,7 +242,9 @@ TASKS: dict[str, type[Task]] = {"mqar": MQAR, "selective-copying": SelectiveCopy
 
 
 def tokenizer_json(words: list[str]) -> bytes:
-    """Returns a `hf_tokenizer.json` of words between white space: the `tokenizers` library's WordLevel model, and EOS.
+    """Returns a `hf_tokenizer.json` of words between white space.
+
+    It has the `tokenizers` library's WordLevel model, and EOS.
 
     Args:
         words: The vocabulary by id, without SPECIALS.
@@ -283,7 +293,8 @@ def write_examples(
     Args:
         task: The task.
         folder: Where to write.
-        counts: Examples to draw for each split. A training example that is also a validation example is left out.
+        counts: Examples to draw for each split. A training example that is also a validation
+            example is left out.
         shard_tokens: Size of a shard.
         report: Called with the number of examples after each block.
 

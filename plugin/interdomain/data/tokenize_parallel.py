@@ -1,11 +1,13 @@
 """Encodes documents in several processes; order and bytes of the result do not depend on how many.
 
-The input is cut into parts of a few megabytes. A process encodes a part into two pairs of .bin and .idx files, one for each
-split. `merge_parts` joins these, in the input's order, into the shards of the corpus.
+The input is cut into parts of a few megabytes. A process encodes a part into two pairs of .bin and
+.idx files, one for each split. `merge_parts` joins these, in the input's order, into the shards of
+the corpus.
 
-The index of a pair appears last, and its name has a digest of everything that determines the pair. So a preparation that was
-killed, or whose input was corrected, continues with the parts that are still right. An input file is known by its name, size
-and time of the last write. Until the end, parts need as much disk space as the corpus.
+The index of a pair appears last, and its name has a digest of everything that determines the pair.
+So a preparation that was killed, or whose input was corrected, continues with the parts that are
+still right. An input file is known by its name, size and time of the last write. Until the end,
+parts need as much disk space as the corpus.
 """
 
 import concurrent.futures
@@ -136,7 +138,7 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Pa
 def encode_parts(
     parts: list[Part], encoding: Encoding, workers: int
 ) -> Generator[list[Path], None, None]:
-    """Encodes all parts. Yields the path prefixes of each (see `encode_part`) when it is complete, in order.
+    """Encodes all parts. Yields the path prefixes of each in order (see `encode_part`).
 
     Args:
         parts: Parts from `cut`.

@@ -1,7 +1,10 @@
-"""Turns text into token ids and back: `load_tokenizer("data/stdlib").encode("def f():", add_eos=True)`.
+"""Turns text into token ids and back.
 
-There are three kinds of tokenizers, one class each: sentencepiece's `.model`, Hugging Face's `tokenizer.json` and tiktoken's
-rank files. A corpus, a checkpoint and an exported model keep the complete tokenizer in one file.
+    load_tokenizer("data/stdlib").encode("def f():", add_eos=True)
+
+There are three kinds of tokenizers, one class each: sentencepiece's `.model`, Hugging Face's
+`tokenizer.json` and tiktoken's rank files. A corpus, a checkpoint and an exported model keep the
+complete tokenizer in one file.
 """
 
 import base64
@@ -25,7 +28,8 @@ SPECIALS_KEY = "interdomain_special_tokens"  # the same settings inside hf_token
 
 SPACE = "\u2581"  # sentencepiece's visible space
 LONGEST_LINE = 4192  # bytes; sentencepiece's trainer leaves longer lines out
-# Pieces of a long line: up to LONGEST_LINE bytes (a character has at most 4), cut before a space where there is one.
+# Pieces of a long line: up to LONGEST_LINE bytes (a character has at most 4), cut before a space
+# where there is one.
 LINE_PIECE = re.compile(
     rf".{{1,{LONGEST_LINE // 4}}}(?=\s|$)|.{{1,{LONGEST_LINE // 4}}}", re.DOTALL
 )
@@ -48,7 +52,8 @@ def library_errors(message: str) -> Iterator[None]:
     except (MemoryError, ImportError):  # says nothing about the text or the file
         raise
     except BaseException as e:
-        # A panic of Rust code is not an Exception. Each library has a class of its own for it, which cannot be imported.
+        # A panic of Rust code is not an Exception. Each library has a class of its own for it,
+        # which cannot be imported.
         is_panic = type(e).__name__ == "PanicException"
         if not isinstance(e, Exception) and not is_panic:
             raise
@@ -58,24 +63,28 @@ def library_errors(message: str) -> Iterator[None]:
 class Tokenizer:
     """Base class of all kinds of tokenizers. Use `load_tokenizer` to make one.
 
-    A subclass sets the attributes and implements `_encode` and `decode`. Text that names control tokens, such as `</s>`,
-    is encoded as plain text; only `add_eos` adds a control token. Control tokens decode to nothing.
+    A subclass sets the attributes and implements `_encode` and `decode`. Text that names control
+    tokens, such as `</s>`, is encoded as plain text; only `add_eos` adds a control token. Control
+    tokens decode to nothing.
 
     Args:
         path: Where the tokenizer was read. For messages, and for other processes that load it.
         data: Contents of the tokenizer's file: everything that defines it.
 
     Attributes:
-        file: Name of the tokenizer's file in a corpus, a checkpoint or an exported model; one of TOKENIZER_FILES.
+        file: Name of the tokenizer's file in a corpus, a checkpoint or an exported model; one of
+            TOKENIZER_FILES.
         library: Package that encodes. Its version decides whether a preparation may continue.
         vocab_size: All ids are below it.
-        bos_id: Id of the token that begins a text. None if there is none; the same for the next three.
+        bos_id: Id of the token that begins a text. None if there is none; the same for the next
+            three.
         eos_id: Id of the token that ends a document.
         pad_id: Id of the padding token.
         unk_id: Id of the token for unknown text.
-        sha256: SHA-256 of `data`, by which corpora, checkpoints and exported models recognise the tokenizer.
-        documents: The tokens around a document in the data of the model that the tokenizer was loaded with. Without a
-            model, the tokens that `prepare-data` writes.
+        sha256: SHA-256 of `data`, by which corpora, checkpoints and exported models recognise the
+            tokenizer.
+        documents: The tokens around a document in the data of the model that the tokenizer was
+            loaded with. Without a model, the tokens that `prepare-data` writes.
     """
 
     file: str
@@ -134,10 +143,10 @@ class Tokenizer:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model` file: Llama 2's, or one that `interdomain prepare-data --vocab-size` trained.
+    """A sentencepiece `.model` file: Llama 2's, or one that `interdomain prepare-data` trained.
 
-    With byte fallback and identity normalisation, decode(encode(text)) == text, white space included. The only exception is
-    U+2581, which sentencepiece takes for a space.
+    With byte fallback and identity normalisation, decode(encode(text)) == text, white space
+    included. The only exception is U+2581, which sentencepiece takes for a space.
     """
 
     file = "tokenizer.model"
@@ -181,8 +190,9 @@ class SentencePieceTokenizer(Tokenizer):
                 "only sentencepiece BPE models of unchanged text and without pieces defined by hand have an exact counterpart"
             )
 
-        # sentencepiece joins two neighbours if the result is a piece, the best score first. So every split of a piece into two
-        # pieces is a merge, and the merges are sorted by the score of the result.
+        # sentencepiece joins two neighbours if the result is a piece, the best score first. So
+        # every split of a piece into two pieces is a merge, and the merges are sorted by the score
+        # of the result.
         vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
         normal = {piece.piece for piece in model.pieces if piece.type == NORMAL}
         keyed_merges = []
@@ -204,7 +214,8 @@ class SentencePieceTokenizer(Tokenizer):
             vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
         )
         made = tokenizers.Tokenizer(bpe)
-        # A text begins with a space that the tokenizer adds, and spaces are visible characters inside pieces.
+        # A text begins with a space that the tokenizer adds, and spaces are visible characters
+        # inside pieces.
         made.normalizer = normalizers.Sequence(
             [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
         )
@@ -233,8 +244,8 @@ def _id_or_none(token_id: int) -> int | None:
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     """Trains a BPE model in Llama 2's style. The result depends only on the arguments.
 
-    Text is not normalised, white space survives exactly, digits are separate tokens, and bytes stand in for characters
-    that the vocabulary lacks.
+    Text is not normalised, white space survives exactly, digits are separate tokens, and bytes
+    stand in for characters that the vocabulary lacks.
 
     Args:
         documents: Texts to train on.
@@ -244,7 +255,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
         The contents of a `.model` file.
 
     Raises:
-        ValueError: The text does not suffice for this vocabulary size, or the vocabulary for this text.
+        ValueError: The text does not suffice for this vocabulary size, or the vocabulary for this
+            text.
     """
     model = io.BytesIO()
     raised = []
@@ -256,8 +268,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
                     pieces = [line]
                     if len(line.encode()) > LONGEST_LINE:
                         pieces = LINE_PIECE.findall(line)
-                    # The trainer puts a space before each line. In running text only a document's first line has one, so
-                    # one space of an indentation is taken away here.
+                    # The trainer puts a space before each line. In running text only a document's
+                    # first line has one, so one space of an indentation is taken away here.
                     for piece in pieces:
                         yield piece.removeprefix(" ")
         except BaseException as e:
@@ -316,8 +328,10 @@ def _id_of(name: str, settings: dict[str, Any], vocabulary: dict[str, int]) -> i
 class JsonTokenizer(Tokenizer):
     """Hugging Face's `tokenizer.json`.
 
-    The `tokenizer_config.json` beside it says which tokens are BOS and EOS. Corpora and checkpoints keep both in one file,
-    `hf_tokenizer.json`: the tokenizer.json with one more key. Its post-processor, which adds BOS in many files, is not applied.
+    The `tokenizer_config.json` beside it says which tokens are BOS and EOS. Corpora and checkpoints
+    keep both in one file,
+    `hf_tokenizer.json`: the tokenizer.json with one more key. Its post-processor, which adds BOS in
+        many files, is not applied.
     """
 
     file = "hf_tokenizer.json"
@@ -328,7 +342,8 @@ class JsonTokenizer(Tokenizer):
 
         data = Path(path).read_bytes()
         self._description = json.loads(data)
-        # The library refuses keys that it does not know, so our own key is taken out. A file of Hugging Face does not have it.
+        # The library refuses keys that it does not know, so our own key is taken out. A file of
+        # Hugging Face does not have it.
         specials = self._description.pop(SPECIALS_KEY, None)
         if specials is None:
             specials = self._named_specials(Path(path).with_name(CONFIG_FILE))
@@ -377,12 +392,14 @@ class JsonTokenizer(Tokenizer):
 class TiktokenTokenizer(Tokenizer):
     """One of tiktoken's encodings, from a local rank file or by the name that tiktoken knows.
 
-    A rank file (`X.tiktoken`) has a token in base64 and its rank in each line. It has no pattern that splits text, and no
+    A rank file (`X.tiktoken`) has a token in base64 and its rank in each line. It has no pattern
+    that splits text, and no
     control tokens. The `X.json` beside it has these:
 
         {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}, "eos_token": "<|endoftext|>", "bos_token": null}
 
-    Corpora and checkpoints keep both in one file, `tiktoken.json`: the same fields, and the rank file's text under "ranks".
+    Corpora and checkpoints keep both in one file, `tiktoken.json`: the same fields, and the rank
+    file's text under "ranks".
     """
 
     file = "tiktoken.json"
@@ -394,7 +411,8 @@ class TiktokenTokenizer(Tokenizer):
         super().__init__(path, self._read(path))
         described = json.loads(self.data)
         specials = described["special_tokens"]
-        # Whisper's files have an empty token, written `=`, which keeps an id free. It decodes to b"".
+        # Whisper's files have an empty token, written `=`, which keeps an id free. It decodes to
+        # b"".
         ranks = {}
         for line in described["ranks"].splitlines():
             if line:
@@ -413,7 +431,11 @@ class TiktokenTokenizer(Tokenizer):
 
     @staticmethod
     def _read(path: Path | str) -> bytes:
-        """Contents of `tiktoken.json` for an encoding: `tiktoken:NAME`, a rank file, or such a file itself."""
+        """Returns the contents of `tiktoken.json` for an encoding.
+
+        Args:
+            path: `tiktoken:NAME`, a rank file, or a `tiktoken.json` itself.
+        """
         if str(path).startswith(TIKTOKEN_PREFIX):
             import tiktoken
 
@@ -449,13 +471,17 @@ class TiktokenTokenizer(Tokenizer):
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids. Ids without a token are left out, and bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of ids.
+
+        Ids without a token are left out. Bytes that are not UTF-8 become U+FFFD.
+        """
         data = b"".join(self._token_bytes.get(int(i), b"") for i in ids)
         return data.decode("utf-8", "replace")
 
 
-# Names of the one tokenizer file in a folder, and at the end the name in Hugging Face's folders. An exported model has a
-# tokenizer.json for other programs in addition to its own file, which comes first here.
+# Names of the one tokenizer file in a folder, and at the end the name in Hugging Face's folders. An
+# exported model has a tokenizer.json for other programs in addition to its own file, which comes
+# first here.
 TOKENIZER_FILES = (
     SentencePieceTokenizer.file,
     TiktokenTokenizer.file,
@@ -468,9 +494,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
-        path: A sentencepiece `.model` file; a Hugging Face `tokenizer.json`; tiktoken's ranks `X.tiktoken` with `X.json`
-            beside them, or `tiktoken:NAME` for an encoding that tiktoken knows by name; or a folder that holds one of
-            TOKENIZER_FILES (a corpus, a checkpoint, a model).
+        path: A sentencepiece `.model` file; a Hugging Face `tokenizer.json`; tiktoken's ranks
+            `X.tiktoken` with `X.json` beside them, or `tiktoken:NAME` for an encoding that tiktoken
+            knows by name; or a folder that holds one of TOKENIZER_FILES (a corpus, a checkpoint, a
+            model).
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -508,7 +535,15 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def check_vocab(tokenizer_vocab: int, model_vocab: int) -> None:
-    """Raises ValueError unless every id of the tokenizer has a row in the model. The model may have spare rows."""
+    """Checks that every id of a tokenizer has a row in a model, which may have spare rows.
+
+    Args:
+        tokenizer_vocab: Vocabulary size of the tokenizer.
+        model_vocab: Rows of the model's embedding.
+
+    Raises:
+        ValueError: The model has fewer rows.
+    """
     if tokenizer_vocab > model_vocab:
         raise ValueError(
             f"The tokenizer has {tokenizer_vocab:,} ids, the model's vocab_size is {model_vocab:,}. Set that to "
@@ -517,17 +552,22 @@ def check_vocab(tokenizer_vocab: int, model_vocab: int) -> None:
 
 
 class StreamDecoder:
-    """Decodes tokens one by one: `"".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)`.
+    """Decodes tokens one by one.
 
-    With each new token the last few ids are decoded again, which works with every library. Text that ends in U+FFFD is held
-    back, because more bytes may turn it into a character.
+    The texts are those of `decode`:
+    `"".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)`.
 
-    Libraries differ in how many U+FFFD they write for a run of broken bytes. If such a run is longer than LONGEST ids, or the
-    decoder of a tokenizer.json changes it as a whole, only the rest of the text is equal.
+    With each new token the last few ids are decoded again, which works with every library. Text
+    that ends in U+FFFD is held back, because more bytes may turn it into a character.
+
+    Libraries differ in how many U+FFFD they write for a run of broken bytes. If such a run is
+    longer than LONGEST ids, or the decoder of a tokenizer.json changes it as a whole, only the rest
+    of the text is equal.
 
     Args:
         tokenizer: A tokenizer from `load_tokenizer`.
-        after: Ids that came before (a prompt). The text continues theirs, which is not returned again.
+        after: Ids that came before (a prompt). The text continues theirs, which is not returned
+            again.
     """
 
     LONGEST = 64  # ids that are held back at most: more without a complete character are not text
@@ -547,8 +587,9 @@ class StreamDecoder:
             return ""
         if not text:
             return text
-        # Some libraries drop the spaces at the start of what they decode. So the context must hold a token with more than
-        # space, or all tokens of the text so far. Control tokens have no text, and are no context either.
+        # Some libraries drop the spaces at the start of what they decode. So the context must hold
+        # a token with more than space, or all tokens of the text so far. Control tokens have no
+        # text, and are no context either.
         if self._decode(self._pending).strip():
             self._context = self._pending
         elif not self._decode(self._context).strip():
@@ -557,7 +598,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """Returns the rest of the text: U+FFFD for the bytes of a character that never became complete."""
+        """Returns the rest of the text: U+FFFD for a character that never became complete."""
         return self._pending_text()
 
     def _pending_text(self) -> str:

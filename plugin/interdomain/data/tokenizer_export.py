@@ -1,9 +1,9 @@
-"""Writes tokenizers as the files that transformers' AutoTokenizer loads: tokenizer.json and tokenizer_config.json.
+"""Writes tokenizers for transformers' AutoTokenizer: tokenizer.json and tokenizer_config.json.
 
-The configuration names the class PreTrainedTokenizerFast, which takes tokenizer.json as it is; LlamaTokenizer would build
-another tokenizer from it. Text that names control tokens stays text (split_special_tokens). No BOS is added: the model card
-says how a text begins. transformers' own LlamaConverter cannot be used, because it needs one of transformers' classes and not
-a model file.
+The configuration names the class PreTrainedTokenizerFast, which takes tokenizer.json as it is;
+LlamaTokenizer would build another tokenizer from it. Text that names control tokens stays text
+(split_special_tokens). No BOS is added: the model card says how a text begins. transformers' own
+LlamaConverter cannot be used, because it needs one of transformers' classes and not a model file.
 """
 
 import itertools
@@ -14,7 +14,8 @@ from typing import Any
 from interdomain.data.tokenizer import CONFIG_FILE, SPECIALS, Tokenizer
 from interdomain.folders import write_whole
 
-# Texts that conversions get wrong: spaces, control characters and tokens, digits, repeats, scripts, parts of characters.
+# Texts that conversions get wrong: spaces, control characters and tokens, digits, repeats, scripts,
+# parts of characters.
 PROBES = (
     "",
     " ",
@@ -40,8 +41,8 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
     """Writes both files into `folder`.
 
     Raises:
-        NotImplementedError: The tokenizer has no exact counterpart. Nothing was written. The counterpart is compared with
-            the original over every token and a set of texts.
+        NotImplementedError: The tokenizer has no exact counterpart. Nothing was written. The
+            counterpart is compared with the original over every token and a set of texts.
     """
     try:
         made = tokenizer.converted()
@@ -69,9 +70,11 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
 
 
 def refuse_in_transformers(folder: Path | str) -> None:
-    """Makes AutoTokenizer refuse `folder`. Without this, transformers 5 builds another tokenizer from a .model file.
+    """Makes AutoTokenizer refuse `folder`, which has a tokenizer without an exact counterpart.
 
-    The configuration names a class in a file that does not exist. The error of transformers shows that file's name.
+    Without this, transformers 5 builds another tokenizer from a .model file.
+    The configuration names a class in a file that does not exist. The error of transformers shows
+    that file's name.
     """
     config = {"auto_map": {"AutoTokenizer": ["no_exact_tokenizer_for_transformers.Refused", None]}}
     _write_json(Path(folder) / CONFIG_FILE, config)
@@ -83,9 +86,11 @@ def _write_json(path: Path, contents: dict[str, Any]) -> None:
 
 
 def padding_id(tokenizer: Tokenizer) -> int | None:
-    """Returns the id that transformers uses for padding. Without a padding token, it is one that no text encodes to.
+    """Returns the id that transformers uses for padding.
 
-    The end of text comes last, because programs that fine-tune a model leave padding out of the loss.
+    If there is no padding token, it is a token that no text encodes to.
+    The end of text comes last, because programs that fine-tune a model leave padding out of the
+    loss.
     """
     for token_id in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id):
         if token_id is not None:
@@ -94,15 +99,16 @@ def padding_id(tokenizer: Tokenizer) -> int | None:
 
 
 def _compare(tokenizer: Tokenizer, made: Any, added_tokens: list[dict]) -> None:
-    """Raises NotImplementedError if the `tokenizers.Tokenizer` `made` encodes or decodes any of many texts differently.
+    """Raises NotImplementedError if a conversion encodes or decodes one of many texts differently.
 
     Args:
         tokenizer: The original.
-        made: The conversion.
+        made: The conversion, a `tokenizers.Tokenizer`.
         added_tokens: The conversion's control tokens, as in tokenizer.json.
     """
     made.encode_special_tokens = True
-    # The texts are: probes, control tokens, all tokens, and pairs of neighbours of tokens and of probes.
+    # The texts are: probes, control tokens, all tokens, and pairs of neighbours of tokens and of
+    # probes.
     tokens = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
     texts = [*PROBES, *(token["content"] for token in added_tokens), *tokens]
     for pair in itertools.pairwise(tokens):
