@@ -353,7 +353,7 @@ def _place(span: Span, i: int) -> str:
     """
     path = span.file.path
     if span.file.kind in JSON_LINES:
-        # Count the lines of the spans before this one. It takes long, but only once.
+        # Count the lines of the spans before this one. This is done for bad documents only.
         lines_before = 0
         if span.start > 0:
             with open(path, "rb") as f:
@@ -420,7 +420,7 @@ def _line_text(line: bytes, text_field: str) -> str:
         return ""
     try:
         row = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"it is not JSON ({e}): {line[:EXCERPT]!r}") from e
     return row_text(row, text_field)
 
