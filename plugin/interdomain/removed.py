@@ -44,6 +44,7 @@ REMOVED = {
     "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
     "parallelism.pipeline_parallel_schedule = InterleavedZeroBubble": NO_ZERO_BUBBLE,
     "parallelism.pipeline_parallel_schedule = ZBVZeroBubble": NO_ZERO_BUBBLE,
+    "prepare-data --skip-bad": "Use `--leave-out-bad`: it has no limit, and names each document on standard error.",
     "prepare-data --synthetic phonebook": (
         "Use `--synthetic mqar`. `interdomain evaluate --tasks phonebook_16` has the paper's own phone book."
     ),

@@ -1,7 +1,9 @@
 """One tokenizer of each kind for all data tests, trained on a part of the standard library."""
 
 import base64
+import itertools
 import json
+from collections import Counter
 
 import pytest
 import tokenizers
@@ -19,7 +21,10 @@ SPECIALS = ["<s>", "<|endoftext|>"]
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """The tokenizer file of each kind, of 600 tokens; tiktoken's has the same merges as the tokenizer.json."""
+    """The tokenizer file of each kind, of 600 ids.
+
+    tiktoken's tokens are bytes and common pairs of bytes; two ids have no token.
+    """
     folder = tmp_path_factory.mktemp("kinds")
     model = folder / "tokenizer.model"
     ranks = folder / "ranks.tiktoken"
@@ -38,18 +43,11 @@ def files(tmp_path_factory):
     made.save(str(hub))
     config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
     hub.with_name("tokenizer_config.json").write_text(json.dumps(config))
-    plain = [
-        *range(33, 127),
-        *range(161, 173),
-        *range(174, 256),
-    ]  # GPT-2's character for every byte
-    to_byte = {chr(b): b for b in plain} | {
-        chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*plain}))
-    }
-    tokens = [bytes(to_byte[c] for c in made.id_to_token(i)) for i in range(len(SPECIALS), 600)]
-    ranks.write_text(
-        "".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens))
-    )
+    data = "".join(read_documents(["stdlib"], max_bytes=200_000)).encode()
+    tokens = [bytes([b]) for b in range(256)]
+    tokens += [bytes(pair) for pair, _ in Counter(itertools.pairwise(data)).most_common(342)]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    ranks.write_text("".join(lines))
     described = {
         "pattern": PATTERN,
         "special_tokens": {"<s>": 600, "<|endoftext|>": 601},

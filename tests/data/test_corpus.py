@@ -66,7 +66,9 @@ def test_how_documents_begin_and_end(folder, tmp_path, files):
 
 
 def test_sources_of_a_manifest():
-    """Each as a phrase, and the names of the hub's data sets without revision and split; many files are counted."""
+    """Each as a phrase, and the names of the hub's data sets without revision and split; many files
+    are counted.
+    """
     hub = {"dataset": "HuggingFaceFW/fineweb-edu@main:sample-10BT:train"}
     file = {"file": "00.jsonl", "bytes": 1_500_000}
     found = sources({"inputs": [{"stdlib": "3.11.2"}, hub, file], "max_bytes": 2_000})
@@ -95,9 +97,12 @@ def test_what_is_no_corpus(folder, tmp_path):
         with pytest.raises(FileNotFoundError, match=name):
             TokenCorpus(folder)
         (tmp_path / "away").rename(folder / name)
-    for text in (b"{", b"[]", b'{"format": "interdomain-corpus", "format_version": 2}', b"\xff"):
-        (folder / "manifest.json").write_bytes(text)
-        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+    for text, message in (
+        ("{", r"manifest\.json is damaged"),
+        ('{"format": "interdomain-corpus", "format_version": 2}', "format and version"),
+    ):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
             TokenCorpus(folder)
 
 

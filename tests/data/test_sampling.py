@@ -1,4 +1,6 @@
-"""The order of samples, windows against slices by hand, and mixtures whose proportions hold in every prefix."""
+"""The order of samples, windows against slices by hand, and mixtures whose proportions hold in
+every prefix.
+"""
 
 from fractions import Fraction
 
@@ -10,7 +12,9 @@ from interdomain.data.sampling import FeistelPermutation, exact_weights, fair_pa
 
 
 def test_permutation_is_a_bijection_and_uniform():
-    """Every index goes everywhere equally often over keys; chi-square per degree of freedom is 1 +- sqrt(2 / 144)."""
+    """Every index goes everywhere equally often over keys; chi-square per degree of freedom is 1 +-
+    sqrt(2 / 144).
+    """
     for n in (*range(1, 20), 64, 65, 1000, 4097):
         for key in ("42:0", "42:1", "-7:3"):
             assert sorted(map(FeistelPermutation(n, key), range(n))) == list(range(n))
@@ -26,7 +30,9 @@ def test_permutation_is_a_bijection_and_uniform():
 
 
 def test_order_is_pinned():
-    """Changing the order breaks every checkpoint that resumes; then the fingerprint's name must change too."""
+    """Changing the order breaks every checkpoint that resumes; then the fingerprint's name must
+    change too.
+    """
     assert [FeistelPermutation(1000, "42:0")(i) for i in range(6)] == [838, 813, 660, 456, 73, 780]
     assert [FeistelPermutation(7, "42:1")(i) for i in range(7)] == [0, 5, 2, 6, 1, 3, 4]
     assert fair_pattern(exact_weights([5, 3, 2])).tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
@@ -34,7 +40,9 @@ def test_order_is_pinned():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Shards of 40, 0, 25 and 90 samples of 8 tokens and one token; every token tells its shard and place."""
+    """Shards of 40, 0, 25 and 90 samples of 8 tokens and one token; every token tells its shard and
+    place.
+    """
     folder = tmp_path_factory.mktemp("shards")
     for c, samples in enumerate((40, 0, 25, 90)):
         ends = np.cumsum(np.random.default_rng(c).integers(1, 30, samples // 3))

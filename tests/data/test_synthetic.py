@@ -1,4 +1,6 @@
-"""Recall tasks: what the tokens before an answer say is the answer, on every example; the same bytes however they are made."""
+"""Recall tasks: what the tokens before an answer say is the answer, on every example; the same
+bytes however they are made.
+"""
 
 import numpy as np
 import pytest
@@ -119,7 +121,9 @@ def test_windows_are_examples_and_their_answers_are_counted_exactly(corpus):
 
 @pytest.mark.parametrize("corpus", ["mqar"], indirect=True)
 def test_mqar_has_lists_of_equal_length(corpus):
-    """Where keys that were not seen before come, in training all numbers of lists, in validation one."""
+    """Where keys that were not seen before come, in training all numbers of lists, in validation
+    one.
+    """
     _, folder = corpus
     found = {"train": set(), "validation": set()}
     for split, layouts in found.items():
@@ -133,15 +137,13 @@ def test_mqar_has_lists_of_equal_length(corpus):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--synthetic mqar --synthetic-items 128", "at least 260 tokens"),
-        ("--synthetic mqar --synthetic-vocab 17", "give 18 words or more"),
+        ("--synthetic mqar --synthetic-items 128", "at least 2 * items + 4"),
+        ("--synthetic mqar --synthetic-vocab 17", "at least 2 * items + 2 words"),
         ("--synthetic mqar --synthetic-items 0", "at least 1"),
         ("--synthetic mqar --synthetic-vocab 70000", "at most 65,536 words"),
         ("--synthetic mqar --synthetic-examples 0", "--synthetic-examples must be at least 1"),
-        ("--synthetic selective-copying --synthetic-length 33", "give 34 tokens or more"),
-        ("--synthetic selective-copying --synthetic-vocab 5", "give 6 words or more"),
-        ("--synthetic mqar --tokenizer t.model --input=stdlib", "leave out --input, --tokenizer"),
-        ("--synthetic-length 64", "used with --synthetic only"),
+        ("--synthetic selective-copying --synthetic-length 33", "at least 2 * items + 2"),
+        ("--synthetic selective-copying --synthetic-vocab 5", "must have at least 6 words"),
         (
             "--synthetic mqar --synthetic-examples 20 --validation-fraction 0.01",
             "fall into train train-answers alone",

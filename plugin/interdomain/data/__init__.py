@@ -1,8 +1,8 @@
-"""Text as training samples: readers, tokenizers, tokenisation in processes, corpora, samples and mixtures.
+"""Text as training samples: readers, tokenizers, corpora, samples and mixtures.
 
-Text is tokenized once and packed to the context length. The order of the samples is a function of the seed and the
-sample's number. Imports numpy, sentencepiece, interdomain.folders; other libraries only where a file
-needs them; never TorchTitan. The training loader is in `interdomain.titan`.
+Text is tokenized once and packed to the context length. The order of the samples is a function of
+the seed and the sample's number. Imports numpy, sentencepiece, interdomain.folders; other libraries
+only where a file needs them; never TorchTitan. The training loader is in `interdomain.titan`.
 """
 
 from interdomain.data.corpus import TokenCorpus, read_manifest

@@ -1,8 +1,9 @@
 """Text of Debian packages of open licences: `for text in read_package("manpages", path): ...`.
 
-`debian.toml` names each package with its version, its sha256, its licence and the files in it that are read. Manual pages
-(troff), manuals of GNU info, dictionaries of dictd and plain text become documents, in the order of the files' names. A
-document that is shorter than SHORTEST, or repeats an earlier one of its package, is left out.
+`debian.toml` names each package with its version, its sha256, its licence and the files in it that
+are read. Manual pages (troff), manuals of GNU info, dictionaries of dictd and plain text become
+documents, in the order of the files' names. A document is left out if it has less than SHORTEST
+characters, or repeats an earlier one of its package.
 """
 
 import gzip
@@ -20,24 +21,29 @@ from interdomain.data.indexed import file_sha256
 DEBIAN = "debian"
 DOWNLOADS = Path("data/debian-packages")
 SHORTEST = 500  # characters of a document
-JOINED = 8_000  # characters from which a document takes no further entry of a dictionary, or node of a manual
+JOINED = 8_000  # characters at which a document takes no further entry of a dictionary, or node of a manual
 
 CHAPTER = re.compile(r"^(?=Chapter \d+[.:] )", re.M)
 DRAWN_TABLE = re.compile(r"^[ \t]*([|│].*[|│]|[+┌├└][-=+─┬┼┴]+[+┐┤┘])\n", re.M)
-# Entries of a dictionary: its own description, tables of codes and of digits, a licence.
+# Entries of a dictionary that are no text: its own description, tables of codes and of digits, a
+# licence.
 ENTRY_LEFT_OUT = re.compile(
     r"00-database|ASCII character table|bignum|GNU Free Documentation License"
 )
+# Nodes of a manual that are no text: licences and indexes.
 NODE_LEFT_OUT = re.compile(r"File: .*Node: [^,\n]*(Licen[sc]e|Copying)|[^\0]*\0\x08\[index")
-NOT_PRINTED = re.compile(
-    r"^\* (Menu:|.*::).*\n|\0\x08\[[^\0]*\0\x08\]", re.M
-)  # in a node: menus, images
+# Menus and images inside a node.
+NOT_PRINTED = re.compile(r"^\* (Menu:|.*::).*\n|\0\x08\[[^\0]*\0\x08\]", re.M)
 
-# troff, as far as these manual pages use it: an escape (a character's name is in one of the groups), a macro's argument
+# The part of troff that the manual pages use. An escape sequence; one of its groups is the name of
+# a character.
 ESCAPE = re.compile(
     r"\\(?:f(?:\(..|\[[^]]*\]|.)|s[-+]?\d|[hvw]'[^']*'|n\(..|\*?(?:\((..)|\[([^]]*)\]|(.))|$)"
 )
+COMMENT = re.compile(r'\\".*')
+# An argument of a macro, in quotes or bare.
 ARGUMENT = re.compile(r'"((?:[^"]|"")*)"?|((?:\\.|[^ ])+)')
+# Names of characters.
 CHARACTERS = {
     "-": "-",
     "e": "\\",
@@ -49,8 +55,6 @@ CHARACTERS = {
     "'": "'",
     "aq": "'",
     "dq": '"',
-}
-CHARACTERS |= {
     "lq": '"',
     "rq": '"',
     "bu": "*",
@@ -61,95 +65,91 @@ CHARACTERS |= {
     "ga": "`",
     "+-": "+/-",
 }
-SKIPPED = {"TS": ".TE", "de": ".."}  # tables and definitions of macros, with their end
-FONTS = {
-    "B": " ",
-    "I": " ",
-    **dict.fromkeys(("BI", "BR", "IB", "IR", "RB", "RI", "q"), ""),
-}  # between the arguments
-SPACE_BEFORE = {"SH", "SS", "PP", "sp", "HP", "RS", "RE", "TP", "IP", "nf", "fi", "EX", "EE"}
+# Tables and definitions of macros, which are left out, with the line that ends them.
+LEFT_OUT = {"TS": ".TE", "de": ".."}
+# Macros of fonts. Those of one font put spaces between their arguments, the others alternate fonts
+# without spaces.
+ONE_FONT = ("B", "I")
+FONTS = (*ONE_FONT, "BI", "BR", "IB", "IR", "RB", "RI", "q")
+STARTS_PARAGRAPH = {"SH", "SS", "PP", "sp", "HP", "RS", "RE", "TP", "IP", "nf", "fi", "EX", "EE"}
+STARTS_CODE = ("nf", "EX")
+ENDS_CODE = ("fi", "EE")
+HEADS_LINE = ("TP", "TQ", "SH", "SS", "TH")  # the next text is a line of its own
 
 
 def package_table() -> dict[str, dict]:
-    """Packages by name: version, sha256, licence, read and leave_out (patterns of paths)."""
+    """Returns the table of packages by name, see debian.toml."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
-def debian_packages(source: str) -> dict[str, Path]:
-    """The checked .deb file of every package in the table, by the package's name.
+def debian_packages(source: str) -> list[Path]:
+    """Finds the .deb file of every package in the table, and checks it.
 
     Args:
-        source: `debian` for DOWNLOADS, where apt-get puts what is missing; `debian:FOLDER` for a folder of files at hand.
+        source: `debian` for the folder DOWNLOADS, into which apt-get downloads missing files;
+            `debian:FOLDER` for a folder that has all files.
 
-    Raises: ValueError if a file is missing, cannot be downloaded, or has another sha256 than the table says.
+    Returns:
+        The paths of the files, in the order of the table.
+
+    Raises:
+        FileNotFoundError: A file is missing, and apt-get did not download it.
+        ValueError: The sha256 of a file is not that of the table.
     """
     folder = Path(source.removeprefix(DEBIAN).removeprefix(":") or DOWNLOADS)
-    table = package_table()
-    files = {
-        name: folder / f"{name}_{row['version'].replace(':', '%3a')}_all.deb"
-        for name, row in table.items()
-    }
-    missing = [
-        f"{name}={table[name]['version']}" for name, path in files.items() if not path.is_file()
-    ]
+    files = []
+    missing = []
+    for name, row in package_table().items():
+        # apt-get escapes the colon of a version in the file's name.
+        version = row["version"].replace(":", "%3a")
+        path = folder / f"{name}_{version}_all.deb"
+        files.append((path, row["sha256"]))
+        if not path.is_file():
+            missing.append(f"{name}={row['version']}")
+
     if missing and source == DEBIAN:
-        _download(missing)
-    elif missing:
-        raise ValueError(
-            f"{folder} lacks {len(missing)} of {len(files)} packages: {' '.join(missing)}. Run `apt-get download` with these "
-            f"names in that folder (on Debian 12), or give --input {DEBIAN}, which does so in {DOWNLOADS}."
-        )
-    for name, path in files.items():
-        if (sha256 := file_sha256(path)) != table[name]["sha256"]:
-            raise ValueError(
-                f"{path} is damaged or another build: its sha256 is {sha256}, it should be {table[name]['sha256']}. Remove the "
-                "file and start again, or put the right one in its place."
+        print(f"downloading {len(missing)} Debian packages to {folder}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # It prints its own errors. If it fails, files are missing below.
+        subprocess.run(["apt-get", "download", "--quiet", *missing], cwd=folder)
+
+    for path, expected in files:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing. On Debian 12 `apt-get download {' '.join(missing)}` gets what is missing, after `apt-get "
+                "update`. If Debian has replaced a version, put the file from its archive of old packages there."
             )
-    return files
+        sha256 = file_sha256(path)
+        if sha256 != expected:
+            raise ValueError(
+                f"{path} is damaged or another build: its sha256 is {sha256}, it should be {expected}. Remove the file and "
+                "start again, or put the right one in its place."
+            )
+    return [path for path, _ in files]
 
 
-def _download(packages: list[str]) -> None:
-    """Puts packages (each NAME=VERSION) into DOWNLOADS. Raises ValueError with the reason that apt-get gives."""
-    DOWNLOADS.mkdir(parents=True, exist_ok=True)
-    print(f"downloading {len(packages)} Debian packages to {DOWNLOADS}", flush=True)
-    command = ["apt-get", "download", "--quiet", *packages]
-    try:
-        subprocess.run(
-            command,
-            cwd=DOWNLOADS,
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except (OSError, subprocess.CalledProcessError) as e:
-        reason = " ".join((getattr(e, "stderr", None) or str(e)).split())
-        raise ValueError(
-            f"apt-get cannot download {' '.join(packages)}: {reason}. This needs Debian 12 with its package lists (`apt-get "
-            "update`). Versions that Debian has replaced since are in its archive of old packages. Put the .deb files of "
-            f"all packages into a folder, and give --input {DEBIAN}:FOLDER."
-        ) from e
+def read_package(path: Path) -> Iterator[str]:
+    """Yields the documents of a package in the table.
 
-
-def read_package(name: str, path: Path) -> Iterator[str]:
-    """The documents of a package."""
-    row = package_table()[name]
+    Args:
+        path: Its .deb file, `NAME_VERSION_all.deb`.
+    """
+    row = package_table()[path.name.partition("_")[0]]
     seen = set()
     with tarfile.open(fileobj=io.BytesIO(_data_member(path.read_bytes()))) as tar:
         for member in sorted(tar.getmembers(), key=lambda member: member.name):
             file = member.name.removeprefix("./")
-            if (
-                not member.isfile()
-                or not _matches(file, row["read"])
-                or _matches(file, row.get("leave_out", []))
-            ):
+            if not member.isfile() or not _matches(file, row["read"]):
+                continue
+            if _matches(file, row.get("leave_out", [])):
                 continue
             content = tar.extractfile(member)
-            assert content is not None  # of a file
+            assert content is not None  # the member is a file
             data = content.read()
-            for text in _documents(
-                file, gzip.decompress(data) if file.endswith((".gz", ".dz")) else data
-            ):
+            # dictd's .dz files are gzip files with an index.
+            if file.endswith((".gz", ".dz")):
+                data = gzip.decompress(data)
+            for text in _documents(file, data):
                 if len(text) >= SHORTEST and text not in seen:
                     seen.add(text)
                     yield text
@@ -160,38 +160,52 @@ def _matches(file: str, patterns: list[str]) -> bool:
 
 
 def _data_member(deb: bytes) -> bytes:
-    """The tar archive of a .deb file's contents. The file is an ar archive, with 60 bytes before each member."""
-    at = 8
-    while header := deb[at : at + 60]:
+    """Returns the tar archive with a package's contents.
+
+    A .deb file is an ar archive: 8 bytes, then members. Each has a header of 60 bytes, its size at
+    byte 48, and begins at an even position.
+    """
+    position = 8
+    while position < len(deb):
+        header = deb[position : position + 60]
+        start = position + 60
         size = int(header[48:58])
         if header.startswith(b"data.tar"):
-            return deb[at + 60 : at + 60 + size]
-        at += 60 + size + size % 2
+            return deb[start : start + size]
+        position = start + size + size % 2
     raise ValueError("this .deb file has no member data.tar")
 
 
 def _documents(file: str, data: bytes) -> list[str]:
+    """Returns the documents of one file of a package, by the kind of the file."""
     text = DRAWN_TABLE.sub("", data.decode().replace("\xa0", " "))
-    if file.endswith(".dict.dz"):  # an entry begins at a line without indentation
-        documents = _joined(
-            entry for entry in re.split(r"(?<=\n)(?=\S)", text) if not ENTRY_LEFT_OUT.match(entry)
-        )
+    if file.endswith(".dict.dz"):
+        # An entry of a dictionary begins at a line without indentation.
+        entries = re.split(r"(?<=\n)(?=\S)", text)
+        documents = _joined(entry for entry in entries if not ENTRY_LEFT_OUT.match(entry))
     elif "/info/" in file:
-        nodes = [
-            node
-            for node in text.split("\x1f\n")
-            if node.startswith("File: ") and not NODE_LEFT_OUT.match(node)
-        ]
-        documents = _joined(NOT_PRINTED.sub("", node.partition("\n")[2]) for node in nodes)
+        # A manual of GNU info consists of nodes. The first line of a node has its name and its
+        # neighbours.
+        bodies = []
+        for node in text.split("\x1f\n"):
+            if node.startswith("File: ") and not NODE_LEFT_OUT.match(node):
+                bodies.append(NOT_PRINTED.sub("", node.partition("\n")[2]))
+        documents = _joined(bodies)
+    elif "/man/" in file:
+        documents = [man_text(text)]
     else:
-        documents = [man_text(text)] if "/man/" in file else CHAPTER.split(text)
-    return [
-        re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip("\n") + "\n"
-        for text in documents
-    ]
+        documents = CHAPTER.split(text)
+    # No spaces at the ends of lines, and at most one empty line between two others.
+    trimmed = []
+    for text in documents:
+        text = re.sub(r"[ \t]+\n", "\n", text)
+        text = re.sub(r"\n{3,}", "\n\n", text)
+        trimmed.append(text.strip("\n") + "\n")
+    return trimmed
 
 
 def _joined(texts: Iterable[str]) -> list[str]:
+    """Joins neighbouring texts into documents of JOINED characters or little more."""
     documents = [""]
     for text in texts:
         if len(documents[-1]) >= JOINED:
@@ -201,48 +215,72 @@ def _joined(texts: Iterable[str]) -> list[str]:
 
 
 def man_text(source: str) -> str:
-    """A manual page as text: a paragraph is one line, code keeps its lines, tables are left out."""
+    """Returns the text of a manual page in troff.
+
+    A paragraph becomes one line. Code keeps its lines. Tables are left out.
+    """
     parts = []
-    code = False
-    heading = False  # whether the next words are a line of their own
-    lines = iter(source[source.find("\n.TH ") + 1 :].split("\n"))
+    in_code = False
+    heads_line = False  # whether the next text is a line of its own: a heading, or the word that a paragraph explains
+    # A page begins with its title, .TH. Before it stand comments and definitions.
+    begin = source.find("\n.TH ") + 1
+    lines = iter(source[begin:].split("\n"))
     for line in lines:
-        line = re.sub(r'\\".*', "", line)  # a comment
+        line = COMMENT.sub("", line)
         macro = ""
         text = _plain(line)
         if line.startswith((".", "'")):
-            macro, _, arguments = line[1:].partition(" ")
-            words = [
-                _plain(quoted.replace('""', '"') or bare)
-                for quoted, bare in ARGUMENT.findall(arguments)
-            ]
-            text = FONTS.get(macro, " ").join(words)
-            if macro in SKIPPED:
-                next((line for line in lines if line.startswith(SKIPPED[macro])), None)
-            if macro in SPACE_BEFORE or macro == "br":
-                parts.append("\n" if macro == "br" else "\n\n")
-            if macro in ("nf", "EX", "fi", "EE"):
-                code = macro in ("nf", "EX")
+            macro, _, rest = line[1:].partition(" ")
+            arguments = []
+            for quoted, bare in ARGUMENT.findall(rest):
+                arguments.append(_plain(quoted.replace('""', '"') or bare))
+
+            # Macros that change what follows.
+            if macro in LEFT_OUT:
+                for skipped in lines:
+                    if skipped.startswith(LEFT_OUT[macro]):
+                        break
+            if macro == "br":
+                parts.append("\n")
+            if macro in STARTS_PARAGRAPH:
+                parts.append("\n\n")
+            if macro in STARTS_CODE:
+                in_code = True
+            if macro in ENDS_CODE:
+                in_code = False
+
+            # The text of the macro itself. Most have none.
+            text = ""
             if macro == "TH":
-                text = f"{words[0]}({words[1]})"
-            elif macro == "IP":
-                text = words[0] if words else ""
-            elif macro not in (*FONTS, "SH", "SS"):
-                text = ""
-            heading = (
-                heading
-                or macro in ("TP", "TQ", "SH", "SS", "TH")
-                or (macro == "IP" and len(text) > 1)
-            )
-        elif not code and (not line or line.startswith(" ")):
-            parts.append("\n" if line else "\n\n")
-        if code and macro in (*FONTS, ""):
+                text = f"{arguments[0]}({arguments[1]})"
+            elif macro == "IP" and arguments:
+                text = arguments[0]
+            elif macro in (*ONE_FONT, "SH", "SS"):
+                text = " ".join(arguments)
+            elif macro in FONTS:
+                text = "".join(arguments)
+            if macro in HEADS_LINE or (macro == "IP" and len(text) > 1):
+                heads_line = True
+        elif not in_code and not line:
+            parts.append("\n\n")
+        elif not in_code and line.startswith(" "):
+            parts.append("\n")
+
+        if in_code and (macro in FONTS or not macro):
             parts.append(text + "\n")
+        elif text and heads_line:
+            parts.append(text + "\n")
+            heads_line = False
         elif text:
-            parts.append(text + ("\n" if heading else " "))
-            heading = False
+            parts.append(text + " ")
     return "".join(parts)
 
 
 def _plain(text: str) -> str:
-    return ESCAPE.sub(lambda match: CHARACTERS.get(match[1] or match[2] or match[3], ""), text)
+    """Replaces troff's escape sequences by the characters they stand for, or by nothing."""
+
+    def character(escape: re.Match) -> str:
+        name = escape[1] or escape[2] or escape[3]
+        return CHARACTERS.get(name, "")
+
+    return ESCAPE.sub(character, text)

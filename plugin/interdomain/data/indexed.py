@@ -1,10 +1,15 @@
-"""Token shards in Megatron's `.bin/.idx` format (MMIDIDX, version 1): `IndexedDataset("data/stdlib/train-00000")`.
+"""Reads and writes shards of tokens in Megatron's format (MMIDIDX, version 1).
 
-The same bytes as Megatron-Core, NeMo and datatrove write, so that shards travel both ways. All little-endian:
+    IndexedDataset("data/stdlib/train-00000")[0]
+
+A shard is two files, with the same bytes as Megatron-Core, NeMo and datatrove write. All numbers
+are little-endian:
 
     .bin   token ids back to back, no header
-    .idx   9 B magic "MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code | u64 sequences N | u64 documents + 1 = M
-           | i32 length[N], in tokens | i64 offset[N], in bytes | i64 document index[M], in sequences, from 0 to N
+    .idx   9 B magic "MMIDIDX\\0\\0" | u64 version = 1 | u8 dtype code
+           | u64 sequences N | u64 documents + 1 = M
+           | i32 length[N], in tokens | i64 offset[N], in bytes
+           | i64 document index[M], in sequences, from 0 to N
 """
 
 import contextlib
@@ -22,33 +27,38 @@ from interdomain.folders import sync, write_whole
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
-U16_VOCAB = (
-    65500  # Megatron's rule: ids of a vocabulary below it are stored as u16, from it on as i32
-)
+U16_VOCAB = 65500  # Megatron's rule: ids of a smaller vocabulary are stored as u16, others as i32
 
 
 def file_sha256(path: Path | str) -> str:
-    """SHA-256 of a file's contents, in hexadecimal."""
+    """Returns the SHA-256 of a file's contents, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def shard_files(prefix: Path | str) -> tuple[Path, Path]:
-    """The .bin and the .idx file of a shard."""
+    """Returns the .bin and the .idx file of a shard."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
-    """One memory-mapped shard in Megatron's `.bin/.idx` format: `dataset[i]` is document i, `len(dataset)` their number.
+    """One memory-mapped shard: `dataset[i]` is document i, `len(dataset)` the number of documents.
 
-    Opening it reads the header and compares sizes; `verify()` reads all of the index.
+    Opening it reads the header and compares sizes. `verify()` reads the whole index.
 
     Args:
-        prefix: the path without `.bin` or `.idx`.
+        prefix: Path without `.bin` or `.idx`.
+
+    Attributes:
+        num_tokens: Tokens of the shard.
+        dtype: Their dtype in the file.
+        lengths: Tokens of each sequence, mapped. A document is one sequence or several.
+        offsets: First byte of each sequence, mapped.
+        doc_idx: First sequence of each document, and at the end the number of sequences, mapped.
 
     Raises:
-        FileNotFoundError: one of the two files is missing.
-        ValueError: they are not a complete shard of token ids.
+        FileNotFoundError: One of the two files is missing.
+        ValueError: The files are not a complete shard of token ids.
     """
 
     def __init__(self, prefix: Path | str) -> None:
@@ -60,23 +70,22 @@ class IndexedDataset:
                     f"Shard {self.prefix}: {path} is missing. A shard is a .bin and an .idx file of one name; copy both, or "
                     "prepare them again."
                 )
-        self.idx_bytes, self.bin_bytes = self.idx_path.stat().st_size, self.bin_path.stat().st_size
+        self.idx_bytes = self.idx_path.stat().st_size
+        self.bin_bytes = self.bin_path.stat().st_size
         self._open_index()
+        # The tokens must end where the last sequence ends.
         itemsize = self.dtype.itemsize
-        expected = (
-            int(self.offsets[-1]) + int(self.lengths[-1]) * itemsize if len(self.offsets) else 0
-        )
+        expected = 0
+        if len(self.offsets):
+            expected = int(self.offsets[-1]) + int(self.lengths[-1]) * itemsize
         if self.bin_bytes != expected or expected % itemsize:
             raise self._damaged(
                 f"describes {expected:,} bytes of tokens, {self.bin_path} has {self.bin_bytes:,}"
             )
         self.num_tokens = expected // itemsize
-        # An empty file cannot be mapped.
-        self._tokens = (
-            np.memmap(self.bin_path, dtype=self.dtype, mode="r")
-            if expected
-            else np.empty(0, self.dtype)
-        )
+        self._tokens = np.empty(0, self.dtype)
+        if expected:  # an empty file cannot be mapped
+            self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def _damaged(self, why: str) -> ValueError:
         return ValueError(
@@ -85,6 +94,7 @@ class IndexedDataset:
         )
 
     def _open_index(self) -> None:
+        """Maps the index, and checks that it is complete."""
         with open(self.idx_path, "rb") as f:
             head = f.read(HEADER.size)
         magic, version, code, n_seq, n_doc_idx = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
@@ -107,7 +117,8 @@ class IndexedDataset:
         self.dtype = np.dtype(DTYPES[code])
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         at = HEADER.size + 12 * n_seq
-        # Views into the map, unaligned as the format has it: read elements and slices, never search them as arrays.
+        # Views into the map, unaligned as the format has it: read elements and slices, never search
+        # them as arrays.
         self.lengths = index[HEADER.size : HEADER.size + 4 * n_seq].view("<i4")
         self.offsets = index[HEADER.size + 4 * n_seq : at].view("<i8")
         self.doc_idx = index[at:].view("<i8")
@@ -118,47 +129,47 @@ class IndexedDataset:
         return len(self.doc_idx) - 1
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """Tokens of one document, counted from 0, in the shard's dtype, mapped."""
+        """Returns the tokens of one document, counted from 0, in the shard's dtype, mapped."""
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self.prefix}")
         return self.tokens(self._document_start(document), self._document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the shard read as one stream, in the shard's dtype, mapped."""
+        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped."""
         return self._tokens[start:stop]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Positions p in [start, stop), in tokens of the shard, at which a document begins: int64, ascending."""
-        # bisect: numpy's searchsorted would first copy all of the (unaligned) index.
-        first, last = (
-            bisect_left(range(len(self)), p, key=self._document_start) for p in (start, stop)
-        )
+        """Returns the positions in [start, stop) at which a document begins: int64, ascending."""
+        # bisect, because numpy's searchsorted would first copy all of the (unaligned) index.
+        documents = range(len(self))
+        first = bisect_left(documents, start, key=self._document_start)
+        last = bisect_left(documents, stop, key=self._document_start)
         # unique: an empty document starts where the next one does.
         return np.unique(
             [self._document_start(document) for document in range(first, last)]
         ).astype(np.int64)
 
     def documents(self, start: int, stop: int) -> np.ndarray:
-        """The number of the document of each token [start, stop) of the shard, int64."""
-        first, last = (
-            bisect_right(range(len(self)), p, key=self._document_start) - 1
-            for p in (start, stop - 1)
-        )
-        ends = [
-            min(self._document_start(document + 1), stop) for document in range(first, last + 1)
-        ]
+        """Returns for each token [start, stop) of the shard the number of its document, int64."""
+        documents = range(len(self))
+        first = bisect_right(documents, start, key=self._document_start) - 1
+        last = bisect_right(documents, stop - 1, key=self._document_start) - 1
+        ends = [min(self._document_start(i + 1), stop) for i in range(first, last + 1)]
         return np.repeat(np.arange(first, last + 1), np.diff([start, *ends]))
 
     def _document_start(self, document: int) -> int:
+        """Position of a document's first token in the shard."""
         sequence = int(self.doc_idx[document])
-        return (
-            self.num_tokens
-            if sequence >= len(self.offsets)
-            else int(self.offsets[sequence]) // self.dtype.itemsize
-        )
+        if sequence >= len(self.offsets):
+            return self.num_tokens
+        return int(self.offsets[sequence]) // self.dtype.itemsize
 
     def verify(self) -> None:
-        """Read all of the index. Raises ValueError if sequences do not lie back to back, or documents in another order."""
+        """Reads the whole index, and checks what opening does not.
+
+        Raises:
+            ValueError: Sequences do not lie back to back, or documents are in another order.
+        """
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         back_to_back = len(ends) == 0 or (
             self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:])
@@ -170,22 +181,27 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Streams documents into `prefix.bin` and `prefix.idx`; a context manager that finalizes when its block succeeds.
+    """Writes documents to `prefix.bin` and `prefix.idx`.
 
-    The index appears last and at once. What a killed writer leaves has no index, so it is no shard, and the next writer of
-    the same prefix writes over it.
+    It is a context manager, which finalizes the shard if its block succeeds.
+    The index appears last and complete. Files of a killed writer have no index, so they are not a
+    shard, and the next writer of the same prefix overwrites them.
 
     Args:
-        prefix: the path without `.bin` or `.idx`.
-        vocab_size: decides the dtype (u16 below 65,500, else i32) and refuses ids outside it.
-        code: of another dtype in the format's table, if a smaller one is wanted.
+        prefix: Path without `.bin` or `.idx`.
+        vocab_size: Bound of the ids. It decides the dtype: u16 below 65,500, else i32.
+        code: Code of another dtype in DTYPES.
+
+    Attributes:
+        num_tokens: Tokens so far.
 
     Raises:
-        FileExistsError: the shard is there already.
+        FileExistsError: The shard exists.
     """
 
     def __init__(self, prefix: Path | str, vocab_size: int, code: int | None = None) -> None:
-        self.prefix, self.vocab_size = Path(prefix), vocab_size
+        self.prefix = Path(prefix)
+        self.vocab_size = vocab_size
         self._bin_path, self._idx_path = shard_files(prefix)
         if self._idx_path.exists():
             raise FileExistsError(
@@ -193,36 +209,47 @@ class IndexedDatasetWriter:
             )
         self._code = code or (8 if vocab_size < U16_VOCAB else 4)
         self._dtype = np.dtype(DTYPES[self._code])
-        self._lengths, self._bin_sha256 = array("i"), hashlib.sha256()
+        self._lengths = array("i")  # tokens of each document
+        self._bin_sha256 = hashlib.sha256()
         self._bin = open(self._bin_path, "wb")  # noqa: SIM115 (closed by finalize, or after an error)
-        self.num_tokens = 0  # so far
+        self.num_tokens = 0
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # closing flushes, and on a full disk that fails once more
+            # Closing flushes, which fails once more on a full disk.
+            with contextlib.suppress(OSError):
                 self._bin.close()
             self._bin_path.unlink(missing_ok=True)
         elif not self._bin.closed:
             self.finalize()
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document (one Megatron sequence): at least one id, integers in [0, vocab_size). Raises ValueError for
-        other ids."""
+        """Appends one document (one Megatron sequence).
+
+        Args:
+            tokens: At least one id; integers in [0, vocab_size).
+
+        Raises:
+            ValueError: An id is outside the vocabulary, or there is none.
+        """
         tokens = np.asarray(tokens)
         self.add_documents(tokens, [tokens.size])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Append documents that lie back to back in `tokens`, `lengths` tokens each. Errors as in `add_document`."""
+        """Appends several documents at once. Raises the errors of `add_document`.
+
+        Args:
+            tokens: The documents back to back.
+            lengths: Tokens of each document.
+        """
         lengths = np.asarray(lengths, np.int32)
         if not len(lengths):
             return
-        rows_of_ids = tokens.ndim == 1 and lengths.min() > 0 and tokens.dtype.kind in "iu"
-        if not rows_of_ids or not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+        are_ids = tokens.ndim == 1 and lengths.min() > 0 and tokens.dtype.kind in "iu"
+        if not are_ids or not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise ValueError(
                 f"A document for {self.prefix} must be a non-empty row of ids from 0 to {self.vocab_size - 1}. Leave empty "
                 "documents out, and give the writer the vocabulary size of the tokenizer that made the ids."
@@ -235,7 +262,7 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def finalize(self) -> dict:
-        """Bring both files to the disk, the index last. Returns: the shard's record for a manifest."""
+        """Flushes both files to the disk, the index last. Returns the record for a manifest."""
         lengths = np.array(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         index = b"".join(
@@ -261,19 +288,29 @@ class IndexedDatasetWriter:
 
 
 class ShardWriter:
-    """Streams documents into the shards `prefix-00000`, `prefix-00001`, ... A shard is full with the document that brings it to
-    `shard_tokens`. Further arguments and errors as in `IndexedDatasetWriter`."""
+    """Writes documents to the shards `prefix-00000`, `prefix-00001`, ...
+
+    Args:
+        prefix: Path without the number.
+        vocab_size: As in `IndexedDatasetWriter`.
+        shard_tokens: A shard is full with the document that brings it to this size.
+        code: As in `IndexedDatasetWriter`.
+    """
 
     def __init__(
         self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None
     ) -> None:
-        self.prefix, self.shard_tokens, self.options = prefix, shard_tokens, (vocab_size, code)
+        self.prefix = prefix
+        self.shard_tokens = shard_tokens
+        self.options = (vocab_size, code)
         self.records: list[dict] = []
         self.writer: IndexedDatasetWriter | None = None
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Append documents that lie back to back in `tokens`, `lengths` tokens each."""
+        """Appends documents, as in `IndexedDatasetWriter`."""
         while len(lengths):
+            # Write the documents that fill this shard, or all that are left, and go on with the
+            # rest.
             self.writer = self.writer or IndexedDatasetWriter(
                 f"{self.prefix}-{len(self.records):05d}", *self.options
             )
@@ -283,12 +320,13 @@ class ShardWriter:
                 len(lengths),
             )
             self.writer.add_documents(tokens[: ends[n - 1]], lengths[:n])
-            tokens, lengths = tokens[ends[n - 1] :], lengths[n:]
+            tokens = tokens[ends[n - 1] :]
+            lengths = lengths[n:]
             if self.writer.num_tokens >= self.shard_tokens:
                 self.close()
 
     def close(self) -> list[dict]:
-        """Complete the last shard. Returns: a manifest's record of each shard."""
+        """Completes the last shard. Returns a manifest's record of each shard."""
         if self.writer is not None:
             self.records.append(self.writer.finalize())
             self.writer = None

@@ -1,8 +1,12 @@
-"""Raw text to documents: `for text in read_documents(["stdlib"]): ...`.
+"""Reads raw text as documents: `for text in read_documents(["stdlib"]): ...`.
 
-A source is `stdlib` (the sources of Python's standard library, which every machine has), `debian` (text of Debian
-packages), local files, globs or folders of text, JSON lines or Parquet, or a Hugging Face dataset (`hf:NAME`). Documents
-come in one fixed order. Which split a document belongs to is a function of its text alone (`in_validation`).
+An input is `stdlib` (the sources of Python's standard library, which every machine has), `debian`
+(text of Debian packages), a local file, glob or folder of text, JSON lines or Parquet, or a Hugging
+Face dataset (`hf:NAME`).
+
+`find_inputs` lists the files. `list_spans` cuts them into spans, which several processes can read.
+`documents_of` reads the documents of spans, always in the same order. The split of a document
+depends only on its text (`in_validation`).
 """
 
 import contextlib
@@ -14,6 +18,7 @@ import io
 import json
 import platform
 import re
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +27,19 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from interdomain.data.debian import DEBIAN, debian_packages, read_package
-from interdomain.data.indexed import file_sha256
 
 STDLIB = "stdlib"
 HUGGING_FACE = "hf:"
-LINES = (".jsonl", ".ndjson", ".json")
-ROWS = (*LINES, ".parquet")
-# Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the next.
+TEXT = (".txt", ".py", ".md", ".rst")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+PARQUET = ".parquet"
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # pyarrow's names
+FILE_KINDS = (
+    ".txt .py .md .rst .jsonl .ndjson .json .parquet files, all but the last also as .gz .bz2 .zst"
+)
+
+# Folders and files of the standard library that are tests, build leftovers, or different on each
+# installation.
 STDLIB_EXCLUDED_FOLDERS = {
     "test",
     "tests",
@@ -39,374 +50,368 @@ STDLIB_EXCLUDED_FOLDERS = {
     "lib-dynload",
 }
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
-# What a data set's folder has beside its rows, in small letters: a description, which is no document.
-DATASET_FILES = {
-    "readme.md",
-    "readme.txt",
-    "readme.rst",
-    "dataset_info.json",
-    "dataset_infos.json",
-    "dataset_dict.json",
-}
 CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of the package encodings
-SPAN_BYTES = 2_000_000  # of a large file of lines
-EXCERPT = 200  # characters of a row that cannot be read, to find it by
-DATASET_SHARD_BYTES = (
-    100_000_000  # taken for the size of one shard of a dataset on the hub, which is not known
-)
+
+SPAN_BYTES = 2_000_000  # size of a span of JSON lines
+DATASET_SPAN_BYTES = 100_000_000  # assumed size of a span of a dataset on the hub
+EXCERPT = 200  # characters of a bad row that its error message shows
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of the input, or one Hugging Face dataset (then `name` is its `hf:` name, and path and size are not known)."""
+    """One file of the input, or one Hugging Face dataset.
+
+    Attributes:
+        name: Name in the manifest, which is the same on every machine.
+        kind: A key of READERS: the ending before that of a compression, `debian` or `hf:`.
+        path: Where the file is. For a dataset `hf:NAME...`, as the user wrote it.
+        size: Bytes on the disk. 0 for a dataset, whose size is not known.
+        version: Changes with the contents: the time of the last write; for a dataset, the commit on
+            the hub.
+    """
 
     name: str
-    kind: str  # its ending before that of a compression, debian or hf: (a key of READERS)
-    path: Path = Path()
-    size: int = 0  # bytes on the disk
-    modified: int = 0  # nanoseconds since the epoch
+    kind: str
+    path: Path
+    size: int = 0
+    version: str = ""
 
 
 def _source_file(name: str, kind: str, path: Path) -> SourceFile:
     status = path.stat()
-    return SourceFile(name, kind, path, status.st_size, status.st_mtime_ns)
+    return SourceFile(name, kind, path, status.st_size, str(status.st_mtime_ns))
 
 
 @dataclass(frozen=True)
 class Span:
-    """The smallest part of a file that any process can read by itself: bytes of lines, a row group of Parquet, a shard of
-    a dataset. Anything else is read from its start to its end."""
+    """The smallest piece of a file that a process can read without the rest of it.
+
+    Attributes:
+        file: The file.
+        start: First byte of JSON lines that are not compressed. For Parquet the number of a row
+            group, for a dataset the number of a file. Otherwise 0.
+        stop: End of the bytes of JSON lines that are not compressed. Otherwise None.
+        size: Bytes on the disk, exact or estimated.
+    """
 
     file: SourceFile
     start: int = 0
     stop: int | None = None
-    size: int = 0  # bytes on the disk
-
-
-class BadDocument(NamedTuple):
-    """A row or a text file that holds no text, or none that the tokenizer can encode.
-
-    path: of its file; file: its name in a manifest; lines and rows count from 1.
-    """
-
-    path: str
-    file: str
-    place: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}, {self.place}, cannot be read: {self.reason}"
-
-
-def refuse(bad: BadDocument) -> None:
-    raise ValueError(f"{bad}.")
-
-
-def skip_bad(skipped: list[BadDocument], limit: int, bad: BadDocument) -> None:
-    """Add a document to `skipped`. Raises ValueError that names the first one beyond the limit."""
-    skipped.append(bad)
-    if len(skipped) > limit:
-        raise ValueError(
-            f"{bad}. Correct it and start again, or repeat the command with a larger --skip-bad than {limit}: it "
-            "continues, skips at most that many bad documents, and names each."
-        )
+    size: int = 0
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """Decide whether a document belongs to the validation split: sha256 of its UTF-8 text modulo 10,000, below fraction
-    * 10,000.
+    """Decides whether a document belongs to the validation split.
 
-    A function of the text alone: no seed, no position, so that adding documents moves none, and copies stay together.
+    The rule is: SHA-256 of the UTF-8 text, modulo 10,000, is below 10,000 * `fraction`. It uses no
+    seed and no position, so that new documents move no old ones, and copies of a document are in
+    the same split.
     """
-    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10_000 < round(
-        fraction * 10_000
-    )
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
+    return number % 10_000 < round(fraction * 10_000)
 
 
 def read_documents(
     inputs: Iterable,
     text_field: str = "text",
     max_bytes: int | None = None,
-    skip: Callable[[BadDocument], None] = refuse,
     convert: Callable[[str], Any] = str,
 ) -> Iterator[Any]:
-    """Documents in a fixed order: a text file is one, so is a row of any other. Empty ones are left out.
+    """Yields the documents of inputs in a fixed order.
 
-    Args:
-        text_field: the column, or the field of a JSON row, that holds the text.
-        max_bytes: as `list_spans`.
-        skip: called with every bad document; the default raises ValueError.
-        convert: what to make of each text, for example its ids. A text of which it raises ValueError is a bad document.
-    Raises: as `find_inputs` and `read_span`.
+    Arguments and errors are those of `find_inputs`, `list_spans` and `documents_of`.
     """
-    yield from documents_of(
-        list_spans(find_inputs(inputs).files, text_field, max_bytes), text_field, skip, convert
-    )
+    spans = list_spans(find_inputs(inputs).files, text_field, max_bytes)
+    yield from documents_of(spans, text_field, convert)
 
 
 def documents_of(
     spans: Iterable[Span],
     text_field: str,
-    skip: Callable[[BadDocument], None],
     convert: Callable[[str], Any] = str,
+    leave_out_bad: bool = False,
 ) -> Iterator[Any]:
-    """Documents of spans as `read_documents` gives them."""
+    """Yields `convert(text)` for every document that is not empty.
+
+    A text file is one document. Of all other kinds, a row is one.
+
+    Args:
+        spans: Spans from `list_spans`.
+        text_field: Column, or field of a JSON row, that holds the text.
+        convert: Makes something of a text, for example its ids. A text is bad if `convert` raises
+            ValueError.
+        leave_out_bad: Print bad documents to standard error and go on. Otherwise the first one
+            raises.
+
+    Raises:
+        ValueError: A document is bad, a file is damaged, or a file changed since `find_inputs`. The
+            message names it.
+    """
     for span in spans:
-        for document in read_span(span, text_field, convert):
-            if isinstance(document, BadDocument):
-                skip(document)
-            else:
+        file = span.file
+        reader = READERS[file.kind]
+        # An error outside of the inner `try` means that the file is damaged: the rows after it
+        # cannot be found.
+        with _file_named_in_errors(file):
+            for i, row in enumerate(reader.rows(span, text_field)):
+                try:
+                    text = reader.text(row, text_field)
+                    if not text:
+                        continue
+                    document = convert(text)
+                except ValueError as e:
+                    problem = f"{_place(span, i)}: {e}"
+                    if not leave_out_bad:
+                        raise ValueError(problem) from e
+                    print(f"left out: {file.path}, {problem}", file=sys.stderr)
+                    continue
+                # Outside of `try`, because errors of the caller are not errors of the document.
                 yield document
+            # Pieces of two versions of a file must not be joined.
+            if file.kind != HUGGING_FACE and _source_file(file.name, file.kind, file.path) != file:
+                raise ValueError(
+                    "it has changed since this command began. Start the same command again."
+                )
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """The embedded corpus: (name, path) of the standard library's source files but tables of characters, sorted by name."""
+    """Returns the embedded corpus as (name, path), sorted by name.
+
+    It is the source code of Python's standard library, without tables of characters.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
+        folders = path.relative_to(root).parts[:-1]
+        if STDLIB_EXCLUDED_FOLDERS.intersection(folders):
+            continue
         # config-3.11-x86_64-linux-gnu and its like describe one build.
-        if STDLIB_EXCLUDED_FOLDERS.intersection(parts[:-1]) or parts[0].startswith("config-"):
+        if folders and folders[0].startswith("config-"):
             continue
-        if parts[0] == "encodings" and CODE_TABLE.search(path.read_bytes()):
+        if folders and folders[0] == "encodings" and CODE_TABLE.search(path.read_bytes()):
             continue
-        if not parts[-1].startswith(STDLIB_EXCLUDED_FILES) and path.is_file():
-            files.append(("/".join(parts), path))
+        if not path.name.startswith(STDLIB_EXCLUDED_FILES) and path.is_file():
+            files.append(("/".join((*folders, path.name)), path))
     return sorted(files)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Files that inputs name. described: names and sizes for a manifest, without folders: the same on every machine."""
+class Inputs(NamedTuple):
+    """The files that inputs name.
 
-    files: list[SourceFile]  # in reading order: as given, each glob and folder sorted
+    Attributes:
+        files: The files in reading order: inputs as the user gave them, each glob and folder sorted
+            by name.
+        described: Their description in the manifest. It has no folders, so it is the same on every
+            machine.
+    """
+
+    files: list[SourceFile]
     described: list[dict]
-    left_out: int  # files in the folders that are not read
 
 
 def find_inputs(inputs: Iterable) -> Inputs:
-    """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read, and as
-    `debian_packages`."""
-    # The files may have changed since an earlier call of this process.
-    for cache in (_parquet, _file_digest, _dataset_digest, _dataset):
-        cache.cache_clear()
+    """Lists the files that inputs name.
+
+    Args:
+        inputs: `stdlib`, `debian`, `debian:FOLDER`, `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`, paths,
+            folders and globs.
+
+    Raises:
+        FileNotFoundError: An input names no file.
+        ValueError: A file is of another kind, a dataset cannot be opened, or a Debian package is
+            not the right one.
+    """
+    _dataset.cache_clear()  # datasets may have changed since an earlier call in this process
     files = []
     described = []
-    left_out = 0
     for item in map(str, inputs):
         if item.startswith(HUGGING_FACE):
-            files.append(SourceFile(item, HUGGING_FACE))
-            described.append({"dataset": item.removeprefix(HUGGING_FACE)})
-        elif item.partition(":")[0] == DEBIAN:
-            for name, path in debian_packages(item).items():
-                file = _source_file(name, DEBIAN, path)
-                files.append(file)
-                described.append({"file": path.name, "bytes": file.size})
-        elif item == STDLIB and (modules := stdlib_files()):
-            for name, path in modules:
+            builder, _ = _dataset(item)
+            name = item.removeprefix(HUGGING_FACE)
+            files.append(SourceFile(name, HUGGING_FACE, Path(item), version=str(builder.hash)))
+            described.append({"dataset": name})
+        elif item == STDLIB:
+            for name, path in stdlib_files():
                 files.append(_source_file(name, ".py", path))
             described.append({STDLIB: platform.python_version()})
-        else:
-            matched, others = _matches(item)
-            left_out += others
-            if not matched:
-                raise FileNotFoundError(
-                    f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard "
-                    f"library), {DEBIAN}, paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of "
-                    "the Hugging Face hub."
-                )
-            for name, path in matched:
-                kind = _kind(path)
-                if kind is None:
-                    raise ValueError(
-                        f"{path} is not a kind of file that is read; files are {READ}."
-                    )
-                file = _source_file(name, kind, path)
+        elif item.partition(":")[0] == DEBIAN:
+            for path in debian_packages(item):
+                file = _source_file(path.name, DEBIAN, path)
                 files.append(file)
-                described.append({"file": name, "bytes": file.size})
-    return Inputs(files, described, left_out)
+                described.append({"file": file.name, "bytes": file.size})
+        else:
+            for file in _local_files(item):
+                files.append(file)
+                described.append({"file": file.name, "bytes": file.size})
+    return Inputs(files, described)
+
+
+def _local_files(item: str) -> list[SourceFile]:
+    """The files that a path, a glob or a folder names, sorted by name.
+
+    A folder's hidden files, and files of other kinds, are left out.
+    """
+    folder = Path(item)
+    named = []  # (name in the manifest, path)
+    if folder.is_dir():
+        for path in folder.rglob("*"):  # does not follow links to folders
+            name = path.relative_to(folder).as_posix()
+            is_hidden = "/." in f"/{name}"
+            if path.is_file() and _kind(path) and not is_hidden:
+                named.append((name, path))
+        named.sort()
+    elif folder.exists():
+        named.append((folder.name, folder))
+    else:
+        for match in sorted(glob.glob(item, recursive=True)):
+            path = Path(match)
+            if path.is_file():  # a glob may match folders, too
+                named.append((path.name, path))
+    if not named:
+        raise FileNotFoundError(
+            f"No file matches the input {item}; give {STDLIB}, {DEBIAN}, paths, folders or quoted globs of {FILE_KINDS}, "
+            f"or {HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
+        )
+    files = []
+    for name, path in named:
+        kind = _kind(path)
+        if kind is None:
+            raise ValueError(f"{path} is not a kind of file that is read; files are {FILE_KINDS}.")
+        files.append(_source_file(name, kind, path))
+    return files
 
 
 def _kind(path: Path) -> str | None:
-    """The kind of a SourceFile, or None for a file that is not read."""
-    kind = (path.with_suffix("") if path.suffix.lower() in OPENERS else path).suffix.lower()
-    return kind if kind in READERS else None
-
-
-def _matches(item: str) -> tuple[list[tuple[str, Path]], int]:
-    """(name, path) of the files that one path, glob or folder names, sorted by name; how many others a folder holds."""
-    path = Path(item)
-    if path.is_dir():
-        read = {}
-        descriptions = []
-        has_rows = False
-        entries = 0
-        for entry in path.rglob("*"):  # does not follow links to folders
-            if entry.is_dir() and not entry.is_symlink():
-                continue
-            entries += 1
-            name = entry.relative_to(path).as_posix()
-            kind = _kind(entry)
-            if not entry.is_file() or kind is None or "/." in f"/{name}":
-                continue
-            read[name] = entry
-            if entry.name.lower() in DATASET_FILES:
-                descriptions.append(name)
-            elif kind in ROWS:
-                has_rows = True
-        if has_rows:
-            for name in descriptions:
-                del read[name]
-        return sorted(read.items()), entries - len(read)
-    if glob.has_magic(item) and not path.exists():
-        paths = map(Path, sorted(glob.glob(item, recursive=True)))
-        return [(p.name, p) for p in paths if not ("**" in item and p.is_dir())], 0
-    return [(path.name, path)] if path.exists() else [], 0
+    """The kind of a file: `.jsonl` for `a.jsonl.gz`, None for a file that is not read."""
+    if path.suffix.lower() in COMPRESSIONS:
+        path = path.with_suffix("")
+    kind = path.suffix.lower()
+    if kind in READERS:
+        return kind
+    return None
 
 
 def list_spans(
     files: list[SourceFile], text_field: str, max_bytes: int | None = None
 ) -> Iterator[Span]:
-    """The spans of all files in order: as many whole ones as `max_bytes` of the disk hold, but at least one.
+    """Yields the spans of all files, in order.
 
-    Raises: ValueError for what can be seen without reading it all: a missing column, a dataset that is not there.
+    Args:
+        files: Files from `find_inputs`.
+        text_field: Column that Parquet files must have.
+        max_bytes: Stop before the span with which their sizes would exceed this. The first span
+            always comes.
+
+    Raises:
+        ValueError: A Parquet file lacks the column.
     """
     total = 0
     for file in files:
         for span in _spans(file, text_field):
-            if max_bytes is not None and 0 < total > max_bytes - span.size:
+            if max_bytes is not None and total > 0 and total + span.size > max_bytes:
                 return
             total += span.size
             yield span
 
 
 def _spans(file: SourceFile, text_field: str) -> list[Span]:
+    """The spans of one file. A file that can only be read from its start has one span."""
+    spans = []
     if file.kind == HUGGING_FACE:
-        _, stream = _dataset(file.name)
-        return [Span(file, i, i + 1, DATASET_SHARD_BYTES) for i in range(stream.num_shards)]
-    if file.kind == ".parquet":
-        with _named(file):
-            metadata = _parquet(file.path, text_field).metadata
-        spans = []
+        _, rows = _dataset(str(file.path))
+        for i in range(rows.num_shards):
+            spans.append(Span(file, i, size=DATASET_SPAN_BYTES))
+    elif file.kind == PARQUET:
+        with _file_named_in_errors(file):
+            metadata = _open_parquet(file.path, text_field).metadata
         for group in range(metadata.num_row_groups):
-            share = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
-            spans.append(Span(file, group, group + 1, share))
-        return spans
-    if file.path.suffix.lower() in LINES:  # not compressed
-        spans = []
+            # The size is the row group's share of the rows.
+            size = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
+            spans.append(Span(file, group, size=size))
+    elif file.path.suffix.lower() in JSON_LINES:  # not compressed, so any byte can be read
         for start in range(0, file.size, SPAN_BYTES):
             stop = min(start + SPAN_BYTES, file.size)
             spans.append(Span(file, start, stop, stop - start))
-        return spans
-    return [Span(file, size=file.size)]
-
-
-def read_span(span: Span, text_field: str, convert: Callable[[str], Any] = str) -> Iterator[Any]:
-    """Yields the result of `convert` for each document of a span that is not empty, and a BadDocument for a bad one.
-
-    Raises ValueError naming a damaged file, and what is wrong; also for a file that was written to since `find_inputs`: parts
-    of two versions must not be joined.
-    """
-    file = span.file
-    reader = READERS[file.kind]
-    with _named(file):
-        for i, row in enumerate(reader.rows(span, text_field)):
-            try:
-                text = reader.text(row, text_field)
-                if text:
-                    yield convert(text)
-            except ValueError as e:
-                yield BadDocument(
-                    _shown(file), file.name, reader.place(span, i), str(e).rstrip(".")
-                )
-        if file.kind != HUGGING_FACE and _source_file(file.name, file.kind, file.path) != file:
-            raise ValueError(
-                "it has changed since this command began. Start the same command again."
-            )
-
-
-def content_digest(span: Span) -> str:
-    """SHA-256 of what a span is a function of: its place, its file's name, and bytes as they lie on the disk.
-
-    Nothing is decompressed or parsed, so it costs little beside tokenising. Lines: only the bytes of the span's lines. Any
-    other span: the whole file. Raises ValueError naming a file that cannot be read.
-    """
-    file = span.file
-    digest = hashlib.sha256(json.dumps([file.name, file.kind, span.start, span.stop]).encode())
-    with _named(file):
-        if file.kind == HUGGING_FACE:
-            digest.update(_dataset_digest(file.name).encode())
-        elif span.stop is None or file.kind not in LINES:
-            digest.update(_file_digest(file).encode())
-        else:
-            with open(file.path, "rb") as f:
-                # `_lines` looks at the byte before the span, and reads the last line to its end.
-                first = f.seek(max(span.start - 1, 0))
-                digest.update(f.read(max(span.stop - 1 - first, 0)))
-                digest.update(f.readline())
-    return digest.hexdigest()
-
-
-@functools.lru_cache(1)  # the row groups of a Parquet file follow one another
-def _file_digest(file: SourceFile) -> str:
-    return file_sha256(file.path)
-
-
-@functools.lru_cache(1)
-def _dataset_digest(name: str) -> str:
-    """SHA-256 of a dataset's files; of files elsewhere, of the address and the commit or ETag by which its host knows them."""
-    builder, _ = _dataset(name)
-    digest = hashlib.sha256()
-    for files in builder.config.data_files.values():
-        for path, version in zip(files, files.origin_metadata, strict=True):
-            content = file_sha256(path) if Path(path).is_file() else f"{path} {version}"
-            digest.update(content.encode())
-    return digest.hexdigest()
+    else:
+        spans.append(Span(file, size=file.size))
+    return spans
 
 
 @contextlib.contextmanager
-def _named(file: SourceFile) -> Iterator[None]:
-    """Put the file's name before what the libraries say of it."""
+def _file_named_in_errors(file: SourceFile) -> Iterator[None]:
+    """Puts the file's name before the messages of the libraries that read it, as a ValueError."""
     try:
         yield
     except (ValueError, OSError, EOFError, zlib.error) as e:
-        raise ValueError(f"{_shown(file)} cannot be read: {e}") from e
+        raise ValueError(f"{file.path} cannot be read: {e}") from e
 
 
-def _shown(file: SourceFile) -> str:
-    return file.name if file.kind == HUGGING_FACE else str(file.path)
+def _place(span: Span, i: int) -> str:
+    """Says where row `i` of a span stands in its file, for an error message.
+
+    `i` counts from 0. Lines and rows in the message count from 1.
+    """
+    path = span.file.path
+    if span.file.kind in JSON_LINES:
+        # Count the lines of the spans before this one. This is done for bad documents only.
+        lines_before = 0
+        if span.start > 0:
+            with open(path, "rb") as f:
+                while f.tell() < span.start:
+                    f.readline()
+                    lines_before += 1
+        return f"line {lines_before + i + 1}"
+    if span.file.kind == PARQUET:
+        metadata = _open_parquet(path).metadata
+        rows_before = 0
+        for group in range(span.start):
+            rows_before += metadata.row_group(group).num_rows
+        return f"row {rows_before + i + 1}"
+    if span.file.kind == HUGGING_FACE:
+        return f"row {i + 1} of the dataset's file {span.start + 1}"
+    return f"document {i + 1}"
 
 
-def _opened(path: Path) -> IO[bytes]:
-    """A file's bytes, decompressed."""
-    opener = OPENERS.get(path.suffix.lower())
-    if opener is None:
+def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
+    """Opens a file for its bytes. Decompresses it if its name ends in one of COMPRESSIONS."""
+    ending = path.suffix.lower()
+    if ending not in COMPRESSIONS:
         return open(path, "rb")
-    # The libraries read an empty file as no text, but each format has a header: a copy or a download has failed.
+    # The libraries read an empty file as no text, but each format has a header: a copy or a
+    # download has failed.
     if path.stat().st_size == 0:
         raise ValueError("the file is empty, which no compressed file is.")
-    return opener(path)
-
-
-def _open_with_arrow(path: Path, compression: str) -> IO[bytes]:
+    if ending == ".gz":
+        return gzip.open(path)
+    # Not bz2.open: where it cannot decompress what follows the first stream, it reports the end of
+    # the file.
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSIONS[ending]))
 
 
-def _whole_file(span: Span, _: str) -> Iterator[bytes]:
-    with _opened(span.file.path) as f:
+def _whole_file(span: Span, text_field: str) -> Iterator[bytes]:
+    with open_decompressed(span.file.path) as f:
         yield f.read()
 
 
-def _lines(span: Span, _: str) -> Iterator[bytes]:
-    with _opened(span.file.path) as f:  # binary: lines end at \n only, not at U+2028
-        at = span.start
-        if at:  # the line that lies across the start belongs to the span before
-            f.seek(at - 1)
-            at += len(f.readline()) - 1
-        while (span.stop is None or at < span.stop) and (line := f.readline()):
-            at += len(line)
+def _decoded(data: bytes, text_field: str) -> str:
+    return data.decode()  # text mode would turn CRLF into LF
+
+
+def _lines(span: Span, text_field: str) -> Iterator[bytes]:
+    """The lines that begin in the span, as bytes: text mode would also end lines at U+2028."""
+    with open_decompressed(span.file.path) as f:
+        position = span.start
+        if position > 0:
+            # A line that lies across the start belongs to the span before.
+            f.seek(position - 1)
+            position += len(f.readline()) - 1
+        while span.stop is None or position < span.stop:
+            line = f.readline()
+            if not line:
+                break
+            position += len(line)
             yield line
 
 
@@ -417,137 +422,119 @@ def _line_text(line: bytes, text_field: str) -> str:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"it is not JSON ({e}): {line[:EXCERPT]!r}") from e
-    return _field_text(row, text_field)
+    return row_text(row, text_field)
 
 
-def _line_place(span: Span, i: int) -> str:
-    lines_before = 0
-    if span.start:
-        with open(span.file.path, "rb") as f:
-            while f.tell() < span.start:
-                f.readline()
-                lines_before += 1
-    return f"line {lines_before + i + 1}"
+def row_text(row: object, text_field: str) -> str:
+    """Returns the text of a row.
 
+    Args:
+        row: A dict; other objects are bad rows.
+        text_field: Key of the text.
 
-def _parquet_rows(span: Span, text_field: str) -> Iterator[Any]:
-    file = _parquet(span.file.path, text_field)
-    for batch in file.iter_batches(
-        512, row_groups=[span.start], columns=[text_field], use_threads=False
-    ):
-        yield from batch.column(0)
-
-
-def _parquet_place(span: Span, i: int) -> str:
-    import pyarrow.parquet
-
-    metadata = pyarrow.parquet.read_metadata(span.file.path)
-    rows_before = sum(metadata.row_group(group).num_rows for group in range(span.start))
-    return f"row {rows_before + i + 1}"
-
-
-@functools.lru_cache(1)  # a worker reads one file's row groups one after another
-def _parquet(path: Path, text_field: str) -> Any:
-    """The open file, checked to have the column."""
-    import pyarrow.parquet
-
-    file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
-    if text_field not in file.schema_arrow.names:
-        has = ", ".join(file.schema_arrow.names)
-        raise ValueError(
-            f"there is no column {text_field!r} (it has: {has}); name the right one with --text-field."
-        )
-    return file
-
-
-def _dataset_rows(span: Span, _: str) -> Iterator[Any]:
-    _, stream = _dataset(span.file.name)
-    yield from stream.shard(stream.num_shards, span.start)
-
-
-def _field_text(row: object, text_field: str) -> str:
-    """A row's text. Raises ValueError if there is none, or (UnicodeError) if it is not Unicode."""
-    text = row.get(text_field) if isinstance(row, dict) else None
-    if isinstance(text, bytes):  # a Parquet column of strings whose writer did not mark it as such
+    Raises:
+        ValueError: There is no text, or it is not Unicode.
+    """
+    text = None
+    if isinstance(row, dict):
+        text = row.get(text_field)
+    if isinstance(text, bytes):  # some writers of Parquet do not mark a column of strings as such
         text = text.decode()
     if not isinstance(text, str):
         raise ValueError(
             f"there is no text under {text_field!r} in the row {str(row)[:EXCERPT]}; name the right field with --text-field."
         )
-    text.encode()
+    text.encode()  # raises for half of a surrogate pair
     return text
+
+
+def _open_parquet(path: Path, text_field: str | None = None) -> Any:
+    """Opens a Parquet file, and checks that it has the column `text_field`."""
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+    columns = file.schema_arrow.names
+    if text_field is not None and text_field not in columns:
+        raise ValueError(
+            f"there is no column {text_field!r} (it has: {', '.join(columns)}); name the right one with --text-field."
+        )
+    return file
+
+
+def _parquet_rows(span: Span, text_field: str) -> Iterator[Any]:
+    batches = _open_parquet(span.file.path, text_field).iter_batches(
+        512,
+        row_groups=[span.start],
+        columns=[text_field],
+        use_threads=False,
+    )
+    for batch in batches:
+        yield from batch.column(0)
+
+
+def _parquet_text(value: Any, text_field: str) -> str:
+    return row_text({text_field: value.as_py()}, text_field)  # as_py decodes UTF-8
 
 
 @functools.lru_cache(1)
 def _dataset(name: str) -> tuple[Any, Any]:
-    """Builder and stream of rows of `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`; NAME may be a local folder. Raises ValueError."""
+    """Opens `hf:NAME[@REVISION][:CONFIG[:SPLIT]]`; NAME may be a local folder.
+
+    Returns:
+        The builder and the stream of rows, objects of the `datasets` library. Its "shards" are the
+        dataset's files.
+
+    Raises:
+        ValueError: The dataset cannot be opened.
+    """
     import datasets
 
+    # Take the name apart, and let the library fill in what is not given.
     source, _, rest = name.removeprefix(HUGGING_FACE).partition(":")
     source, _, revision = source.partition("@")
     config, _, split = rest.partition(":")
-    if not source or ":" in split:
-        raise ValueError(
-            f"{name} is no dataset: it must read {HUGGING_FACE}NAME[@REVISION][:CONFIG[:SPLIT]]."
-        )
     try:
         builder = datasets.load_dataset_builder(source, config or None, revision=revision or None)
         return builder, builder.as_streaming_dataset(split=split or "train")
     except (
         Exception
-    ) as e:  # the hub's client, the HTTP library and the readers behind them each have their own
-        first = str(e).strip().split("\n")[0]
+    ) as e:  # the hub's client, the HTTP library and the readers have errors of their own
         raise ValueError(
-            f"The dataset {name} cannot be opened ({type(e).__name__}: {first}). Check name, configuration, split and network, "
-            "or download its files and give them as --input 'folder/*.parquet'."
+            f"The dataset {name} cannot be opened ({type(e).__name__}: {e}). Check name, configuration, split and "
+            "network, or download its files and give them as --input 'folder/*.parquet'."
         ) from e
 
 
+def _dataset_rows(span: Span, text_field: str) -> Iterator[Any]:
+    _, rows = _dataset(str(span.file.path))
+    yield from rows.shard(rows.num_shards, span.start)
+
+
+def _package_documents(span: Span, text_field: str) -> Iterator[str]:
+    return read_package(span.file.path)
+
+
+def _unchanged(text: str, text_field: str) -> str:
+    return text
+
+
 class Reader(NamedTuple):
-    """How one kind of file is read.
+    """Two functions that read one kind of file. Both get the name of the text field.
 
     Attributes:
-        rows: The rows of a span, as they are stored.
-        text: The text of a row, under the name of the text field. Raises ValueError for a bad document.
-        place: The place of row i of a span, for a message about it.
+        rows: Yields the rows of a span, as the file stores them.
+        text: Returns the text of a row. Raises ValueError for a bad document.
     """
 
     rows: Callable[[Span, str], Iterable[Any]]
     text: Callable[[Any, str], str]
-    place: Callable[[Span, int], str]
 
 
-OPENERS = {
-    ".gz": gzip.open,
-    # Not bz2.open, which takes anything behind the first stream that it cannot decompress for the end of the file.
-    ".bz2": functools.partial(_open_with_arrow, compression="bz2"),
-    ".zst": functools.partial(_open_with_arrow, compression="zstd"),
-}
-TEXT = Reader(
-    _whole_file,
-    lambda data, _: data.decode(),  # from bytes: reading in text mode would turn CRLF into LF
-    lambda span, i: "the whole file",
-)
-JSON_LINES = Reader(_lines, _line_text, _line_place)
+# The reader of each kind of SourceFile. `_spans` and `_place` know more about some of them.
 READERS = {
-    **dict.fromkeys((".txt", ".py", ".md", ".rst"), TEXT),
-    **dict.fromkeys(LINES, JSON_LINES),
-    ".parquet": Reader(
-        _parquet_rows,
-        lambda value, text_field: _field_text(
-            {text_field: value.as_py()}, text_field
-        ),  # raises for bytes, not UTF-8
-        _parquet_place,
-    ),
-    DEBIAN: Reader(
-        lambda span, _: read_package(span.file.name, span.file.path),
-        lambda text, _: text,
-        lambda span, i: f"document {i + 1}",
-    ),
-    HUGGING_FACE: Reader(
-        _dataset_rows,
-        _field_text,
-        lambda span, i: f"shard {span.start + 1}, row {i + 1}",
-    ),
+    **dict.fromkeys(TEXT, Reader(_whole_file, _decoded)),
+    **dict.fromkeys(JSON_LINES, Reader(_lines, _line_text)),
+    PARQUET: Reader(_parquet_rows, _parquet_text),
+    DEBIAN: Reader(_package_documents, _unchanged),
+    HUGGING_FACE: Reader(_dataset_rows, row_text),
 }
-READ = f"{' '.join(list(READERS)[:-2])} files, all but the last also as {' '.join(OPENERS)}"

@@ -1,9 +1,12 @@
-"""Packed training samples in a random order that nobody stores: `PackedDataset(corpus, seq_len=4096, seed=42)[g]`, or
-of several corpora by weight: `MixtureDataset([code, web], [0.3, 0.7])[g]`.
+"""Packs tokens into training samples, in a random order that is computed and not stored.
 
-Sample g depends on (corpora, weights, seq_len, seed, g) alone: not on the number of ranks, of workers, or on what was
-read before. So one integer, the number of samples consumed, resumes a run on any number of ranks: at global step s with
-B samples per step, rank r of W reads those of [s * B, (s + 1) * B) that are r modulo W, or any other split of them.
+`PackedDataset(corpus, seq_len=4096, seed=42)[g]` is sample g of one corpus. `MixtureDataset([code,
+web], [0.3, 0.7])[g]` is sample g of several, mixed by weight.
+
+Sample g depends only on (corpora, weights, seq_len, seed, g): not on the number of ranks or worker
+processes, and not on the samples that were read before. So one integer, the number of consumed
+samples, resumes a run on any number of ranks. With B samples per step, the ranks share the samples
+[s * B, (s + 1) * B) of global step s in any way.
 """
 
 import hashlib
@@ -16,33 +19,48 @@ import numpy as np
 from interdomain.data.corpus import TokenCorpus
 
 MASK64 = 0xFFFF_FFFF_FFFF_FFFF
-LONGEST_PATTERN = 1_000_000  # samples after which a mixture's weights repeat
+LONGEST_PATTERN = 1_000_000  # samples after which the order of a mixture's corpora repeats, at most
 
 
 class FeistelPermutation:
-    """A keyed bijection of [0, n): an alternating Feistel network on the next power of two, walked until below n.
+    """A bijection of [0, n) that a key chooses: `FeistelPermutation(n, key)(i)` is the place of i.
 
-    O(1) memory; fewer than two walks on average. Not cryptography: an order that looks random and is complete.
+    An alternating Feistel network permutes the next power of two. A result that is not below n is
+    permuted again, fewer than two times on average. The memory does not depend on n. The order
+    looks random; it is not meant for cryptography.
+
+    Args:
+        n: Number of elements.
+        key: Any text.
     """
 
     ROUNDS = 8
 
     def __init__(self, n: int, key: str) -> None:
         assert n > 0
-        bits = max(4, (n - 1).bit_length())  # halves of one bit reach only some of the orders
-        self.n, self.low_bits = n, bits // 2
-        self.low_mask, self.high_mask = (1 << self.low_bits) - 1, (1 << (bits - self.low_bits)) - 1
+        bits = max(4, (n - 1).bit_length())  # with halves of one bit, some orders would never occur
+        self.n = n
+        # An index is split into its low and its high bits. Each round changes one of them by a
+        # function of the other.
+        self.low_bits = bits // 2
+        self.low_mask = (1 << self.low_bits) - 1
+        self.high_mask = (1 << (bits - self.low_bits)) - 1
         digest = hashlib.shake_256(key.encode()).digest(8 * self.ROUNDS)
         keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
         self.key_pairs = list(zip(keys[::2], keys[1::2], strict=True))
 
     def __call__(self, i: int) -> int:
         assert 0 <= i < self.n
-        low_bits, low_mask, high_mask = self.low_bits, self.low_mask, self.high_mask
+        # Local names, which are faster than attributes in this loop.
+        low_bits = self.low_bits
+        low_mask = self.low_mask
+        high_mask = self.high_mask
         while True:
-            low, high = i & low_mask, i >> low_bits
+            low = i & low_mask
+            high = i >> low_bits
             for even, odd in self.key_pairs:
-                # Multiply, fold, multiply: the upper half of the product has seen every bit of the other half and key.
+                # Multiply, fold, multiply: the upper half of the product depends on every bit of
+                # the other half and the key.
                 x = (high ^ even) * 0x9E3779B97F4A7C15 & MASK64
                 low ^= ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & MASK64) >> 32 & low_mask
                 x = (low ^ odd) * 0x9E3779B97F4A7C15 & MASK64
@@ -53,41 +71,47 @@ class FeistelPermutation:
 
 
 class PackedDataset:
-    """Windows of seq_len + 1 consecutive tokens (inputs and their next tokens) of a corpus's stream.
+    """Windows of seq_len + 1 consecutive tokens of a corpus: inputs and their next tokens.
 
-    Windows tile the stream with stride seq_len, so that a token is a target once per epoch. They span documents and shards;
-    a last one that is not full is dropped. Indices are global and never end: g is sample g % n of epoch g // n
-    (n = samples_per_epoch), and every epoch has an order of its own. Sample g depends on the corpus, seq_len, seed and g
-    alone. Validation reads with `shuffle=False` at indices 0, 1, ...: the same tokens each time.
+    Windows tile the stream with stride seq_len, so that a token is a target once per epoch. They
+    run across the bounds of documents and shards. A last window that is not full is dropped.
+
+    Indices are global and have no end: index g is sample g % n of epoch g // n (n =
+    samples_per_epoch), and every epoch has an order of its own. Validation reads with
+    `shuffle=False` at indices 0, 1, ...: the same tokens each time.
 
     Args:
-        corpus: a TokenCorpus.
-        seq_len: tokens that the model sees, positive.
-        seed: any integer; with shuffle=False it changes nothing.
+        corpus: A TokenCorpus.
+        seq_len: Tokens that the model sees, positive.
+        seed: Any integer, which chooses the order. It has no effect with shuffle=False.
         shuffle: False for the order of the stream.
 
     Attributes:
-        first: the index that sample 0 has in the order. Set it where the order goes on from another reader's.
-        samples_per_epoch: windows in the corpus.
-        targets: labels of a sample that count in the loss.
-        fingerprint: of corpus, seq_len and order; a checkpoint keeps it beside the number of consumed samples.
-        made_of: what the fingerprint is of, to say what differs.
+        first: The index that sample 0 has in the order. A loader sets it to continue where an
+            earlier run stopped.
+        samples_per_epoch: Windows in the corpus.
+        targets: Labels of a sample that count in the loss.
+        fingerprint: SHA-256 of corpus, seq_len and order. A checkpoint keeps it with the number of
+            consumed samples.
+        made_of: The values behind the fingerprint, so that an error can say which of them differs.
+        num_tokens: Tokens of the corpus.
+        num_documents: Documents of the corpus.
 
     Raises:
-        ValueError: the corpus is shorter than one window, or windows would have different numbers of answers.
+        ValueError: The corpus is shorter than one window, or windows would have different numbers
+            of answers.
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
-        self.corpus, self.seq_len, self.seed, self.shuffle, self.first = (
-            corpus,
-            seq_len,
-            seed,
-            shuffle,
-            0,
-        )
-        self.num_tokens, self.num_documents = corpus.num_tokens, corpus.num_documents
+        self.corpus = corpus
+        self.seq_len = seq_len
+        self.seed = seed
+        self.shuffle = shuffle
+        self.first = 0
+        self.num_tokens = corpus.num_tokens
+        self.num_documents = corpus.num_documents
         self.samples_per_epoch = (corpus.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
             raise ValueError(
@@ -95,7 +119,10 @@ class PackedDataset:
                 f"{seq_len + 1:,}. Take a shorter sequence length or prepare more text"
                 + (" (a larger --validation-fraction)." if corpus.split == "validation" else ".")
             )
-        answers, self.targets = corpus.answers, seq_len
+        # Every sample must have the same number of labels that count: the loss of a step is a mean
+        # over them.
+        answers = corpus.answers
+        self.targets = seq_len
         if answers is not None:
             if seq_len % answers.example_tokens:
                 raise ValueError(
@@ -103,7 +130,9 @@ class PackedDataset:
                     f"Set training.seq_len and validation.seq_len to {answers.example_tokens}, or a multiple."
                 )
             self.targets = seq_len // answers.example_tokens * answers.per_example
-        order = f"feistel-1:{seed}" if shuffle else "in order"
+        order = "in order"
+        if shuffle:
+            order = f"feistel-1:{seed}"
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
         self.made_of = {
@@ -112,29 +141,28 @@ class PackedDataset:
             "seq_len": seq_len,
             "order": order,
         }
-        self._order: tuple[int, FeistelPermutation] | None = (
-            None  # of the last epoch; threads swap it at once
-        )
+        # The last epoch and its order: one tuple, so that threads replace both at once.
+        self._order: tuple[int, FeistelPermutation] | None = None
 
     def __len__(self) -> int:
         return self.samples_per_epoch
 
     @property
     def parts(self) -> list["PackedDataset"]:
-        """The data set of each corpus."""
+        """The dataset of each corpus."""
         return [self]
 
     def counts(self, consumed: int) -> list[int]:
-        """Samples of each corpus among the first `consumed`."""
+        """Returns the number of samples of each corpus among the first `consumed` samples."""
         return [consumed]
 
     def epochs(self, consumed: int) -> list[float]:
-        """Epochs of each corpus after `consumed` samples, with those before `first`."""
+        """Returns the epochs that are read of each corpus after `consumed` samples."""
         counts = zip(self.counts(consumed), self.parts, strict=True)
         return [(part.first + count) / len(part) for count, part in counts]
 
     def _start(self, g: int) -> int:
-        """The place in the stream where sample g begins."""
+        """Returns the position in the stream at which sample g begins."""
         assert g >= 0
         epoch, i = divmod(self.first + int(g), self.samples_per_epoch)
         if self.shuffle:
@@ -148,45 +176,55 @@ class PackedDataset:
         return i * self.seq_len
 
     def __getitem__(self, g: int) -> np.ndarray:
-        """Sample g: [seq_len + 1] int64."""
+        """Returns sample g: token ids, int64 [seq_len + 1]."""
         start = self._start(g)
         return self.corpus.read(start, start + self.seq_len + 1)
 
     def counted(self, g: int) -> np.ndarray | None:
-        """Mask of the labels of sample g that count in the loss, [seq_len] bool: its answers. None: all."""
+        """Returns a mask of the labels of sample g that count in the loss, bool [seq_len].
+
+        These are the answers. None means that all labels count.
+        """
         if self.corpus.answers is None:
             return None
         start = self._start(g) + 1
         return self.corpus.answers.marks.read(start, start + self.seq_len) > 0
 
     def document_starts(self, g: int) -> np.ndarray:
-        """Positions within sample g, from 0 to seq_len, at which a document begins (0 only if one begins right there)."""
+        """Returns the positions in sample g at which a document begins: int64, ascending."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
 
     def documents(self, g: int) -> np.ndarray:
-        """The number of the document of each label of sample g, [seq_len] int64, below `num_documents`."""
+        """Returns the number of the document of each label of sample g, int64 [seq_len]."""
         start = self._start(g) + 1
         return self.corpus.documents(start, start + self.seq_len)
 
     def read_batch(self, indices: Iterable[int]) -> np.ndarray:
-        """Samples at these global indices: [len(indices), seq_len + 1] int64."""
+        """Returns the samples at these global indices, int64 [len(indices), seq_len + 1]."""
         return np.stack([self[g] for g in indices])
 
     def positions(self, g: int) -> np.ndarray:
-        """Positions of sample g, [seq_len] int32: how many tokens of its document come before each input, in the sample.
+        """Returns the position of each input of sample g in its document, int32 [seq_len].
 
-        A document that began before the sample counts from the sample's start: nothing of it before that is seen.
+        A document that began before the sample counts from the start of the sample, because the
+        model does not see the rest.
         """
         starts = self.document_starts(g)
-        last = np.zeros(self.seq_len, np.int32)
+        last_start = np.zeros(self.seq_len, np.int32)
         starts = starts[starts < self.seq_len]
-        last[starts] = starts
-        return np.arange(self.seq_len, dtype=np.int32) - np.maximum.accumulate(last)
+        last_start[starts] = starts
+        return np.arange(self.seq_len, dtype=np.int32) - np.maximum.accumulate(last_start)
 
 
 def exact_weights(weights: Sequence[float]) -> list[Fraction]:
-    """Weights that sum to 1, as written: 0.1 is a tenth, not the nearest binary fraction. Raises ValueError."""
+    """Returns the weights divided by their sum.
+
+    They are exact in decimal: 0.1 is a tenth, not the nearest binary fraction.
+
+    Raises:
+        ValueError: A weight is not a positive number.
+    """
     try:
         exact = [Fraction(str(w)) for w in weights]
     except ValueError:
@@ -199,12 +237,18 @@ def exact_weights(weights: Sequence[float]) -> list[Fraction]:
 
 
 def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
-    """The shortest sequence of corpora with exactly these proportions (Fractions that sum to 1), uint16.
+    """Returns the shortest sequence of corpus numbers (uint16) with exactly these proportions.
 
-    In every prefix of n, corpus c stands floor(n w_c) or ceil(n w_c) times: its j-th place is due between the moments at
-    which j - 1 and j of them are owed, and the earliest deadline comes first, which meets all of them.
+    Among the first n places, corpus c has floor(n w_c) or ceil(n w_c). For this, its j-th place
+    must have an index n with floor((j - 1) / w_c) <= n < ceil(j / w_c). The upper bound is the
+    deadline of that place. Each index goes to the corpus with the earliest deadline, which meets
+    all deadlines.
 
-    Raises: ValueError if it is longer than LONGEST_PATTERN.
+    Args:
+        weights: Proportions that sum to 1.
+
+    Raises:
+        ValueError: The sequence is longer than LONGEST_PATTERN.
     """
     length = int(np.lcm.reduce([w.denominator for w in weights], dtype=object))
     if length > LONGEST_PATTERN:
@@ -212,13 +256,11 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
             f"The weights of the mixture, {', '.join(map(str, weights))}, have an order that repeats after {length:,} samples; "
             f"at most {LONGEST_PATTERN:,} are allowed. Give weights with fewer digits."
         )
-    pattern, counts, ratios = (
-        np.empty(length, np.uint16),
-        [0] * len(weights),
-        [w.as_integer_ratio() for w in weights],
-    )
+    pattern = np.empty(length, np.uint16)
+    counts = [0] * len(weights)  # places of each corpus so far
+    ratios = [w.as_integer_ratio() for w in weights]
     for n in range(length):
-        # (deadline, corpus) of each corpus's next place that is owed by now.
+        # (deadline, corpus) for each corpus whose next place may come now. -(-a // b) rounds up.
         due = [
             (-(-(counts[c] + 1) * d // m), c)
             for c, (m, d) in enumerate(ratios)
@@ -231,7 +273,12 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
 
 
 def counts_in(pattern: np.ndarray, consumed: int) -> list[int]:
-    """Samples of each corpus among the first `consumed` of a repeated `fair_pattern`."""
+    """Returns the samples of each corpus among the first `consumed` of a repeated pattern.
+
+    Args:
+        pattern: Result of `fair_pattern`.
+        consumed: Number of samples.
+    """
     repetitions, rest = divmod(consumed, len(pattern))
     in_pattern = np.bincount(pattern)
     in_rest = np.bincount(pattern[:rest], minlength=len(in_pattern))
@@ -239,18 +286,21 @@ def counts_in(pattern: np.ndarray, consumed: int) -> list[int]:
 
 
 class MixtureDataset(PackedDataset):
-    """Samples of several PackedDatasets, by weight. After any number n of samples each corpus has given n * weight of them, to
-    within one sample.
+    """Samples of several PackedDatasets, mixed by weight.
+
+    Among any first n samples, a corpus has n * weight, within one sample.
 
     Args:
-        datasets: PackedDatasets of one sequence length; each goes through its own epochs in its own order.
-        weights: positive numbers, of samples (so of tokens); they need not sum to 1.
+        datasets: PackedDatasets of one sequence length. Each goes through its own epochs in its own
+            order.
+        weights: Shares of the samples, and so of the tokens. Positive; they need not sum to 1.
 
     Attributes:
-        samples_per_epoch: samples before the first corpus begins again.
+        samples_per_epoch: Samples before the first corpus begins again.
 
     Raises:
-        ValueError: weights that are not positive or not one for each, or a corpus with answers.
+        ValueError: The weights are not positive, or not one for each dataset, or a corpus has
+            answers.
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
@@ -263,22 +313,23 @@ class MixtureDataset(PackedDataset):
                 "A corpus whose loss is that of its answers cannot be part of a mixture: steps would have different numbers "
                 "of labels. Train on it alone."
             )
-        self.datasets, self.weights = list(datasets), exact_weights(weights)
+        self.datasets = list(datasets)
+        self.weights = exact_weights(weights)
         self.seq_len = self.targets = self.datasets[0].seq_len
+        assert all(dataset.seq_len == self.seq_len for dataset in self.datasets)
         self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
         self._first_documents = [
             0,
             *itertools.accumulate(dataset.num_documents for dataset in self.datasets),
         ]
         self.num_documents = self._first_documents[-1]
-        assert all(dataset.seq_len == self.seq_len for dataset in self.datasets)
+        # The pattern repeats for ever. For `locate`, count the places of each corpus in it, and
+        # before each place those of the same corpus.
         self._pattern = fair_pattern(self.weights)
-        self._rank = np.empty(
-            len(self._pattern), np.int64
-        )  # how many of the same corpus came before, in the pattern
         self._per_pattern = np.bincount(self._pattern, minlength=len(self.datasets)).tolist()
+        self._count_before = np.empty(len(self._pattern), np.int64)
         for c, count in enumerate(self._per_pattern):
-            self._rank[self._pattern == c] = np.arange(count)
+            self._count_before[self._pattern == c] = np.arange(count)
         pairs = list(zip(self.datasets, self.weights, strict=True))
         self.samples_per_epoch = min(int(len(dataset) / weight) for dataset, weight in pairs)
         parts = ":".join(f"{dataset.fingerprint}*{weight}" for dataset, weight in pairs)
@@ -286,15 +337,16 @@ class MixtureDataset(PackedDataset):
         self.made_of = {
             "corpora": [dataset.made_of["corpora"][0] for dataset in self.datasets],
             "weights": [str(w) for w in self.weights],
-            **{name: self.datasets[0].made_of[name] for name in ("seq_len", "order")},
+            "seq_len": self.datasets[0].made_of["seq_len"],
+            "order": self.datasets[0].made_of["order"],
         }
 
     def locate(self, g: int) -> tuple[int, int]:
-        """The place of sample g: (number of its corpus, index in that data set)."""
+        """Returns the number of the dataset that sample g comes from, and the index in it."""
         assert g >= 0
-        block, r = divmod(int(g), len(self._pattern))
-        c = int(self._pattern[r])
-        return c, block * self._per_pattern[c] + int(self._rank[r])
+        repetition, place = divmod(int(g), len(self._pattern))
+        c = int(self._pattern[place])
+        return c, repetition * self._per_pattern[c] + int(self._count_before[place])
 
     @property
     def parts(self) -> list[PackedDataset]:

@@ -1,63 +1,65 @@
-"""Documents to shards of token ids in several processes, in an order and in files that do not depend on how many.
+"""Encodes documents in several processes; order and bytes of the result do not depend on how many.
 
-The input is cut into parts of a few megabytes. Each worker encodes a part into two shards of its own, one for each split.
-`merge_parts` joins these, in the input's order, into the shards of the corpus. A shard's index appears last, and its name
-holds a digest of all that determines it, so a run that was killed, or corrected, goes on with the parts that are still right.
-Until the end parts take as much room as the corpus.
+The input is cut into parts of a few megabytes. A process encodes a part into two pairs of .bin and
+.idx files, one for each split. `merge_parts` joins these, in the input's order, into the shards of
+the corpus.
+
+The index of a pair appears last, and its name has a digest of everything that determines the pair.
+So a preparation that was killed, or whose input was corrected, continues with the parts that are
+still right. An input file is known by its name, size and time of the last write. Until the end,
+parts need as much disk space as the corpus.
 """
 
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
-import itertools
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter, ShardWriter
-from interdomain.data.readers import (
-    BadDocument,
-    Span,
-    content_digest,
-    documents_of,
-    in_validation,
-    skip_bad,
-)
+from interdomain.data.readers import Span, documents_of, in_validation
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
-from interdomain.folders import write_whole
 
 SPLITS = ("train", "validation")
-# Bytes on the disk.
+# Bytes of a part's input on the disk.
 SMALLEST_PART = 2_000_000
 LARGEST_PART = 64_000_000
-DOCUMENTS_AT_ONCE = 64
+MERGED_AT_ONCE = 4096  # documents
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings that decide how a part becomes ids. skip_bad: how many bad documents the part may have."""
+    """Settings that decide how parts are encoded.
 
-    folder: Path  # of the parts
+    Attributes:
+        folder: Where the files of the parts go.
+        tokenizer: Path of the tokenizer.
+        text_field: As in `documents_of`.
+        leave_out_bad: As in `documents_of`.
+        validation_fraction: Share of the documents in the validation split.
+    """
+
+    folder: Path
     tokenizer: Path
     text_field: str
+    leave_out_bad: bool
     validation_fraction: float
-    skip_bad: int
 
 
 @dataclass(frozen=True)
 class Part:
+    """A piece of the input that one process encodes."""
+
     name: str
     spans: tuple[Span, ...]
 
@@ -67,18 +69,11 @@ class Part:
         return sum(span.size for span in self.spans)
 
 
-class EncodedPart(NamedTuple):
-    """The shards of a part, and what was left out of them."""
-
-    part: Part
-    prefixes: list[Path]  # path prefixes of the shards, in the order of SPLITS
-    skipped: list[BadDocument]
-    kept: bool  # an earlier run made them
-
-
 def cut(spans: list[Span]) -> list[Part]:
-    """The input in parts: a function of the spans alone."""
-    limit = min(LARGEST_PART, max(SMALLEST_PART, sum(span.size for span in spans) // 200))
+    """Groups neighbouring spans into about 200 parts, within the limits of their size."""
+    total = sum(span.size for span in spans)
+    limit = min(LARGEST_PART, max(SMALLEST_PART, total // 200))
+    # A group ends before the span with which it would exceed the limit.
     groups = []
     size = 0
     for span in spans:
@@ -87,133 +82,146 @@ def cut(spans: list[Span]) -> list[Part]:
             size = 0
         groups[-1].append(span)
         size += span.size
-    return [Part(f"part-{i:05d}", tuple(group)) for i, group in enumerate(groups)]
+    parts = []
+    for i, group in enumerate(groups):
+        parts.append(Part(f"part-{i:05d}", tuple(group)))
+    return parts
 
 
-def digest_of(settings: list, spans: Iterable[Span]) -> str:
-    """The first 128 bits of a SHA-256 of settings and of the contents of spans, in hexadecimal."""
-    digest = hashlib.sha256(json.dumps(settings).encode())
-    for span in spans:
-        digest.update(content_digest(span).encode())
-    return digest.hexdigest()[:32]
+def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Path]:
+    """Writes the .bin and .idx files of a part, unless an earlier preparation wrote the same.
 
+    Returns:
+        Their path prefixes, in the order of SPLITS.
 
-def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> EncodedPart:
-    """Writes the part's shards, unless an earlier run made the same.
-
-    Raises: ValueError for a bad document beyond encoding.skip_bad, naming file and row, and for a damaged file; OSError.
+    Raises:
+        ValueError: As in `documents_of`.
     """
-    # All that the shards are a function of: settings, tokenizer, its library, and the input's bytes.
-    library = importlib.metadata.version(tokenizer.library)
-    settings = [
+    # Everything that decides the bytes: input, settings, tokenizer and its library.
+    causes = (
+        part.spans,
         encoding.text_field,
+        encoding.leave_out_bad,
         encoding.validation_fraction,
         tokenizer.sha256,
         tokenizer.library,
-        library,
-    ]
-    stem = f"{part.name}-{digest_of(settings, part.spans)}"
+        importlib.metadata.version(tokenizer.library),
+    )
+    digest = hashlib.sha256(repr(causes).encode()).hexdigest()
+    stem = f"{part.name}-{digest[:32]}"
     prefixes = [encoding.folder / f"{stem}-{split}" for split in SPLITS]
-    skipped_file = encoding.folder / f"{stem}-skipped.json"
-    if all(prefix.with_suffix(".idx").exists() for prefix in prefixes):
-        before = json.loads(skipped_file.read_text()) if skipped_file.exists() else []
-        return EncodedPart(part, prefixes, [BadDocument(*bad) for bad in before], kept=True)
-    skipped: list[BadDocument] = []
-    skip = functools.partial(skip_bad, skipped, encoding.skip_bad)
+    indexes = [prefix.with_suffix(".idx") for prefix in prefixes]
+    if all(index.exists() for index in indexes):
+        return prefixes
 
     def encode(text: str) -> tuple[list[int], bool]:
-        return tokenizer.encode(text, add_eos=True), in_validation(
-            text, encoding.validation_fraction
-        )
+        ids = tokenizer.encode(text, add_eos=True)
+        return ids, in_validation(text, encoding.validation_fraction)
 
-    documents = documents_of(part.spans, encoding.text_field, skip, encode)
+    # If an error occurs, the writers remove their files.
     with contextlib.ExitStack() as stack:
-        skipped_file.unlink(missing_ok=True)
         writers = []
-        for prefix in prefixes:
-            prefix.with_suffix(".idx").unlink(missing_ok=True)  # of a run that was killed
+        for prefix, index in zip(prefixes, indexes, strict=True):
+            index.unlink(missing_ok=True)  # a killed preparation may have written one of the two
             writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
-        while batch := list(itertools.islice(documents, DOCUMENTS_AT_ONCE)):
-            for split, writer in enumerate(writers):
-                tokens = []
-                lengths = []
-                for ids, validation in batch:
-                    if split == validation:
-                        tokens += ids
-                        lengths.append(len(ids))
-                writer.add_documents(np.array(tokens, np.int32), lengths)
-        if skipped:
-            write_whole(skipped_file, json.dumps(skipped).encode())
-    return EncodedPart(part, prefixes, skipped, kept=False)
+        train, validation = writers
+        for ids, is_validation in documents_of(
+            part.spans, encoding.text_field, encode, encoding.leave_out_bad
+        ):
+            if is_validation:
+                validation.add_document(ids)
+            else:
+                train.add_document(ids)
+    return prefixes
 
 
 def encode_parts(
     parts: list[Part], encoding: Encoding, workers: int
-) -> Generator[EncodedPart, None, None]:
-    """Encodes all parts, in this process (workers = 1) or by others. Yields each when it is complete, in order.
+) -> Generator[list[Path], None, None]:
+    """Encodes all parts. Yields the path prefixes of each in order (see `encode_part`).
 
-    Raises: as encode_part; ValueError if a worker dies (of too little memory).
+    Args:
+        parts: Parts from `cut`.
+        encoding: Settings for all of them.
+        workers: Number of processes. 1 encodes in this process.
+
+    Raises:
+        ValueError: As in `encode_part`, or a worker was killed.
     """
     if workers == 1:
         tokenizer = load_tokenizer(encoding.tokenizer)
         for part in parts:
             yield encode_part(tokenizer, encoding, part)
         return
-    # spawn: a fork would copy locks that other threads of this process hold.
+    # Not fork, which would copy locks that other threads of this process hold.
+    context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
         workers,
-        multiprocessing.get_context("spawn"),
+        context,
         initializer=_begin_worker,
         initargs=(encoding,),
     )
+    # `map` keeps the order of the parts, whichever is ready first.
     try:
         yield from pool.map(_work, parts)
     except BrokenProcessPool as e:
         raise ValueError(
-            "a worker was ended from outside, most likely for lack of memory. The same command continues; --workers 1 takes "
-            "the least memory."
+            "a worker was killed, most likely for lack of memory. The same command continues; --workers 1 takes the least "
+            "memory."
         ) from e
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker(encoding: Encoding) -> None:
+    """Runs once in each worker process, before `_work`."""
     global _encoding, _tokenizer
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C: end at once and say nothing, the parent does
+    # Ctrl-C ends a worker at once and without a message; the parent reports it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _encoding = encoding
     _tokenizer = load_tokenizer(encoding.tokenizer)
 
 
 def _end_with_the_parent() -> None:
-    # A parent that is killed closes nothing: its workers would wait for ever.
+    # A parent that is killed does not close its pool: the workers would wait for ever.
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _work(part: Part) -> EncodedPart:
+def _work(part: Part) -> list[Path]:
     return encode_part(_tokenizer, _encoding, part)
 
 
-def merge_parts(parts: list[EncodedPart], folder: Path, vocab_size: int, shard_tokens: int) -> dict:
-    """The shards `train-00000`, `train-00001`, ... of every split in `folder`, from the parts.
+def merge_parts(
+    parts: list[list[Path]], folder: Path, vocab_size: int, shard_tokens: int
+) -> dict[str, list[dict]]:
+    """Joins parts into the shards `train-00000`, `train-00001`, ... of each split.
 
-    Returns: {split: [a manifest's record of each shard]}, splits without a document left out.
+    Args:
+        parts: Path prefixes of each part, from `encode_part`.
+        folder: Where to write the shards.
+        vocab_size: Vocabulary size of the tokenizer.
+        shard_tokens: Size of a shard.
+
+    Returns:
+        A manifest's records of the shards by split, without empty splits.
     """
     splits = {}
     for i, split in enumerate(SPLITS):
-        shards = ShardWriter(folder / split, vocab_size, shard_tokens)
-        for part in parts:
-            encoded = IndexedDataset(part.prefixes[i])
-            at = 0
-            for first in range(0, len(encoded), 4096):
-                lengths = encoded.lengths[first : first + 4096]
-                stop = at + int(lengths.sum(dtype=np.int64))
-                shards.add_documents(encoded.tokens(at, stop), lengths)
-                at = stop
-        splits[split] = shards.close()
-    return {split: shards for split, shards in splits.items() if shards}
+        writer = ShardWriter(folder / split, vocab_size, shard_tokens)
+        for prefixes in parts:
+            encoded = IndexedDataset(prefixes[i])
+            # A part may be larger than the memory, so copy some documents at a time.
+            start = 0
+            for first in range(0, len(encoded), MERGED_AT_ONCE):
+                lengths = encoded.lengths[first : first + MERGED_AT_ONCE]
+                stop = start + int(lengths.sum(dtype=np.int64))
+                writer.add_documents(encoded.tokens(start, stop), lengths)
+                start = stop
+        shards = writer.close()
+        if shards:
+            splits[split] = shards
+    return splits

@@ -1,9 +1,9 @@
-"""Tokenizers as the files that transformers' AutoTokenizer loads: tokenizer.json and tokenizer_config.json.
+"""Writes tokenizers for transformers' AutoTokenizer: tokenizer.json and tokenizer_config.json.
 
-The class is named PreTrainedTokenizerFast, which takes the file as it is; LlamaTokenizer would build another from it.
-Text that names control tokens stays text (split_special_tokens). No BOS is added: the model card says what a text begins with.
-transformers' own converters are not used: TikTokenConverter gives control tokens and long numbers other ids, and
-LlamaConverter wants one of transformers' classes, not a model file.
+The configuration names the class PreTrainedTokenizerFast, which takes tokenizer.json as it is;
+LlamaTokenizer would build another tokenizer from it. Text that names control tokens stays text
+(split_special_tokens). No BOS is added: the model card says how a text begins. transformers' own
+LlamaConverter cannot be used, because it needs one of transformers' classes and not a model file.
 """
 
 import itertools
@@ -14,34 +14,35 @@ from typing import Any
 from interdomain.data.tokenizer import CONFIG_FILE, SPECIALS, Tokenizer
 from interdomain.folders import write_whole
 
-# What conversions go wrong at: spaces, control characters and tokens, digits, repeats, scripts, half characters' bytes.
+# Texts that conversions get wrong: spaces, control characters and tokens, digits, repeats, scripts,
+# parts of characters.
 PROBES = (
-    *(
-        "",
-        " ",
-        "  a  b ",
-        "\n",
-        " \n\n x\r\n\ty",
-        "a b",
-        " a",
-        "\u2581",
-        "\ufeff\0\u00a0\u3000",
-        "\ufffd",
-    ),
-    *("1234567 3.14 0x0A", "<s> </s> <unk> <0x0A> <|endoftext|>", "don't WE'LL", "🙂👩‍👩‍👧🇯🇵"),
-    *(
-        "漢字 ελληνικά עברית e\u0301",
-        "aaaaaaaaaaa     !!!!!!",
-        "def f(x):\n    if x:\n        return  x[0]\n\n\n# ...",
-    ),
+    "",
+    " ",
+    "  a  b ",
+    "\n",
+    " \n\n x\r\n\ty",
+    "a b",
+    " a",
+    "\u2581",
+    "\ufeff\0\u00a0\u3000",
+    "\ufffd",
+    "1234567 3.14 0x0A",
+    "<s> </s> <unk> <0x0A> <|endoftext|>",
+    "don't WE'LL",
+    "🙂👩‍👩‍👧🇯🇵",
+    "漢字 ελληνικά עברית e\u0301",
+    "aaaaaaaaaaa     !!!!!!",
+    "def f(x):\n    if x:\n        return  x[0]\n\n\n# ...",
 )
 
 
 def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
     """Writes both files into `folder`.
 
-    Raises: NotImplementedError, having written nothing, if the tokenizer is of a kind that has no exact counterpart; the
-        counterpart is compared with the original over a set of texts, and over every token.
+    Raises:
+        NotImplementedError: The tokenizer has no exact counterpart. Nothing was written. The
+            counterpart is compared with the original over every token and a set of texts.
     """
     try:
         made = tokenizer.converted()
@@ -49,14 +50,14 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
         raise NotImplementedError(f"the library {e.name} is not installed") from e
     contents = json.loads(made.to_str())
     _compare(tokenizer, made, contents["added_tokens"])
+
+    # The control tokens are named by their text.
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     ids = (tokenizer.bos_id, tokenizer.eos_id, padding_id(tokenizer), tokenizer.unk_id)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{
-            name: made.id_to_token(i)
-            for name, i in zip(SPECIALS, ids, strict=True)
-            if i is not None
-        },
+    for name, token_id in zip(SPECIALS, ids, strict=True):
+        if token_id is not None:
+            config[name] = made.id_to_token(token_id)
+    config |= {
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",
         "split_special_tokens": True,
@@ -64,48 +65,65 @@ def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
         "add_bos_token": False,
         "add_eos_token": False,
     }
-    for name, described in (("tokenizer.json", contents), (CONFIG_FILE, config)):
-        write_whole(
-            Path(folder) / name,
-            (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode(),
-        )
+    _write_json(Path(folder) / "tokenizer.json", contents)
+    _write_json(Path(folder) / CONFIG_FILE, config)
 
 
 def refuse_in_transformers(folder: Path | str) -> None:
-    """Makes AutoTokenizer refuse `folder`: from a .model alone transformers 5 builds a tokenizer of its own, with other ids.
+    """Makes AutoTokenizer refuse `folder`, which has a tokenizer without an exact counterpart.
 
-    The class that the configuration names is in no file; the error has the file's name.
+    Without this, transformers 5 builds another tokenizer from a .model file.
+    The configuration names a class in a file that does not exist. The error of transformers shows
+    that file's name.
     """
     config = {"auto_map": {"AutoTokenizer": ["no_exact_tokenizer_for_transformers.Refused", None]}}
-    write_whole(Path(folder) / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
+    _write_json(Path(folder) / CONFIG_FILE, config)
+
+
+def _write_json(path: Path, contents: dict[str, Any]) -> None:
+    text = json.dumps(contents, ensure_ascii=False, indent=1) + "\n"
+    write_whole(path, text.encode())
 
 
 def padding_id(tokenizer: Tokenizer) -> int | None:
-    """The token that stands for padding in transformers; where there is none, one that no text encodes to.
+    """Returns the id that transformers uses for padding.
 
-    Not the end of text, if there is another: what fine-tunes a model leaves padding out of the loss.
+    If there is no padding token, it is a token that no text encodes to.
+    The end of text comes last, because programs that fine-tune a model leave padding out of the
+    loss.
     """
-    return next(
-        (i for i in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) if i is not None), None
-    )
+    for token_id in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id):
+        if token_id is not None:
+            return token_id
+    return None
 
 
-def _compare(tokenizer: Tokenizer, made: Any, added: list[dict]) -> None:
+def _compare(tokenizer: Tokenizer, made: Any, added_tokens: list[dict]) -> None:
+    """Raises NotImplementedError if a conversion encodes or decodes one of many texts differently.
+
+    Args:
+        tokenizer: The original.
+        made: The conversion, a `tokenizers.Tokenizer`.
+        added_tokens: The conversion's control tokens, as in tokenizer.json.
+    """
     made.encode_special_tokens = True
+    # The texts are: probes, control tokens, all tokens, and pairs of neighbours of tokens and of
+    # probes.
     tokens = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    texts = [
-        *PROBES,
-        *(token["content"] for token in added),
-        *tokens,
-        *map("".join, itertools.pairwise(tokens)),
-    ]
-    texts += [" ".join(pair) for pair in itertools.pairwise(PROBES)]
-    ours = [tokenizer.encode(text) for text in texts]
-    theirs = made.encode_batch_fast(texts, add_special_tokens=False)
-    for text, ids, encoding, decoded in zip(
-        texts, ours, theirs, made.decode_batch(ours), strict=True
-    ):
-        if ids != encoding.ids or decoded != tokenizer.decode(ids):
+    texts = [*PROBES, *(token["content"] for token in added_tokens), *tokens]
+    for pair in itertools.pairwise(tokens):
+        texts.append("".join(pair))
+    for pair in itertools.pairwise(PROBES):
+        texts.append(" ".join(pair))
+
+    # Compare the ids of each text, and the text that these decode to.
+    ids = [tokenizer.encode(text) for text in texts]
+    made_encodings = made.encode_batch_fast(texts, add_special_tokens=False)
+    made_texts = made.decode_batch(ids)
+    for i, text in enumerate(texts):
+        same_ids = made_encodings[i].ids == ids[i]
+        same_text = made_texts[i] == tokenizer.decode(ids[i])
+        if not same_ids or not same_text:
             raise NotImplementedError(
                 f"the conversion differs from the original, for one in the text {text[:40]!r}"
             )
