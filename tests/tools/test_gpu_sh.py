@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from interdomain.tools._bench import results
+from interdomain.tools._bench import processes
 from interdomain.tools._bench.pages import CHECK_FAILED
 
 from ..common import REPOSITORY, TIMEOUT
@@ -302,9 +302,9 @@ def case(name, device):
 
 
 def test_a_case_that_raises_crashes_or_hangs_loses_its_row_alone(monkeypatch):
-    monkeypatch.setattr(results, "HANG_SECONDS", HANG)
+    monkeypatch.setattr(processes, "HANG_SECONDS", HANG)
     groups, rows = [["first", "raises", "second", "third"], ["aborts"], ["hangs"], ["compiles"]], {}
-    results.work(
+    processes.run_cases(
         torch.device("meta"), groups, case, rows.__setitem__, workers=2
     )  # a device that is no CPU
     assert rows.keys() == {name for group in groups for name in group}
