@@ -7,9 +7,9 @@ and the kernels of other packages that are installed. The table also has the roo
 datasheet, the time of each kernel, and a whole layer. Without a GPU it runs at tiny sizes on the
 CPU, and the results say so, or at the sizes that you name.
 
-    interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 8x4096x32x64 \\
+    interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 8x4096x32x64 \
         --output benchmarks/results/1
-    interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 1x4096x12x64 --dtype float32 \\
+    interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 1x4096x12x64 --dtype float32 \
         --device cpu
 
 Documentation: docs/benchmarks.md

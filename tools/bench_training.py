@@ -7,11 +7,11 @@ in condition, torch.compile and activation checkpointing. The table has tokens p
 utilisation and loss, from the run's own log. A case that fails says why, and the others go on.
 Without a GPU it trains a tiny model on the CPU, and the results say so.
 
-    interdomain bench-training --sizes 350M --seq-len 4096 65536 --tokens 65536 \\
+    interdomain bench-training --sizes 350M --seq-len 4096 65536 --tokens 65536 \
         --output benchmarks/results/long
-    interdomain bench-training --cases softmax:eager:none s4d:eager:none \\
+    interdomain bench-training --cases softmax:eager:none s4d:eager:none \
         --output benchmarks/results/eager
-    interdomain bench-training --ranks 2 --seq-len 16384 262144 --cases interdomain:eager:full \\
+    interdomain bench-training --ranks 2 --seq-len 16384 262144 --cases interdomain:eager:full \
         --output benchmarks/results/context --train-flags --parallelism.context_parallel_degree 2
 
 Documentation: docs/benchmarks.md

@@ -7,7 +7,7 @@ compared with float64 on the same inputs, by relative RMS error. Many cases run 
 in every bit. Run this before you believe a benchmark. Without a GPU it runs at tiny sizes on the
 CPU, and the results say so.
 
-    interdomain check-kernels --groups layer-interdomain step --device cpu \\
+    interdomain check-kernels --groups layer-interdomain step --device cpu \
         --output benchmarks/results/layer
 
 Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the
