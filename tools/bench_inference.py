@@ -184,7 +184,7 @@ class Bench:
         """Reports decoding from every prefix by every path."""
         # The paper's ranges over all prefixes.
         paper_ms = PAPER["decode"].get(size, {}).get(str(batch), ())
-        paper = dict(zip(PAPER_PATHS, paper_ms, strict=False))
+        paper: dict[str, str] = dict(zip(PAPER_PATHS, paper_ms, strict=False))
         for prefix in self.mode.prefixes:
             softmax_ms = []
             for path in self.mode.paths:
