@@ -32,7 +32,7 @@ from torch import Tensor
 from interdomain import InterdomainAttention, scan
 from interdomain.model import Execution
 from interdomain.tools._bench import processes, results
-from interdomain.tools._bench.cases import LAYERS, STEPS, Case, groups, make_inputs
+from interdomain.tools._bench.cases import LAYERS, Case, groups, make_inputs
 from interdomain.tools._bench.pages import FAIL, UNFINISHED, VERDICTS
 from interdomain.tools._cli import argument_parser, user_errors
 
@@ -188,7 +188,7 @@ def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
 
 
 def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
+    """A few tokens one by one from a state, against the float64 loop over the same tokens."""
     inputs, _ = make_inputs(case, CPU, mixed=True, seed=seed)
     inputs = {name: x.detach() for name, x in inputs.items()}
     loop: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
@@ -207,7 +207,7 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
         step = functools.partial(one_step, **tables, inplace=bool(case.mode))
         state = inputs["initial_state"].clone()
         outs = []
-        for t in range(STEPS):
+        for t in range(case.shape.T):
             token = {name: x[:, t].contiguous() for name, x in tokens.items()}
             # The first token's step is captured; the graph replays it for all tokens.
             if case.mode == "graph" and t == 0:

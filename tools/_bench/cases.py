@@ -35,16 +35,6 @@ BOUNDS = {
     # dlog_decay of a slow case: a lag that is one token off in one of its sums gives 1.2e-2.
     "bf16 slow": 3e-3,
 }
-STEPS = 4  # tokens of a case of a step
-# Values that a row of cases.toml leaves out, by kind of case.
-DEFAULTS = {
-    "scan": {"backend": "chunkwise", "T": 257},
-    "linear scan": {"backend": "chunkwise", "T": 257},
-    "step": {"T": STEPS},
-    "linear step": {"T": STEPS},
-    "layer": {"backend": "triton", "T": 130},
-    "layer step": {"backend": "triton", "T": STEPS},
-}
 # Settings of a layer. The projections of these differ in convolution, RoPE, feature map and norm.
 LAYERS = {
     "interdomain": {},
@@ -156,7 +146,7 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 
 def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
     """Makes a case of a row of cases.toml."""
-    values = {"B": 2, "H": 4, **DEFAULTS[kind], **row}
+    values = {"B": 2, "H": 4, **row}
     sizes = {}
     for field in fields(Shape):
         if field.name in values:
