@@ -68,7 +68,7 @@ def settings() -> str:
     lines = []
     for section, table in get_type_hints(schema.JobConfig).items():
         # The docstring of a section begins with its title.
-        title, _, text = inspect.getdoc(table).partition(": ")
+        title, _, text = str(inspect.getdoc(table)).partition(": ")
         text = text[0].upper() + text[1:]
         lines += [f"### {title}\n", f"{text}\n"]
         cells = [["setting", "type", "default", ""]]
@@ -109,5 +109,5 @@ def comments_of_fields(source: str) -> dict[tuple[str, str], str]:
                 above.insert(0, lines[first].strip(" #:"))
             declaration = "\n".join(lines[field.lineno - 1 : field.end_lineno])
             beside = re.findall("  # (.*)", declaration)
-            comments[table.name, field.target.id] = " ".join(above or beside)
+            comments[table.name, ast.unparse(field.target)] = " ".join(above or beside)
     return comments
