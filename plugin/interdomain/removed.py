@@ -23,7 +23,6 @@ REMOVED = {
     "--gpus-per-node": NO_ESTIMATES,
     "--network": NO_ESTIMATES,
     "--rewind": NO_SPIKES,
-    "bench-kernels --mixers mamba2": "Use `fla-simple-gla`, whose recurrence is that of Mamba-2.",
     "bench-kernels --mixers sdpa-default": "Use `sdpa-cudnn` and `sdpa-flash`, which PyTorch chooses from.",
     "bench-kernels --rounds": "Leave it out: calls are timed for a second, and at most 20 of them.",
     "bench-serving": "Use `vllm bench serve`, which measures any server.",

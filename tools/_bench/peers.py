@@ -23,6 +23,7 @@ PEERS = {
     "flash-attn-2": ("flash_attn", "flash_attn", "flash_attn_func"),
     "fla-gated-delta": ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "fla-simple-gla": ("fla", "fla.ops.simple_gla", "chunk_simple_gla"),
+    "mamba2": ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
     "fla-gla": ("fla", "fla.ops.gla", "chunk_gla"),
 }
 
@@ -77,14 +78,29 @@ def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, dict[str
         ImportError: The package is not installed.
     """
     package, module, function = PEERS[name]
-    if importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None:
         raise ImportError(f"{package} is not installed")
+    if name == "mamba2":
+        # Its __init__ imports a CUDA extension that the Triton kernels do not need: leave it out.
+        sys.modules.setdefault(package, importlib.util.module_from_spec(spec))
     return getattr(importlib.import_module(module), function), _arguments(name, q, k, v)
 
 
 def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     if name.startswith("flash-attn"):
         return {"q": q, "k": k, "v": v, "causal": True}
+    if name == "mamba2":
+        # State space duality on the values: a state of d numbers per channel, one group of B and C.
+        step_size = 0.1 * torch.rand(v.shape[:3], device=v.device)
+        decay = -torch.ones(v.shape[2], device=v.device)
+        one_group = (*v.shape[:2], 1, v.shape[3])
+        inputs = torch.randn(one_group, device=v.device, dtype=v.dtype)
+        outputs = torch.randn(one_group, device=v.device, dtype=v.dtype)
+        leaves = {"dt": step_size, "A": decay, "B": inputs, "C": outputs}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        return {"x": v, "chunk_size": 256, **leaves}
     # The log of a forget gate near 1, per token and head (in fla-gla per channel, too), fp32.
     gate_shape = k.shape if name == "fla-gla" else k.shape[:3]
     gate = F.logsigmoid(torch.randn(gate_shape, device=k.device) + 4).requires_grad_()
