@@ -1,10 +1,10 @@
-"""The model for TorchTitan 0.3.0: `model_spec` makes a `ModelSpec` for a `Trainer.Config` that somebody else writes.
+"""The model for TorchTitan 0.3.0's own trainer, for a `Trainer.Config` that a user writes in Python.
 
-`entry_0_3` has the configurations of TOML files.
+`model_spec` returns TorchTitan's `ModelSpec`. `entry_0_3` makes configurations of TOML files from the
+same parts. In both modules, `config` is TorchTitan's configuration and `job` this plugin's.
 """
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,36 +26,37 @@ from .host import (
     titan_tokenizer,
 )
 from .host.patches import use_cpu_if_alone
-from .plan.device import device_here
 from .plan.run_plan import RunPlan, make_plan_for_torchtitan
 from .settings.job_config import job_config_of, job_config_of_values
 from .settings.problems import Problems
-from .settings.schema import HONOURED_BY_TORCHTITAN, INSTEAD, SETTINGS, JobConfig, Mixer, Model
+from .settings.schema import HONOURED_BY_TORCHTITAN, INSTEAD, SETTINGS, JobConfig, Model
 from .variant import (
-    FolderNames,
+    ExportedNames,
     TitanTransformer,
-    VariantCurves,
+    VariantMetricsBase,
     parallelize_variant,
     record_run,
 )
 
-# TorchTitan's sections -> ours, where the names differ.
+# TorchTitan's sections whose names differ, and this plugin's.
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
+# Modes of activation checkpointing, and TorchTitan's classes for them.
 CHECKPOINTING = {
     "selective": activation_checkpoint.SelectiveAC.Config,
     "full": activation_checkpoint.FullAC.Config,
     "none": type(None),
 }
+PRECISIONS = {"bfloat16": "bf16", "float32": "float32"}  # TorchTitan's names, and this plugin's
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig(BaseModel.Config):
-    """The settings of a model. A run's plan is made of them and of TorchTitan's configuration.
+class TitanModelConfig(BaseModel.Config):
+    """TorchTitan's configuration of the model.
 
     Attributes:
-        job: Our configuration. `prepare` replaces it by one that has TorchTitan's sections, too.
-        plan: None until `prepare`.
-        precision: As training.precision. Empty: as training.mixed_precision_param says.
+        job: This plugin's configuration. When the plan is made, it takes TorchTitan's values.
+        precision: training.precision. Empty: that of training.mixed_precision_param.
+        plan: The plan of the run. None until TorchTitan's configuration is known.
         trainer_config: TorchTitan's configuration, if a user wrote it in Python.
     """
 
@@ -66,12 +67,15 @@ class ModelConfig(BaseModel.Config):
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """TorchTitan counts them for its pipeline."""
+        """The layers, which TorchTitan counts to divide them among the stages of a pipeline."""
         assert self.plan is not None
         return self.plan.config.layers
 
     def update_from_config(self, *, config: Any, **_: Any) -> None:
-        """TorchTitan's hook before it builds a model. In a `Trainer.Config` of the user's own, this is the first one."""
+        """Takes TorchTitan's configuration. TorchTitan calls this before it builds the model.
+
+        With a configuration that a user wrote in Python, it is the first call of this plugin.
+        """
         if self.plan is None:
             self.trainer_config = config
             prepare_for_user(config, self)
@@ -82,7 +86,7 @@ class ModelConfig(BaseModel.Config):
 
     def build(self, **_: Any) -> TitanTransformer:
         model = TitanTransformer(self.plan)
-        # TorchTitan's loss takes each rank's columns of the logits.
+        # TorchTitan's loss takes each tensor-parallel rank's columns of the logits.
         model.whole_logits = False
         return model
 
@@ -92,16 +96,22 @@ class ModelConfig(BaseModel.Config):
     def traverse(
         self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
     ) -> Iterator[tuple[Any, ...]]:
-        """TorchTitan's overrides look for their component here: the model has none of TorchTitan's.
+        """Yields the configurations within this one that TorchTitan's overrides may replace: none.
 
-        Going through the fields would lead to `trainer_config`, and from there back to this model.
+        TorchTitan's method would go through the fields, and from `trainer_config` back to this one.
         """
         if isinstance(self, config_cls):
             yield _prefix, self, None, None
 
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
-    """A configuration of TorchTitan's class `base` whose component is what `make` returns for the trainer's arguments."""
+    """Makes a configuration of TorchTitan's whose component comes from a function.
+
+    Args:
+        base: TorchTitan's class of the configuration.
+        make: Returns the component, from the arguments that the trainer passes to `build`.
+        **values: Values of the configuration's fields.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Built(base):
@@ -111,26 +121,35 @@ def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
     return Built(**values)
 
 
-class VariantMetrics(VariantCurves, metrics.MetricsProcessor):
-    """TorchTitan's metrics for this model."""
+class VariantMetrics(VariantMetricsBase, metrics.MetricsProcessor):
+    """TorchTitan's metrics with those of this model."""
 
     def __init__(self, settings: Any, job: JobConfig, plan: RunPlan, **parts: Any) -> None:
         super().__init__(settings, **parts)
-        self.job, self.plan = job, plan
+        self.job = job
+        self.plan = plan
 
 
-class RecordedNames(FolderNames):
-    """Names of tensors, and the run's record, for a configuration that a user wrote in Python.
+class RecordedNames(ExportedNames):
+    """Names of exported models, which also writes the run's record when TorchTitan builds it.
 
-    TorchTitan builds it between the data and the checkpoints, and nothing else of the `ModelSpec` after the tokenizer.
-
-    Raises:
-        ValueError: TorchTitan's tokenizer has more tokens than the model.
+    TorchTitan builds it after the data and before the checkpoints. With a configuration that a user
+    wrote in Python, this plugin has no other part that is built then.
     """
 
-    def __init__(self, model_config: ModelConfig, hf_assets_path: str | None) -> None:
+    def __init__(self, model_config: TitanModelConfig, hf_assets_path: str | None) -> None:
+        """Writes the run's record, if TorchTitan's tokenizer is of a Hugging Face file.
+
+        Args:
+            model_config: The configuration of the model.
+            hf_assets_path: Folder of the tokenizer.
+
+        Raises:
+            ValueError: The tokenizer has more tokens than the model.
+        """
         super().__init__(model_config, hf_assets_path)
-        config, plan = model_config.trainer_config, model_config.plan
+        config = model_config.trainer_config
+        plan = model_config.plan
         assert plan is not None
         tokenizer = config.tokenizer.build(tokenizer_path=hf_assets_path)
         size = tokenizer.get_vocab_size()
@@ -146,25 +165,21 @@ class RecordedNames(FolderNames):
             )
             return
         dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
+        # TorchTitan's own optimizer, schedule and validator have settings of their own.
+        left_out = ("optimizer", "lr_scheduler", "validation")
         data = text_record(dataset, tokenizer)
-        record_run(
-            model_config.job,
-            plan,
-            data,
-            as_trained(tokenizer),
-            ("optimizer", "lr_scheduler", "validation"),
-        )
+        record_run(model_config.job, plan, data, as_trained(tokenizer), left_out)
 
 
 def spec_of(job: JobConfig) -> ModelSpec:
-    """The model of our configuration for TorchTitan."""
-    model = ModelConfig(job=job)
+    """Returns TorchTitan's `ModelSpec` of the model in this plugin's configuration."""
+    model = TitanModelConfig(job=job)
 
     def parallelize(part: TitanTransformer, *, parallel_dims: Any, **_: Any) -> TitanTransformer:
         return parallelize_variant(part, parallel_dims, model.job, model.job)
 
     def pipeline(whole: TitanTransformer, *, parallelism: Any, **parts: Any) -> Any:
-        """TorchTitan's stages and schedule, with the names of our modules."""
+        # TorchTitan builds the stages and the schedule. The plan says which modules a stage has.
         assert model.plan is not None
         names = [list(stage) for stage in model.plan.stages]
         named = dataclasses.replace(parallelism, module_fqns_per_model_part=names)
@@ -177,7 +192,7 @@ def spec_of(job: JobConfig) -> ModelSpec:
         parallelize_fn=parallelize,
         pipelining_fn=pipeline,
         post_optimizer_build_fn=None,
-        state_dict_adapter=FolderNames,
+        state_dict_adapter=ExportedNames,
     )
 
 
@@ -188,57 +203,65 @@ def model_spec(
     reset_state_at_documents: bool = False,
     **settings: Any,
 ) -> ModelSpec:
-    """The model for a `Trainer.Config` of your own: `Trainer.Config(model_spec=model_spec("125M"), ...)`.
+    """Returns the model for a `Trainer.Config` of your own.
+
+    Example:
+        Trainer.Config(model_spec=model_spec("125M"), ...)
 
     Args:
         flavor: A size: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
-        precision: As training.precision of a TOML file. Empty: bf16 or float32, as training.mixed_precision_param says.
-        reset_state_at_documents: Keep packed documents apart, by the positions that the data loader gives.
+        precision: As training.precision of a TOML file. Empty: bf16 or float32, as
+            training.mixed_precision_param says.
+        reset_state_at_documents: Keep packed documents apart, by the positions that the data loader
+            gives.
         **settings: Settings of [model] and [mixer], such as `vocab_size=32_000` or `condition="s4d"`.
 
     Raises:
         ValueError: There is no such setting, or it cannot have this value.
     """
     use_cpu_if_alone()
-    table: dict[str, Any] = {"model": {"flavor": flavor}, "mixer": {}}
-    known = {}
-    for section, kind in (("mixer", Mixer), ("model", Model)):
-        known |= {field.name: section for field in dataclasses.fields(kind)}
+    table: dict[str, Any] = {
+        "model": {"flavor": flavor},
+        "mixer": {},
+        "data": {"reset_state_at_documents": reset_state_at_documents},
+        "training": {},
+    }
+    settings_of_model = {f.name for f in dataclasses.fields(Model)}
     for name, value in settings.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            raise ValueError(
-                f"model_spec has no setting {name}. Near to it: {', '.join(near) or 'none'}."
-            )
-        table[known[name]][name] = value
-    table["data"] = {"reset_state_at_documents": reset_state_at_documents}
+        section = "mixer"
+        if name in settings_of_model:
+            section = "model"
+        table[section][name] = value
     if precision:
-        table["training"] = {"precision": precision}
+        table["training"]["precision"] = precision
     spec = spec_of(job_config_of(table))
     spec.state_dict_adapter = RecordedNames
     spec.model.precision = precision
     return spec
 
 
-def prepare_for_user(config: Any, model: ModelConfig) -> None:
-    """Check a configuration that a user wrote in Python, and make the run's plan.
+def prepare_for_user(config: Any, model: TitanModelConfig) -> None:
+    """Checks a configuration that a user wrote in Python, and makes the plan of the run.
+
+    Args:
+        config: TorchTitan's configuration. Values that follow from the plan are set in it.
+        model: The model in it, which gets job and plan.
 
     Raises:
-        ValueError: the configuration cannot run with this model.
+        ValueError: The configuration cannot run with this model.
     """
     if config.debug.seed is None:
         config.debug.seed = model.job.debug.seed
-    precision = (
-        model.precision
-        or {"bfloat16": "bf16", "float32": "float32"}[config.training.mixed_precision_param]
-    )
     if not isinstance(config.loss, loss.CrossEntropyLoss.Config):
         raise ValueError(
             f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
             "ChunkedLossWrapper would call a module lm_head on pieces of the hidden states."
         )
     values = values_of_sections(config, (*HONOURED_BY_TORCHTITAN, "training.mixed_precision_param"))
-    values |= {"job.dump_folder": config.dump_folder, "training.precision": precision}
+    values["job.dump_folder"] = config.dump_folder
+    values["training.precision"] = (
+        model.precision or PRECISIONS[config.training.mixed_precision_param]
+    )
     problems = Problems()
     model.job = job_config_of_values(values, problems, model.job)
     problems.raise_all()
@@ -248,31 +271,30 @@ def prepare_for_user(config: Any, model: ModelConfig) -> None:
 def values_of_sections(
     config: Any, honoured: Collection[str] = HONOURED_BY_TORCHTITAN
 ) -> dict[str, Any]:
-    """The values of our settings in TorchTitan's sections.
+    """Returns the values of this plugin's settings in TorchTitan's sections.
 
     Args:
-        honoured: Settings that are not ours, and that have an effect.
+        config: TorchTitan's configuration.
+        honoured: Settings that only TorchTitan has and that take effect.
 
     Raises:
-        ValueError: A setting has no effect.
+        ValueError: A setting has no effect, or is not possible with this model. The message has all.
     """
     values: dict[str, Any] = {}
     problems = Problems()
-    for ours, field, value in settings_of(config, SECTIONS):
-        if ours in SETTINGS:
-            values[ours] = value
-        elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
+    for setting, field, value in settings_of(config, SECTIONS):
+        if setting in SETTINGS:
+            values[setting] = value
+        elif setting in INSTEAD and setting not in honoured and value not in (None, field.default):
             problems.append(
-                f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out."
+                f"{setting} = {value} has no effect with this model. {INSTEAD[setting]} Leave it out."
             )
-    if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
-        problems.append(
-            "profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
-        )
     if not config.training.disable_cuda_graphs:
         problems.append(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
+
+    # TorchTitan has an object in place of the mode of activation checkpointing.
     chosen = config.activation_checkpoint
     for mode, kind in CHECKPOINTING.items():
         if chosen == kind():
@@ -289,45 +311,51 @@ def values_of_sections(
 def settings_of(
     config: Any, sections: Iterable[str]
 ) -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """The settings in sections of TorchTitan's configuration: our name, TorchTitan's field and the value of each."""
-    for section in sections:
-        theirs = getattr(config, section)
-        for field in dataclasses.fields(theirs):
-            yield (
-                f"{OTHER_NAMES.get(section, section)}.{field.name}",
-                field,
-                getattr(theirs, field.name),
-            )
+    """Yields the settings in sections of TorchTitan's configuration.
 
+    Args:
+        config: TorchTitan's configuration.
+        sections: TorchTitan's names of sections.
 
-def make_plan_of(config: Any, model: ModelConfig) -> None:
-    """Make the run's plan, and set what follows from it in TorchTitan's configuration.
-
-    Raises: ValueError: the configuration cannot run.
+    Yields:
+        This plugin's name of the setting, TorchTitan's field, and its value.
     """
-    job, parallel = model.job, config.parallelism
-    context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    divisor = tensor * 2 * context if context > 1 else tensor
-    if job.training.seq_len % divisor:
-        raise ValueError(
-            f"training.seq_len = {job.training.seq_len} with context_parallel_degree = {context} and tensor_parallel_degree = "
-            f"{tensor}: TorchTitan's trainer wants a multiple of {divisor}. Set one, or start with --module "
-            "interdomain.titan.trainer."
-        )
-    ranks = int(os.environ["WORLD_SIZE"])
-    micro_batch, stages = (
-        parallel.pipeline_parallel_microbatch_size,
-        parallel.module_fqns_per_model_part,
+    for section in sections:
+        our_section = OTHER_NAMES.get(section, section)
+        values = getattr(config, section)
+        for field in dataclasses.fields(values):
+            yield f"{our_section}.{field.name}", field, getattr(values, field.name)
+
+
+def make_plan_of(config: Any, model: TitanModelConfig) -> None:
+    """Makes the plan of the run.
+
+    Args:
+        config: TorchTitan's configuration. Values that follow from the plan are set in it.
+        model: The model in it. `job` has TorchTitan's values already.
+
+    Raises:
+        ValueError: The configuration cannot run.
+    """
+    job = model.job
+    parallelism = config.parallelism
+    plan = make_plan_for_torchtitan(
+        job,
+        int(os.environ["WORLD_SIZE"]),
+        parallelism.pipeline_parallel_microbatch_size,
+        parallelism.module_fqns_per_model_part,
     )
-    plan = model.plan = make_plan_for_torchtitan(job, ranks, micro_batch, stages)
-    parallel.context_parallel_load_balancer = None  # the scan needs contiguous pieces
+    model.plan = plan
+    # A scan passes its state from rank to rank, so each rank's piece of a sequence must be contiguous.
+    parallelism.context_parallel_load_balancer = None
     config.loss.global_vocab_size = plan.config.vocab_size
-    # A user's own class of metrics stays.
-    if type(config.metrics) is metrics.MetricsProcessor.Config:
-        settings = config.metrics
-        values = {
-            field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
-        }
-        config.metrics = built_by(
-            type(settings), lambda **parts: VariantMetrics(settings, job, plan, **parts), **values
-        )
+
+    # The metrics become this plugin's, unless the user has a class of their own.
+    settings = config.metrics
+    if type(settings) is metrics.MetricsProcessor.Config:
+
+        def make_metrics(**parts: Any) -> VariantMetrics:
+            return VariantMetrics(settings, job, plan, **parts)
+
+        values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+        config.metrics = built_by(type(settings), make_metrics, **values)
