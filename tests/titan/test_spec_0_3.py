@@ -136,7 +136,7 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
     ("--training.no-disable-cuda-graphs", "was never captured"),
     ("--training.mixed_precision_param float32", "Set training.precision instead"),
     ("--debug.spmd_typechecking", "no types to check"),
-    ("--hf_assets_path elsewhere", "the tokenizer is that of data.corpus"),
+    ("--lr_scheduler.min_lr_factor 0.1", "Set lr_scheduler.min_lr instead"),
     (
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
         NO_ZERO_BUBBLE,

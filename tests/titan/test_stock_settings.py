@@ -209,10 +209,3 @@ def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(
 def test_the_settings_of_the_model_are_missing(capsys):
     job = ConfigManager().parse_args(["--model.name", "interdomain"])
     assert "job.custom_config_module" in refusal(capsys, spec.resolve, job)
-
-
-def test_a_data_set_of_the_hub_is_named():
-    training = stock_config("--training.dataset c4", corpus="").training
-    assert spec.dataset_record(training)["datasets"] == ["allenai/c4"]
-    training.dataset = "c4_test"
-    assert spec.dataset_record(training)["datasets"] == []

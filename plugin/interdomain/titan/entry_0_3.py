@@ -37,7 +37,15 @@ from .settings.job_config import (
 )
 from .settings.problems import Problems
 from .settings.rules import check_for_torchtitan, reads_n_basis
-from .settings.schema import SETTINGS, Data, JobConfig, Mixer, Model, setting_of
+from .settings.schema import (
+    HONOURED_BY_TORCHTITAN,
+    SETTINGS,
+    Data,
+    JobConfig,
+    Mixer,
+    Model,
+    setting_of,
+)
 from .spec_0_3 import (
     CHECKPOINTING,
     OTHER_NAMES,
@@ -51,8 +59,8 @@ from .spec_0_3 import (
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import FixedWindows, record_run
 
-# Sections whose component is this plugin's: settings that only TorchTitan has would have no effect.
-OUR_COMPONENTS = ("optimizer", "lr_scheduler", "dataloader")
+# Sections with flags, besides SECTIONS.
+FURTHER_SECTIONS = ("model", "mixer", "data", "validator", "optimizer", "lr_scheduler")
 # TorchTitan's flags of [lr_scheduler] that are also settings of this plugin.
 SCHEDULE = ("warmup_steps", "total_steps", "decay_ratio", "decay_type")
 
@@ -223,33 +231,13 @@ def job_with_flags(config: Any, job: JobConfig) -> JobConfig:
     """
     flags = names_of(sys.argv[1:])
     problems = Problems()
-    values: dict[str, Any] = {"job.dump_folder": config.dump_folder}
-    if config.hf_assets_path != Trainer.Config().hf_assets_path:
-        problems.append(
-            "hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out."
-        )
-
-    # Sections that only this plugin has. `n_basis` of the file belongs to the mixer of the file.
-    for setting, _, value in settings_of(config, ("model", "mixer", "data")):
-        values[setting] = value
+    sections = (*SECTIONS, *FURTHER_SECTIONS)
+    honoured = {*HONOURED_BY_TORCHTITAN} - {"lr_scheduler.min_lr_factor"}
+    values = values_of_sections(config, sections, honoured, problems)
+    # `n_basis` of the file belongs to the mixer of the file.
     if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
         values["mixer.n_basis"] = None
-
-    # Sections of both. The validator is TorchTitan's, which reads all settings of its section.
-    for setting, _, value in settings_of(config, ["validator"]):
-        if setting in SETTINGS:
-            values[setting] = value
-    for section in OUR_COMPONENTS:
-        for setting, field, value in settings_of(config, [section]):
-            if setting in SETTINGS:
-                values[setting] = value
-            elif field.default not in (dataclasses.MISSING, value):
-                problems.append(
-                    f"{section}.{field.name} = {value} has no effect with this model. Leave it out."
-                )
-    with problems.collect():
-        values |= values_of_sections(config)
-
-    job = job_config_of_values(apply_step_overrides(values, flags), problems, job)
+    values = apply_step_overrides(values, flags)
+    job = job_config_of_values(values, problems, job)
     problems.raise_all()
     return job

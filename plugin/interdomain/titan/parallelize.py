@@ -24,7 +24,7 @@ from interdomain.model.shard import split_dimension
 from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 from .plan.device import device_here
 from .settings.schema import JobConfig
-from .step.meshes import Meshes, part_of
+from .step.meshes import Meshes, place_in
 
 # Ops whose outputs selective activation checkpointing saves, in addition to TorchTitan's list.
 # Recomputing a scan would cost more time than checkpointing saves elsewhere, and what ranks exchange
@@ -53,13 +53,13 @@ def parallelize(
             backward pass, one by one. Otherwise `gradients.reduce_shares` sums them, once per step.
     """
     # Tensor and context parallelism.
-    tensor_part = None
+    tensor_place = None
     if meshes.tensor.size() > 1:
-        distribute_over_heads(model, meshes.tensor)
-        tensor_part = part_of(meshes.tensor)
-    for ssm in dynamics_of(model):
+        apply_tensor_parallelism(model, meshes.tensor)
+        tensor_place = place_in(meshes.tensor)
+    for ssm in ssm_modules(model):
         distribute(ssm, meshes.parameters, Replicate())
-    model.set_parts(shard=meshes.context, heads=tensor_part)
+    model.set_parts(shard=meshes.context, heads=tensor_place)
 
     # Activation checkpointing, then compilation of the blocks and of the loss.
     compiled = job.compile.enable and "model" in job.compile.components
@@ -77,14 +77,14 @@ def parallelize(
         model.output.compile_loss(job.compile.backend)
 
     # FSDP2. Its hooks must run before those that read local slices of what it gathers.
-    shard(model, meshes.data, job)
+    apply_fsdp(model, meshes.data, job)
     if meshes.tensor.size() > 1:
         for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
             if unit is not None:
                 read_local_slices(unit, sum_in_backward)
 
 
-def dynamics_of(model: Transformer) -> list[nn.Module]:
+def ssm_modules(model: Transformer) -> list[nn.Module]:
     """Returns the modules with SSM parameters, which are whole on every rank of a stage."""
     blocks: Any = model.layers.values()
     modules = [getattr(block.attention, "ssm", None) for block in blocks]
@@ -104,7 +104,7 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
         setattr(module, name, nn.Parameter(whole))
 
 
-def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
+def apply_tensor_parallelism(model: Transformer, mesh: DeviceMesh) -> None:
     """Distributes the parameters over the tensor-parallel ranks.
 
     Every rank has a slice of each large matrix, and all of the other parameters.
@@ -112,7 +112,8 @@ def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, LocalParameters):
             dim = split_dimension(model, name)
-            distribute(module, mesh, Replicate() if dim is None else Split(dim))
+            placement = Replicate() if dim is None else Split(dim)
+            distribute(module, mesh, placement)
 
 
 def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
@@ -126,14 +127,15 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
         unit: A module that FSDP2 gathers as a whole.
         sum_in_backward: As for `parallelize`.
     """
-    modules = [module for module in unit.modules() if isinstance(module, LocalParameters)]
-    names = [
-        (module, name) for module in modules for name, _ in module.named_parameters(recurse=False)
-    ]
+    owned: list[tuple[nn.Module, str]] = []
+    for module in unit.modules():
+        if isinstance(module, LocalParameters):
+            owned += [(module, name) for name, _ in module.named_parameters(recurse=False)]
 
     def read(*_: Any) -> None:
-        for module, name in names:
+        for module, name in owned:
             p: Any = getattr(module, name)
+            # `Partial` makes the backward pass sum the ranks' gradients.
             shares = [Partial()] if sum_in_backward and p.placements[0].is_replicate() else None
             # Not setattr: nn.Module would refuse a tensor in the place of a parameter.
             module._buffers[f"local_{name}"] = p.to_local(grad_placements=shares)
@@ -170,6 +172,7 @@ def set_initial_values(
     ) -> Iterator[Tensor]:
         """Yields the tensors in order. In each round every rank draws one, and broadcasts it."""
         for first in range(0, len(wanted), ranks):
+            # This rank's tensor, if the last round has one for it.
             mine = [draw(*one).to(device) for one in wanted[first + rank : first + ranks][:1]]
             for source, (_, shape) in enumerate(wanted[first : first + ranks]):
                 # Zeros, not empty: simulated ranks (comm.mode) send nothing.
@@ -181,13 +184,8 @@ def set_initial_values(
                 dist.broadcast(full, group=group, group_src=source)
                 yield full
 
-    initialize(
-        model,
-        model.config,
-        seed,
-        parameters=not loaded,
-        draw_all=draw_in_turns if ranks > 1 else starmap,
-    )
+    draw_all = draw_in_turns if ranks > 1 else starmap
+    initialize(model, model.config, seed, parameters=not loaded, draw_all=draw_all)
     # FSDP2 does not shard these modules, and does not move them.
     for layer in model.layers.values():
         for name in ("ssm", "feature_map"):
@@ -196,7 +194,7 @@ def set_initial_values(
                 module.to(device)
 
 
-def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
+def apply_fsdp(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     """Shards the model with FSDP2, one group per block.
 
     SSM parameters stay float32 and whole on every rank (`step.gradients` says why).
@@ -208,10 +206,10 @@ def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     """
     training = job.training
     # Blocks must not cast their inputs, because SSM parameters reach them as float32 tensors.
+    param_dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    reduce_dtype = torch.bfloat16 if training.mixed_precision_reduce == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
-        reduce_dtype=torch.bfloat16 if training.mixed_precision_reduce == "bf16" else torch.float32,
-        cast_forward_inputs=False,
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if training.enable_cpu_offload:
@@ -224,7 +222,7 @@ def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
 
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **config, reshard_after_forward=reshard)
-    ssm_parameters = {p for ssm in dynamics_of(model) for p in ssm.parameters()}
+    ssm_parameters = {p for ssm in ssm_modules(model) for p in ssm.parameters()}
     for layer in model.layers.values():
         fully_shard(layer, **config, reshard_after_forward=reshard, ignored_params=ssm_parameters)
     # The backward pass begins with the head: it stays gathered.

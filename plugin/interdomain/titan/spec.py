@@ -14,7 +14,6 @@ checks the configuration (`resolve`).
 
 import operator
 import os
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from interdomain.data import check_vocab
 from interdomain.model import SIZES, Execution, ModelConfig, build_config, count_parameters
 from interdomain.model.config import MODEL_SETTINGS
 from interdomain.model.flops import train_flops_per_token
@@ -33,7 +33,6 @@ from .data.folders import data_record, open_dataset, open_tokenizer
 from .data.torchtitan_text import as_trained, text_record
 from .errors import user_errors
 from .host import (
-    DATASETS,
     BaseModelArgs,
     MetricsProcessor,
     TrainSpec,
@@ -166,7 +165,7 @@ def job_config_from(config: Any) -> JobConfig:
         if is_off(setting, value_of):
             values[setting] = defaults[setting]
 
-    # TorchTitan's spelling of three settings.
+    # Two settings that TorchTitan expresses in another way.
     if values["lr_scheduler.total_steps"] is None:
         values["lr_scheduler.total_steps"] = 0
     factor = config.lr_scheduler.min_lr_factor
@@ -299,12 +298,7 @@ def build_tokenizer(config: Any) -> Any:
     if job.data.corpus:
         return open_tokenizer(job)
     tokenizer = build_hf_tokenizer(config)
-    size = tokenizer.get_vocab_size()
-    if size > plan.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of model.hf_assets_path has {size} tokens and the model {plan.config.vocab_size}: set "
-            f"model.vocab_size = {size} or more."
-        )
+    check_vocab(tokenizer.get_vocab_size(), plan.config.vocab_size)
     return tokenizer
 
 
@@ -324,29 +318,10 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
         data = data_record(job, loader.dataset, tokenizer)
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        data = text_record(job_config.training.dataset, tokenizer)
-        data["corpora"] = [dataset_record(job_config.training)]
+        data = text_record(job_config.training.dataset.lower(), tokenizer)
         tokenizer = as_trained(tokenizer)
     record_run(job, plan, data, tokenizer)
     return loader
-
-
-def dataset_record(training: Any) -> dict[str, Any]:
-    """Returns the facts of a data set of TorchTitan's for the run's record.
-
-    Args:
-        training: TorchTitan's section [training]. The record does not name a folder in it.
-    """
-    name = training.dataset.lower()  # TorchTitan ignores the case
-    source = f"TorchTitan's data set {name}"
-    hub_names = []
-    path = DATASETS[name].path
-    if training.dataset_path:
-        source = f"texts of a folder, read as {source}"
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", path):  # of the Hugging Face hub
-        source += f", {path}"
-        hub_names = [path]
-    return {"name": name, "share": "1", "tokens": None, "sources": [source], "datasets": hub_names}
 
 
 @user_errors

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 
+from interdomain.data import check_vocab
+
 from .data.torchtitan_text import as_trained, text_record
 from .host import (
     SECTIONS,
@@ -57,13 +59,11 @@ class TitanModelConfig(BaseModel.Config):
         job: This plugin's configuration. When the plan is made, it takes TorchTitan's values.
         precision: training.precision. Empty: that of training.mixed_precision_param.
         plan: The plan of the run. None until TorchTitan's configuration is known.
-        trainer_config: TorchTitan's configuration, if a user wrote it in Python.
     """
 
     job: Annotated[JobConfig, tyro.conf.Suppress]
     precision: Annotated[str, tyro.conf.Suppress] = ""
     plan: Annotated[RunPlan | None, tyro.conf.Suppress] = None
-    trainer_config: Annotated[Any, tyro.conf.Suppress] = None
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -77,7 +77,6 @@ class TitanModelConfig(BaseModel.Config):
         With a configuration that a user wrote in Python, it is the first call of this plugin.
         """
         if self.plan is None:
-            self.trainer_config = config
             prepare_for_user(config, self)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -92,16 +91,6 @@ class TitanModelConfig(BaseModel.Config):
 
     def to_dict(self) -> dict[str, Any]:
         return self.job.to_dict()
-
-    def traverse(
-        self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yields the configurations within this one that TorchTitan's overrides may replace: none.
-
-        TorchTitan's method would go through the fields, and from `trainer_config` back to this one.
-        """
-        if isinstance(self, config_cls):
-            yield _prefix, self, None, None
 
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
@@ -130,45 +119,30 @@ class VariantMetrics(VariantMetricsBase, metrics.MetricsProcessor):
         self.plan = plan
 
 
-class RecordedNames(ExportedNames):
-    """Names of exported models, which also writes the run's record when TorchTitan builds it.
+def record_user_run(config: Any, model: TitanModelConfig) -> None:
+    """Writes the record of a run that a user configured in Python.
 
-    TorchTitan builds it after the data and before the checkpoints. With a configuration that a user
-    wrote in Python, this plugin has no other part that is built then.
+    Without a Hugging Face tokenizer there is no record, and a warning says so.
+
+    Args:
+        config: TorchTitan's configuration.
+        model: The model in it.
+
+    Raises:
+        ValueError: The tokenizer has more tokens than the model.
     """
-
-    def __init__(self, model_config: TitanModelConfig, hf_assets_path: str | None) -> None:
-        """Writes the run's record, if TorchTitan's tokenizer is of a Hugging Face file.
-
-        Args:
-            model_config: The configuration of the model.
-            hf_assets_path: Folder of the tokenizer.
-
-        Raises:
-            ValueError: The tokenizer has more tokens than the model.
-        """
-        super().__init__(model_config, hf_assets_path)
-        config = model_config.trainer_config
-        plan = model_config.plan
-        assert plan is not None
-        tokenizer = config.tokenizer.build(tokenizer_path=hf_assets_path)
-        size = tokenizer.get_vocab_size()
-        if size > plan.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer in {hf_assets_path} has {size} tokens and the model {plan.config.vocab_size}: pass "
-                f"model_spec(..., vocab_size={size}) or more."
-            )
-        if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
-            kind = type(tokenizer).__name__
-            logger.warning(
-                "the run is not recorded, so `interdomain convert` cannot read it: %s", kind
-            )
-            return
-        dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
-        # TorchTitan's own optimizer, schedule and validator have settings of their own.
-        left_out = ("optimizer", "lr_scheduler", "validation")
-        data = text_record(dataset, tokenizer)
-        record_run(model_config.job, plan, data, as_trained(tokenizer), left_out)
+    assert model.plan is not None
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    check_vocab(tokenizer.get_vocab_size(), model.plan.config.vocab_size)
+    if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
+        kind = type(tokenizer).__name__
+        logger.warning("the run is not recorded, so `interdomain convert` cannot read it: %s", kind)
+        return
+    dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
+    data = text_record(dataset, tokenizer)
+    # TorchTitan's own optimizer, schedule and validator have settings of their own.
+    left_out = ("optimizer", "lr_scheduler", "validation")
+    record_run(model.job, model.plan, data, as_trained(tokenizer), left_out)
 
 
 def spec_of(job: JobConfig) -> ModelSpec:
@@ -235,7 +209,6 @@ def model_spec(
     if precision:
         table["training"]["precision"] = precision
     spec = spec_of(job_config_of(table))
-    spec.state_dict_adapter = RecordedNames
     spec.model.precision = precision
     return spec
 
@@ -257,32 +230,37 @@ def prepare_for_user(config: Any, model: TitanModelConfig) -> None:
             f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
             "ChunkedLossWrapper would call a module lm_head on pieces of the hidden states."
         )
-    values = values_of_sections(config, (*HONOURED_BY_TORCHTITAN, "training.mixed_precision_param"))
-    values["job.dump_folder"] = config.dump_folder
+    problems = Problems()
+    honoured = (*HONOURED_BY_TORCHTITAN, "training.mixed_precision_param")
+    values = values_of_sections(config, SECTIONS, honoured, problems)
     values["training.precision"] = (
         model.precision or PRECISIONS[config.training.mixed_precision_param]
     )
-    problems = Problems()
     model.job = job_config_of_values(values, problems, model.job)
     problems.raise_all()
     make_plan_of(config, model)
 
+    # TorchTitan builds the adapter after the data and before the checkpoints: the time for the record.
+    def adapter_and_record(model_config: TitanModelConfig, path: str | None) -> ExportedNames:
+        record_user_run(config, model_config)
+        return ExportedNames(model_config, path)
+
+    config.model_spec.state_dict_adapter = adapter_and_record
+
 
 def values_of_sections(
-    config: Any, honoured: Collection[str] = HONOURED_BY_TORCHTITAN
+    config: Any, sections: Iterable[str], honoured: Collection[str], problems: Problems
 ) -> dict[str, Any]:
-    """Returns the values of this plugin's settings in TorchTitan's sections.
+    """Returns the values of this plugin's settings in TorchTitan's configuration.
 
     Args:
         config: TorchTitan's configuration.
+        sections: The sections to read, by TorchTitan's names.
         honoured: Settings that only TorchTitan has and that take effect.
-
-    Raises:
-        ValueError: A setting has no effect, or is not possible with this model. The message has all.
+        problems: Gets the settings that have no effect, or are not possible with this model.
     """
-    values: dict[str, Any] = {}
-    problems = Problems()
-    for setting, field, value in settings_of(config, SECTIONS):
+    values: dict[str, Any] = {"job.dump_folder": config.dump_folder}
+    for setting, field, value in settings_of(config, sections):
         if setting in SETTINGS:
             values[setting] = value
         elif setting in INSTEAD and setting not in honoured and value not in (None, field.default):
@@ -304,7 +282,6 @@ def values_of_sections(
             f"activation_checkpoint = {chosen} is not possible with this model: allowed are selective, full and none, without "
             "further settings."
         )
-    problems.raise_all()
     return values
 
 

@@ -60,10 +60,6 @@ def run(job: JobConfig) -> None:
         job: The configuration of the run.
     """
     init_logger()
-    # TorchTitan sets timeouts of simulated process groups, too, which have none.
-    warnings.filterwarnings(
-        "ignore", message="Set timeout is now only supported for either nccl or gloo"
-    )
     # PyTorch 2.14 prints this for every group.
     warnings.filterwarnings("ignore", message=".*_set_pg_timeout. is deprecated")
     # torchrun sets GROUP_RANK, the number of this node. Only the first node logs its progress.

@@ -25,7 +25,7 @@ from .data.folders import open_dataset
 from .errors import user_errors
 from .host import StateDictAdapter
 from .host.patches import add_meshes
-from .parallelize import dynamics_of, parallelize, set_initial_values
+from .parallelize import parallelize, set_initial_values, ssm_modules
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
@@ -109,7 +109,7 @@ class TitanTransformer(Transformer):
             group=self.meshes.stage,
         )
         # TorchTitan's step has no place for this plugin's sum of the gradients over the ranks.
-        for ssm in dynamics_of(self):
+        for ssm in ssm_modules(self):
             for p in ssm.parameters():
                 p.register_post_accumulate_grad_hook(_sum_gradient)
 

@@ -5,6 +5,7 @@ Shapes: B sequences of a rank's micro-batch, T tokens of a sequence.
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -53,6 +54,7 @@ def read_batch(
     return inputs, labels
 
 
+@dataclass
 class PackedLoader(BaseDataLoader):
     """Endless batches of one rank, in pinned memory if there is a GPU.
 
@@ -67,41 +69,28 @@ class PackedLoader(BaseDataLoader):
     of it that were read before.
 
     Attributes:
+        dataset: Windows of T + 1 tokens.
+        local_batch: B, sequences of a micro-batch.
+        rank: This rank's number among the data-parallel ranks.
+        ranks: Number of data-parallel ranks.
+        prefetch: Micro-batches to read ahead. 0: each is read when it is needed.
+        positions: As for `read_batch`.
+        may_reorder: A state of another seed may be loaded. The run then continues at the same position
+            of another order.
         consumed: Samples that all ranks together were given since the first step of the run.
         begins: `consumed` when the data last changed.
         read_before: Samples of each corpus that were read until then, by the corpus's fingerprint.
     """
 
-    def __init__(
-        self,
-        dataset: PackedDataset | MixtureDataset,
-        local_batch: int,
-        *,
-        rank: int,
-        ranks: int,
-        prefetch: int = 0,
-        positions: bool = False,
-        may_reorder: bool = False,
-    ) -> None:
-        """Makes a loader that begins with sample 0.
+    dataset: PackedDataset | MixtureDataset
+    local_batch: int
+    rank: int
+    ranks: int
+    prefetch: int = 0
+    positions: bool = False
+    may_reorder: bool = False
 
-        Args:
-            dataset: Windows of T + 1 tokens.
-            local_batch: B, sequences of a micro-batch.
-            rank: This rank's number among the data-parallel ranks.
-            ranks: Number of data-parallel ranks.
-            prefetch: Micro-batches to read ahead. 0: each is read when it is needed.
-            positions: As for `read_batch`.
-            may_reorder: A state of another seed may be loaded. The run then continues at the same
-                position of another order.
-        """
-        self.dataset = dataset
-        self.local_batch = local_batch
-        self.rank = rank
-        self.ranks = ranks
-        self.prefetch = prefetch
-        self.positions = positions
-        self.may_reorder = may_reorder
+    def __post_init__(self) -> None:
         self.consumed = 0
         self.begins = 0
         self.read_before: dict[str, int] = {}
@@ -120,10 +109,8 @@ class PackedLoader(BaseDataLoader):
             self.consumed += len(batch[1]) * self.ranks
             yield batch
 
-    def _read(self, consumed: int) -> Iterator[Batch | ValueError]:
-        """Yields this rank's micro-batches, or the error of one that cannot be read.
-
-        An error is yielded, not raised, because torchdata's thread would print a traceback.
+    def _read(self, consumed: int) -> Iterator[Batch]:
+        """Yields this rank's micro-batches.
 
         Args:
             consumed: Samples of all ranks before the first micro-batch.
@@ -131,18 +118,12 @@ class PackedLoader(BaseDataLoader):
         while True:
             first = consumed - self.begins + self.rank * self.local_batch
             indices = range(first, first + self.local_batch)
-            try:
-                yield read_batch(self.dataset, indices, self.positions)
-            except ValueError as e:
-                yield e
+            yield read_batch(self.dataset, indices, self.positions)
             consumed += self.local_batch * self.ranks
 
     @user_errors
-    def _take(self, batches: Iterator[Batch | ValueError]) -> Batch:
-        batch = next(batches)
-        if isinstance(batch, ValueError):
-            raise batch
-        return batch
+    def _take(self, batches: Iterator[Batch]) -> Batch:
+        return next(batches)
 
     def state_dict(self) -> dict[str, Any]:
         made_of = dict(self.dataset.made_of)

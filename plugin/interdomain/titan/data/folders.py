@@ -48,6 +48,7 @@ def corpora_of(job: JobConfig, split: str = "train") -> list[str]:
     if split == "validation" and job.data.validation_corpus:
         corpora = [job.data.validation_corpus]
     prepare = "Prepare one (interdomain prepare-data --help) and pass --data.corpus FOLDER"
+    # Check that they exist, with advice that the readers of a corpus cannot give.
     if not corpora or "" in corpora:
         raise ValueError(
             f"data.corpus is not set. {prepare}, or set it in the TOML file. TorchTitan's data sets (training.dataset) are "
@@ -55,7 +56,8 @@ def corpora_of(job: JobConfig, split: str = "train") -> list[str]:
         )
     for corpus in corpora:
         if os.path.isdir(corpus):
-            read_manifest(corpus)  # raises unless this is a prepared corpus
+            # Raises an error unless this is a prepared corpus.
+            read_manifest(corpus)
         elif not glob.glob(f"{corpus}*"):
             raise FileNotFoundError(
                 f"data.corpus = {corpus!r}: there is no such folder, and no shard of that name. {prepare}."
@@ -73,13 +75,14 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
     data = job.data
     prepared = [corpus for corpus in corpora_of(job) if os.path.isdir(corpus)]
     path = data.tokenizer
+    # A prepared corpus has a copy of its tokenizer.
     if not path:
         if not prepared:
             raise ValueError(
                 f"data.corpus = {data.corpus!r} is shards without a manifest, and no tokenizer is set. Set data.tokenizer "
                 "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
             )
-        path = prepared[0]  # a prepared corpus has a copy of its tokenizer
+        path = prepared[0]
     tokenizer = cast(Tokenizer, load_tokenizer(path))
 
     # All corpora must have been made with this tokenizer. Bare shards do not say.
@@ -89,9 +92,8 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
         made_with = read_manifest(corpus)["tokenizer"]["sha256"]
         if tokenizer.sha256 != made_with:
             raise ValueError(
-                f"the tokenizer of {path!r} is not the tokenizer that made data.corpus = {corpus!r} "
-                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
-                "corpus's own, or prepare the corpus with this tokenizer."
+                f"the tokenizer of {path!r} is not the tokenizer that made data.corpus = {corpus!r}. Leave data.tokenizer "
+                "empty to use the corpus's own, or prepare the corpus with this tokenizer."
             )
     check_vocab(tokenizer.vocab_size, model_config(job).vocab_size)
     return tokenizer

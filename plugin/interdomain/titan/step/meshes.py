@@ -45,17 +45,16 @@ class Meshes(NamedTuple):
     @property
     def data_rank(self) -> int:
         """This rank's number among the data-parallel ranks. Ranks of one sequence have the same."""
-        coordinates = self.data.get_coordinate()
-        assert coordinates is not None
-        rank = 0
-        for size, coordinate in zip(self.data.shape, coordinates, strict=True):
-            rank = rank * size + coordinate
+        shards = self.axes["shards"]
+        replica = self.axes["replicas"].get_local_rank()
+        rank = replica * shards.size() + shards.get_local_rank()
+        # The ranks of a sequence are neighbours among the shards.
         if self.context:
             rank //= self.context.size
         return rank
 
     @property
-    def first_of_sequences(self) -> bool:
+    def is_first_of_sequences(self) -> bool:
         """True on exactly one of the ranks that share sequences."""
         has_first_tokens = self.context is None or self.context.rank == 0
         return (
@@ -119,13 +118,15 @@ def meshes_of(dims: ParallelDims) -> Meshes:
             backend_override={"sequences": "fake"},
         )
         axes["context"] = shards["context"]
-        context = part_of(shards["context"])
+        context = place_in(shards["context"])
 
+    # The ranks of a stage have the same layers, and different slices of them.
     stage = None
     if dims.pp > 1:
         axes["stage"] = mesh[names[1:]]._flatten("stage")
         stage = axes["stage"].get_group()
 
+    # FSDP2's mesh, and the mesh of the parameters, have no axes of size 1 beside the shards.
     data = ("shards",)
     if dims.dp_replicate > 1:
         data = ("replicas", "shards")
@@ -146,7 +147,7 @@ def meshes_of(dims: ParallelDims) -> Meshes:
     return meshes
 
 
-def part_of(mesh: DeviceMesh) -> Part:
+def place_in(mesh: DeviceMesh) -> Part:
     """Returns this rank's place in a mesh of one dimension."""
     return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 

@@ -8,6 +8,7 @@ Shapes: B sequences of a micro-batch on this rank, T tokens of a sequence on thi
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..plan.run_plan import RunPlan
 from .meshes import Meshes
 
 
+@dataclass
 class Passes:
     """Passes through the whole model, one micro-batch after the other.
 
@@ -34,30 +36,21 @@ class Passes:
     float32: 4 bytes per parameter, whatever the number of ranks.
 
     Attributes:
+        parts: The model; with a pipeline, this rank's stages in order.
+        plan: The plan of the run.
+        meshes: The process groups of this rank.
+        device: Where the model computes.
+        targets: Labels of a training step that count, on all ranks together. The number is the same in
+            every step.
         micro_batches_at_once: Micro-batches that `run` takes in validation.
-        targets: Labels of a training step that count.
     """
 
-    micro_batches_at_once = 1
-
-    def __init__(
-        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int
-    ) -> None:
-        """Prepares passes through this rank's part of the model.
-
-        Args:
-            parts: The model; with a pipeline, this rank's stages in order.
-            plan: The plan of the run.
-            meshes: The process groups of this rank.
-            device: Where the model computes.
-            targets: Labels of a step that count, on all ranks together. The number is the same in
-                every step.
-        """
-        self.parts = parts
-        self.plan = plan
-        self.meshes = meshes
-        self.device = device
-        self.targets = targets
+    parts: list[Any]
+    plan: RunPlan
+    meshes: Meshes
+    device: torch.device
+    targets: int
+    micro_batches_at_once: int = field(default=1, init=False)
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
         """Runs micro-batches forward, and backward if asked. Collective.
@@ -133,6 +126,7 @@ class Stage(PipelineStage):
         return stage_backward(**bwd_kwargs), None
 
 
+@dataclass
 class Pipeline(Passes):
     """Passes through the stages of a pipeline, by one of PyTorch's schedules.
 
@@ -140,13 +134,12 @@ class Pipeline(Passes):
     step. The model's head, on the last stage, computes the summed loss.
     """
 
-    def __init__(
-        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int
-    ) -> None:
-        super().__init__(parts, plan, meshes, device, targets)
+    def __post_init__(self) -> None:
+        plan = self.plan
+        pipeline = self.meshes.pipeline
         self.micro_batches_at_once = plan.accumulation
         self.losses: list[Tensor] = []
-        stage_numbers = plan.stages_of(meshes.pipeline.get_local_rank())
+        stage_numbers = plan.stages_of(pipeline.get_local_rank())
         last_stage = len(plan.stages) - 1
         self.has_first_stage = 0 in stage_numbers
         self.has_last_stage = last_stage in stage_numbers
@@ -165,7 +158,7 @@ class Pipeline(Passes):
 
         # This rank's stages.
         stages = []
-        for part, number in zip(parts, stage_numbers, strict=True):
+        for part, number in zip(self.parts, stage_numbers, strict=True):
             inputs = hidden
             outputs = hidden
             if number == 0:
@@ -176,10 +169,10 @@ class Pipeline(Passes):
                 part,
                 number,
                 last_stage + 1,
-                device,
+                self.device,
                 input_args=inputs,
                 output_args=outputs,
-                group=meshes.pipeline.get_group(),
+                group=pipeline.get_group(),
             )
             if dist.get_backend() == "fake":
                 # Simulated ranks never answer PyTorch's question whether their shapes are known.

@@ -63,6 +63,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.num_flops_per_token = plan.flops_per_token
         self.first_log: tuple[int, float] | None = None
 
+    @user_errors
     def begin(self, first_step: int) -> None:
         """Opens the curves of this start of the run, on rank 0.
 
@@ -76,7 +77,7 @@ class InterdomainMetrics(MetricsProcessor):
         if settings.enable_tensorboard:
             events = folder / settings.save_tb_folder
             self.logger.add_logger(
-                user_errors(RunLog)(events, self.plan, self.job, first_step, self.fingerprints)
+                RunLog(events, self.plan, self.job, first_step, self.fingerprints)
             )
         if settings.enable_wandb:
             self.logger.add_logger(WandbLog(folder, self.plan, self.job, self.fingerprints))
@@ -127,11 +128,9 @@ class InterdomainMetrics(MetricsProcessor):
         seconds_per_step = (now - first_time) / (step - first_step)
         steps = self.plan.steps
         logger.info(
-            "%5.1f %% of %d steps, %s of %s tokens, %s left",
+            "%5.1f %% of %d steps, %s left",
             100 * step / steps,
             steps,
-            f"{step * self.plan.tokens_per_step:,}",
-            f"{self.plan.tokens:,}",
             timedelta(seconds=round(seconds_per_step * (steps - step))),
         )
 

@@ -93,7 +93,7 @@ class RunLog(BaseLogger):
 
         # The charts of the page "Custom Scalars".
         layout: dict[str, Any] = {}
-        for category, charts in charts_of(job).items():
+        for category, charts in CHARTS.items():
             layout[category] = {}
             for title, tags in charts.items():
                 # TensorBoard matches the start of a tag. `$` makes it match the whole tag.
@@ -183,39 +183,6 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     if "throughput(tps)" in metrics:
         metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
-
-
-def position_ranges(seq_len: int) -> dict[str, range]:
-    """Divides the positions of a window into ranges: 0, 1, 2 to 3, 4 to 7, and so on.
-
-    Args:
-        seq_len: Tokens of a window.
-
-    Returns:
-        The ranges by the tag of their mean validation loss.
-    """
-    ranges = {}
-    begin = 0
-    while begin < seq_len:
-        end = min(max(1, 2 * begin), seq_len)
-        ranges[f"validation_position/{begin:04d}-{end - 1:04d}"] = range(begin, end)
-        begin = end
-    return ranges
-
-
-def charts_of(job: JobConfig) -> dict[str, dict[str, list[str]]]:
-    """Returns CHARTS, and with validation a chart for the loss of each range of positions.
-
-    TensorBoard gives all curves of one run in a chart the same colour, so each has its own chart.
-    """
-    charts = dict(CHARTS)
-    if job.validation.enable:
-        by_position = {}
-        for tag, positions in position_ranges(job.validation.seq_len).items():
-            title = f"Tokens {positions[0]:,} to {positions[-1]:,} of the window"
-            by_position[title] = [tag]
-        charts["Validation loss by position"] = by_position
-    return charts
 
 
 def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from ..settings.schema import JobConfig
 from ..step.meshes import Meshes
 from ..step.passes import Passes
 from .metrics import ACCURACY, InterdomainMetrics, perplexity
-from .run_log import position_ranges
 
 # Losses by document are recorded for validation splits of at most this many documents.
 MOST_DOCUMENTS = 4096
@@ -143,7 +143,7 @@ class ValidationSums:
         # Ranks that share sequences have the same sums: one of them counts.
         for sums in (self.by_position, self.by_document, self.answers):
             if sums is not None:
-                if not self.meshes.first_of_sequences:
+                if not self.meshes.is_first_of_sequences:
                     sums.zero_()
                 dist.all_reduce(sums)
 
@@ -151,75 +151,65 @@ class ValidationSums:
         if self.answers is not None:
             right, answers = self.answers.tolist()
             scalars[ACCURACY] = right / answers
+
+        # Ranges of positions: 0, 1, 2 to 3, 4 to 7, and so on.
         losses, labels = self.by_position.tolist()
-        for tag, positions in position_ranges(len(losses)).items():
-            count = sum(labels[positions.start : positions.stop])
+        begin = 0
+        while begin < len(losses):
+            end = min(max(1, 2 * begin), len(losses))
+            count = sum(labels[begin:end])
             if count:
-                scalars[tag] = sum(losses[positions.start : positions.stop]) / count
+                tag = f"validation_position/{begin:04d}-{end - 1:04d}"
+                scalars[tag] = sum(losses[begin:end]) / count
+            begin = end
         return scalars
 
 
+@dataclass
 class FixedValidator:
     """Computes the mean loss per token over windows that lie evenly over the validation split.
 
     It runs after step 1 (an almost untrained model), every `validation.freq` steps, and after the
-    last step. If a run is killed after it saved a step and before it validated it, the next start
-    validates that step (`run_missed_validation`).
+    last step.
+
+    Attributes:
+        job: The configuration of the run.
+        rank: This rank's number among the data-parallel ranks.
+        ranks: Number of data-parallel ranks.
+        passes: Runs the forward passes.
+        metrics: Logs the results.
+        checkpoints: The results are written beside the step's checkpoint.
+        dataset: The validation split.
+        windows: Number of windows of a validation.
+
+    Raises:
+        SystemExit: There is no validation split, or it cannot be read. The reason is printed.
     """
 
+    job: JobConfig
+    rank: int
+    ranks: int
+    passes: Passes
+    metrics: InterdomainMetrics
+    checkpoints: SelfDescribingCheckpoints
+
     @user_errors
-    def __init__(
-        self,
-        job: JobConfig,
-        rank: int,
-        ranks: int,
-        passes: Passes,
-        metrics: InterdomainMetrics,
-        checkpoints: SelfDescribingCheckpoints,
-    ) -> None:
-        """Opens the validation split.
-
-        Args:
-            job: The configuration of the run.
-            rank: This rank's number among the data-parallel ranks.
-            ranks: Number of data-parallel ranks.
-            passes: Runs the forward passes.
-            metrics: Logs the results.
-            checkpoints: The results are written beside the step's checkpoint.
-
-        Raises:
-            SystemExit: There is no validation split, or it cannot be read. The reason is printed.
-        """
-        self.job = job
-        self.rank = rank
-        self.ranks = ranks
-        self.metrics = metrics
-        self.checkpoints = checkpoints
-        self.passes = passes
-        self.dataset = open_dataset(job, "validation")
-        self.windows = windows_of(self.dataset, job.validation.tokens)
+    def __post_init__(self) -> None:
+        self.dataset = open_dataset(self.job, "validation")
+        self.windows = windows_of(self.dataset, self.job.validation.tokens)
 
     def should_validate(self, step: int) -> bool:
         """Returns True if the model is validated after this step."""
         return step in (1, self.job.training.steps) or step % self.job.validation.freq == 0
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
-        """Validates the step from which the run continues, if a kill prevented that. Collective.
+        """Validates the last step of the run, if a kill prevented that after it was saved. Collective.
 
         Args:
             model_parts: This rank's stages of the model.
             step: The step of the checkpoint that was loaded. 0: none was.
         """
-        is_due = step > 0 and self.should_validate(step)
-        if not is_due or not self.checkpoints.lacks_validation(step):
-            return
-        # torch.compile makes general code for the second shape that it meets. If that were the shape
-        # of training, its sums would have another order than in a run that was not killed.
-        if self.job.compile.enable and step < self.job.training.steps:
-            logger.warning(
-                "step %d was saved and not validated, and is not now: with compile.enable, training comes first",
-                step,
-            )
+        if step != self.job.training.steps or not self.checkpoints.lacks_validation(step):
             return
         logger.info("step %d was saved and not validated: validating it now", step)
         self.metrics.time_last_log = time.perf_counter()
