@@ -316,13 +316,6 @@ class InterdomainTrainer(Trainer):
         self.preemption.listen()
         self.first_step = self.step + 1
         self.metrics_processor.begin(self.first_step)
-        if self.step >= self.plan.steps:
-            logger.warning(
-                "NO STEP IS TAKEN: the run continues from step %d, and training.steps = %d. To train "
-                "on, set it higher.",
-                self.step,
-                self.plan.steps,
-            )
         if self.job.validation.enable:
             self.validator.run_missed_validation(self.model_parts, self.step)
 

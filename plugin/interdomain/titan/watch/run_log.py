@@ -1,4 +1,4 @@
-"""The curves of a run in TensorBoard and Weights & Biases, and the facts of the run beside them.
+"""The curves of a run in TensorBoard and Weights & Biases, and a description of the run.
 
 A run has one curve, however often it was restarted.
 """
@@ -78,7 +78,7 @@ class RunLog(BaseLogger):
         first_step: int,
         fingerprints: dict[str, str],
     ) -> None:
-        """Opens a file of events, and writes the facts of this start.
+        """Opens a file of events, and writes a description of this start.
 
         Args:
             folder: Folder of the run's events.
@@ -101,10 +101,10 @@ class RunLog(BaseLogger):
         self.writer.add_custom_scalars(layout)
 
         # The page "Text".
-        for name, facts in facts_of(plan, job, fingerprints).items():
-            text = facts
-            if not isinstance(facts, str):
-                text = json.dumps(facts, indent=2)
+        for name, entry in description_of(plan, job, fingerprints).items():
+            text = entry
+            if not isinstance(entry, str):
+                text = json.dumps(entry, indent=2)
             self.writer.add_text(f"run/{name}", f"```\n{text}\n```", first_step)
         self.writer.flush()
 
@@ -161,7 +161,7 @@ class WandbLog(BaseLogger):
             dir=folder,
             project=os.environ.get("WANDB_PROJECT", "interdomain"),
             name=os.environ.get("WANDB_RUN_NAME", folder.name),
-            config=facts_of(plan, job, fingerprints),
+            config=description_of(plan, job, fingerprints),
         )
         self.run.define_metric("*", step_metric="step")
         logger.info("Weights & Biases: run %s of project %s", self.run.id, self.run.project)
@@ -185,8 +185,8 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     return metrics
 
 
-def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
-    """Returns the facts of a start of a run: its plan as text, the others as JSON values."""
+def description_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
+    """Describes a start of a run: the plan as text, and settings and machine as JSON values."""
     return {
         "plan": describe(plan, job),
         "hyperparameters": hyperparameters(plan, job) | {"fingerprints": fingerprints},
