@@ -143,6 +143,9 @@ def resolve(config: Any) -> Resolved:
 def job_config_from(config: Any) -> JobConfig:
     """Converts TorchTitan's configuration into this plugin's, and checks it.
 
+    Args:
+        config: TorchTitan's configuration, with the sections [mixer] and [data].
+
     Raises:
         ValueError: The configuration cannot run. The message has all reasons.
     """
@@ -243,7 +246,7 @@ class ModelArgs(BaseModelArgs):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Takes the model of a run. TorchTitan calls this; `job_config` is TorchTitan's."""
+        """Takes the model of a run. TorchTitan calls this with its own configuration."""
         plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
@@ -254,7 +257,13 @@ class ModelArgs(BaseModelArgs):
 
 
 def parallelize_model(model: TitanTransformer, parallel_dims: Any, config: Any) -> TitanTransformer:
-    """Parallelizes the model, or a stage of a pipeline."""
+    """Parallelizes the model, or a stage of a pipeline, on the meta device.
+
+    Args:
+        model: The model or the stage.
+        parallel_dims: TorchTitan's degrees of parallelism.
+        config: TorchTitan's configuration.
+    """
     return parallelize_variant(model, parallel_dims, resolve(config).job, config)
 
 
@@ -269,7 +278,17 @@ def pipeline_model(
 ) -> Any:
     """Builds TorchTitan's stages and schedule, with the gradient of the mean loss.
 
-    TorchTitan 0.2.2 divides the loss of a step by its labels, but not with a pipeline.
+    TorchTitan 0.2.2 divides the loss of a step by its labels, but not with a pipeline. The arguments
+    are those of TorchTitan's `pipeline_llm`.
+
+    Args:
+        model: The whole model, on the meta device.
+        parallel_dims: TorchTitan's degrees of parallelism.
+        config: TorchTitan's configuration.
+        device: Where the stages compute.
+        args: The arguments of the model.
+        parallelize_fn: Parallelizes a stage.
+        loss_fn: Computes the summed loss of a micro-batch from logits and labels.
     """
     job, plan = resolve(config)
     targets = plan.global_batch * plan.seq_len
@@ -290,6 +309,9 @@ def pipeline_model(
 @user_errors
 def build_tokenizer(config: Any) -> Any:
     """Opens the corpus's tokenizer, or TorchTitan's own.
+
+    Args:
+        config: TorchTitan's configuration.
 
     Raises:
         SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is printed.
@@ -354,6 +376,7 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
 class VariantMetrics(VariantMetricsBase, MetricsProcessor):
     """TorchTitan's metrics with those of this model."""
 
+    # TorchTitan also passes the arguments of the model.
     def __init__(self, config: Any, parallel_dims: Any, model_args: Any = None) -> None:
         super().__init__(config, parallel_dims)
         self.job, self.plan = resolve(config)
@@ -366,7 +389,13 @@ class VariantMetrics(VariantMetricsBase, MetricsProcessor):
 
 
 def build_optimizers(model_parts: list[nn.Module], settings: Any, *_: Any) -> GroupedOptimizers:
-    """Makes the optimizers from the section [optimizer]."""
+    """Makes the optimizers.
+
+    Args:
+        model_parts: This rank's stages of the pipeline; without one, the model.
+        settings: TorchTitan's section [optimizer].
+        *_: TorchTitan's degrees of parallelism, which the optimizers do not need.
+    """
     return GroupedOptimizers(model_parts, settings)
 
 

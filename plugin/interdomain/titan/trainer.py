@@ -87,6 +87,9 @@ def run(job: JobConfig) -> None:
 def check(job: JobConfig) -> RunPlan:
     """Makes the plan of a run on the ranks that were started.
 
+    Args:
+        job: The configuration of the run.
+
     Raises:
         SystemExit: The configuration cannot run. The reasons are printed.
     """

@@ -72,10 +72,20 @@ class TitanTransformer(Transformer):
         last: int | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Computes logits, [B, T, vocab_size], from tokens, [B, T].
+        """Computes logits from tokens.
 
-        A stage of a pipeline takes and returns hidden states. The arguments are those of the base
-        class.
+        A stage of a pipeline takes and returns hidden states, [B, T, dim]: the first stage takes
+        tokens, and the last one returns logits.
+
+        Args:
+            tokens: Token ids, [B, T].
+            state: As for `Transformer.forward`; not used in training.
+            positions: Position of each token in its document, [B, T]. Only used with `documents`.
+            last: As for `Transformer.forward`; not used in training.
+            labels: As for `Transformer.forward`; TorchTitan computes the loss from logits.
+
+        Returns:
+            Logits, [B, T, vocab_size], or this tensor-parallel rank's columns of them.
         """
         if not self.documents:
             positions = None
@@ -201,6 +211,15 @@ class VariantMetricsBase:
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        """Logs a training step. TorchTitan calls this.
+
+        Args:
+            step: The step that was taken.
+            global_avg_loss: Mean loss per token over all ranks.
+            global_max_loss: Mean loss per token of the rank where it is highest.
+            grad_norm: Norm of all gradients before clipping.
+            extra_metrics: Further scalars by tag.
+        """
         extra = dict(extra_metrics or {})
         # TorchTitan sums what the ranks have counted. After a resume with other degrees of
         # parallelism this is wrong, because a checkpoint has the count of one rank.

@@ -139,6 +139,9 @@ class PackedLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where a checkpoint's run was.
 
+        Args:
+            state_dict: The `state_dict` of a loader, of any rank.
+
         Raises:
             SystemExit: The position cannot be continued, because the sequence length or the order of
                 the samples is another. The reason is printed.

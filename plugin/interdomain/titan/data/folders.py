@@ -68,6 +68,9 @@ def corpora_of(job: JobConfig, split: str = "train") -> list[str]:
 def open_tokenizer(job: JobConfig) -> Tokenizer:
     """Opens the tokenizer of the run.
 
+    Args:
+        job: The configuration of the run.
+
     Raises:
         ValueError: Bare shards, and data.tokenizer is not set; or another tokenizer made a corpus; or
             the model's vocabulary is smaller than the tokenizer's.
@@ -139,8 +142,14 @@ def data_record(
 ) -> dict[str, Any]:
     """Returns the facts of the training data for the run's record (`interdomain.json`).
 
-    These are a fingerprint, how documents begin and end, and the corpora with names, shares, tokens
-    and sources.
+    Args:
+        job: The configuration of the run.
+        dataset: The training data.
+        tokenizer: The tokenizer of the run.
+
+    Returns:
+        A fingerprint, how documents begin and end (None if they do so in several ways), and the
+        corpora with names, shares, tokens and sources.
     """
     folders = folders_of(job.data.corpus)
     shares = dataset.made_of["weights"]

@@ -92,6 +92,15 @@ def generate_llm_fqn_per_model_part(*numbers: int) -> list[list[str]]:
 
 
 def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **_: Any) -> None:
+    """Applies activation checkpointing, by the section [activation_checkpoint] of this plugin.
+
+    Args:
+        model: The model or a stage of a pipeline.
+        settings: The section.
+        op_sac_save_list: Ops whose outputs selective checkpointing saves.
+        **_: Arguments that only 0.2.2 has.
+    """
+
     class Selective(activation_checkpoint.SelectiveAC):
         def get_save_ops(self) -> set:
             return op_sac_save_list
@@ -103,6 +112,7 @@ def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **_: Any
 
 
 def apply_compile(model: nn.Module, settings: Any) -> None:
+    """Compiles the blocks of a model, by the section [compile] of this plugin."""
     compiled = CompileConfig(
         enable=True, components=list(settings.components), backend=settings.backend
     )

@@ -110,6 +110,10 @@ class StepGuard:
         return {"skipped_steps": skipped, "skipped_in_a_row": in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the counts of a checkpoint's `interdomain.json`, which older versions lack."""
+        """Loads the counts of a checkpoint.
+
+        Args:
+            state: Its `interdomain.json`. Those of older versions lack the counts.
+        """
         self.reported = state.get("skipped_steps", 0)
         self.counts = torch.tensor([self.reported, state.get("skipped_in_a_row", 0)])

@@ -153,7 +153,12 @@ def place_in(mesh: DeviceMesh) -> Part:
 
 
 def is_divided(x: DTensor, axis: str) -> bool:
-    """Returns True if the ranks of a mesh's axis have different slices of x."""
+    """Returns True if ranks have different slices of x.
+
+    Args:
+        x: A parameter or gradient.
+        axis: Name of the axis of its mesh along which the ranks are compared, such as "tensor".
+    """
     names = x.device_mesh.mesh_dim_names or ()
     return axis in names and x.placements[names.index(axis)].is_shard()
 

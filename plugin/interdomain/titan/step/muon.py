@@ -51,7 +51,13 @@ class Muon(torch.optim.Muon):
     def _directions(
         self, gradients: list[Any], momenta: list[Any], group: dict[str, Any]
     ) -> Iterator[Tensor]:
-        """Updates each momentum and yields this rank's shard of the matrix to orthogonalize, bf16."""
+        """Updates each momentum, and yields this rank's shard of the matrix to orthogonalize, bf16.
+
+        Args:
+            gradients: DTensors of the gradients.
+            momenta: DTensors of the momenta, float32, in the same order.
+            group: Muon's parameter group, with its options.
+        """
         for gradient, momentum in zip(gradients, momenta, strict=True):
             g = gradient.to_local()
             m = momentum.to_local()

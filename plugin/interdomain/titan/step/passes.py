@@ -80,9 +80,11 @@ class Passes:
 
     @contextlib.contextmanager
     def _shared_ssm_parameters(self, backward: bool) -> Iterator[None]:
-        """Computes what the scans need of the SSM parameters once for all passes in this context.
+        """Computes the scans' tables from the SSM parameters once, for all passes in this context.
 
-        At the end, one backward pass leads from the sums of their gradients to the parameters.
+        Args:
+            backward: At the end, run one backward pass from the sums of the tables' gradients to the
+                SSM parameters.
         """
         for part in self.parts:
             part.shared = SharedDynamics(part.dynamics())
@@ -113,8 +115,13 @@ class Stage(PipelineStage):
     ) -> Any:
         """Sums the gradients of each layer while the layers before it run backward.
 
-        PyTorch's method sums them when all layers are done. It is called for each micro-batch, with
-        `last_backward` for the last one of a step.
+        PyTorch's schedule calls this for each micro-batch. PyTorch's method sums the gradients when
+        all layers are done.
+
+        Args:
+            backward_type: "full": gradients of inputs and weights together.
+            bwd_kwargs: Arguments of `stage_backward`.
+            last_backward: True for the last micro-batch of a step.
         """
         if not last_backward:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -197,6 +204,7 @@ class Pipeline(Passes):
         return loss / self.targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
+        """Runs all micro-batches of a step through the pipeline, as `Passes.run`. Collective."""
         # PyTorch takes all micro-batches in one tensor, which it splits again.
         local_batches = [self._local_batch(batch) for batch in batches]
         first_inputs, _ = local_batches[0]

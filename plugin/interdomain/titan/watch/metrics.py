@@ -50,7 +50,15 @@ class InterdomainMetrics(MetricsProcessor):
     def __init__(
         self, job: JobConfig, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes
     ) -> None:
-        # TorchTitan would start another curve at every restart: `begin` opens this plugin's loggers.
+        """Starts the clock. `begin` opens the loggers.
+
+        Args:
+            job: The configuration of the run.
+            parallel_dims: TorchTitan's degrees of parallelism.
+            plan: The plan of the run.
+            meshes: The process groups of this rank.
+        """
+        # TorchTitan's own loggers would start another curve at every restart.
         changed = {"metrics.enable_tensorboard": False, "metrics.enable_wandb": False}
         if not sys.stderr.isatty():
             # In a file or a pipe, the codes of colours would be seen as text.

@@ -109,6 +109,7 @@ class RunLog(BaseLogger):
         self.writer.flush()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Writes scalars, by tag."""
         if self.writer is None:
             return
         try:
@@ -174,7 +175,12 @@ class WandbLog(BaseLogger):
 
 
 def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
-    """Adds this plugin's tags to TorchTitan's metrics, and the throughput of all ranks."""
+    """Returns metrics with this plugin's tags, and with the throughput of all ranks.
+
+    Args:
+        metrics: Scalars by TorchTitan's tags.
+        plan: The plan of the run.
+    """
     metrics = dict(metrics)
     for tag, our_tag in RENAMED.items():
         if tag in metrics:
@@ -186,7 +192,13 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 
 def description_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
-    """Describes a start of a run: the plan as text, and settings and machine as JSON values."""
+    """Describes a start of a run: the plan as text, and settings and machine as JSON values.
+
+    Args:
+        plan: The plan of the run.
+        job: Its configuration.
+        fingerprints: Fingerprints of the training and validation texts.
+    """
     return {
         "plan": describe(plan, job),
         "hyperparameters": hyperparameters(plan, job) | {"fingerprints": fingerprints},
