@@ -9,7 +9,7 @@ are TorchTitan's own, and those of [model], [mixer] and [data]. They win over th
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from .data.dataloader import PackedLoader, open_data
 from .data.folders import data_record, open_tokenizer
@@ -28,7 +28,6 @@ from .host.patches import use_cpu_if_alone
 from .plan.run_plan import in_steps
 from .settings.job_config import (
     apply_step_overrides,
-    check_value,
     job_config_of,
     job_config_of_values,
     mixer_is_chosen,
@@ -44,7 +43,6 @@ from .settings.schema import (
     JobConfig,
     Mixer,
     Model,
-    setting_of,
 )
 from .spec_0_3 import (
     CHECKPOINTING,
@@ -177,11 +175,9 @@ def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
     for section, section_class in SECTIONS.items():
         our_section = OTHER_NAMES.get(section, section)
         values = table.get(our_section, {})
-        for name, annotation in get_type_hints(section_class, include_extras=True).items():
-            if name in values and f"{our_section}.{name}" not in SETTINGS:
-                value = values.pop(name)
-                check_value(f"{section}.{name}", value, setting_of(annotation))
-                titan_values.setdefault(section, {})[name] = value
+        for field in dataclasses.fields(section_class):
+            if field.name in values and f"{our_section}.{field.name}" not in SETTINGS:
+                titan_values.setdefault(section, {})[field.name] = values.pop(field.name)
     job = job_config_of(table).changed({"job.config_file": file})
     return job, titan_values
 
@@ -207,7 +203,6 @@ def prepare(config: Any, model: TitanModelConfig) -> None:
     model.job = job_with_flags(config, model.job)
     check_for_torchtitan(model.job)
     make_plan_of(config, model)
-    assert model.plan is not None
     model.job = in_steps(model.job, model.plan)
     config.training.steps = model.plan.steps
 

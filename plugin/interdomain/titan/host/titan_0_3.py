@@ -53,6 +53,8 @@ DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiler, token_disp
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
+    """0.3.0's manager of checkpoints, with 0.2.2's names of an argument and a method."""
+
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         super().__init__(checkpoint_config, **parts)
 
@@ -66,6 +68,8 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
 
 class OptimizersContainer(optimizer.OptimizersContainer):
+    """0.3.0's optimizers, for subclasses that do not name their parameters."""
+
     def _post_init(self, parameters: list[nn.Parameter], kwargs: Any = None) -> None:
         # 0.3.0 saves the optimizer's state by the names of its parameters.
         names = {}
@@ -79,6 +83,8 @@ class OptimizersContainer(optimizer.OptimizersContainer):
 
 
 class MetricsProcessor(metrics.MetricsProcessor):
+    """0.3.0's metrics, built from a whole configuration."""
+
     def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config.metrics, parallel_dims=parallel_dims)
 
