@@ -63,11 +63,12 @@ class Passes:
             The loss summed over this rank's labels, a scalar. Ranks that share the model for the same
             tokens have summands of it.
         """
-        (model,) = self.parts
+        (model,) = self.parts  # without a pipeline there is one stage
         losses = []
         with self._shared_ssm_parameters(backward):
             for i, batch in enumerate(batches):
                 inputs, labels = self._local_batch(batch)
+                # FSDP2 sums gradients over the ranks after this micro-batch, or only after the last.
                 if backward and self.plan.accumulation > 1:
                     is_last = i == self.plan.accumulation - 1
                     model.set_requires_gradient_sync(self.plan.reduces_each or is_last)

@@ -108,7 +108,8 @@ class ValidationSums:
         if self.meshes.context is not None:
             local_T = T // self.meshes.context.size
 
-        # Loss and mistake (0 or 1) of each token. Ranks without a head contribute zeros.
+        # Loss and mistake (0 or 1) of each token. Ranks without a head contribute zeros: the sum over
+        # the pipeline's ranks is that of the rank with the head.
         scores = torch.zeros(2, B, local_T, device=labels.device)
         for head in self.heads:
             scores = torch.cat(head.scores, dim=1).view(2, B, local_T)
@@ -121,7 +122,8 @@ class ValidationSums:
             values = torch.stack([loss.double(), counted.double()]).flatten(1)
             self.by_document.index_add_(1, documents.to(labels.device).flatten(), values)
         if self.answers is not None:
-            # An answer begins at a label that counts, after one that does not.
+            # An answer begins at a label that counts, after one that does not. It is wrong if one of
+            # its tokens is a mistake.
             begins = counted & ~F.pad(counted[:, :-1], (1, 0))
             # Number the answers from 1. Labels that do not count have the number 0.
             number = begins.flatten().cumsum(0) * counted.flatten()
