@@ -194,13 +194,27 @@ def prepare(config: Any, model: TitanModelConfig) -> None:
     """Carries flags over into this plugin's configuration, checks it, and makes the plan of the run.
 
     Args:
-        config: TorchTitan's configuration, with the values of flags.
-        model: The model in it, which gets job and plan.
+        config: TorchTitan's configuration, with the values of flags. Values that follow from the plan
+            are set in it.
+        model: The model in it, with the configuration of the file. It gets job and plan.
 
     Raises:
-        SystemExit: The configuration cannot run. The reasons are printed.
+        SystemExit: The configuration cannot run, or a flag has no effect. The reasons are printed.
     """
-    model.job = job_with_flags(config, model.job)
+    # The values of flags, and of the file where there is no flag.
+    flags = names_of(sys.argv[1:])
+    problems = Problems()
+    sections = (*SECTIONS, *FURTHER_SECTIONS)
+    honoured = {*HONOURED_BY_TORCHTITAN} - {"lr_scheduler.min_lr_factor"}
+    values = values_of_sections(config, sections, honoured, problems)
+    # `n_basis` of the file belongs to the mixer of the file.
+    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
+        values["mixer.n_basis"] = None
+    values = apply_step_overrides(values, flags)
+    model.job = job_config_of_values(values, problems, model.job)
+    problems.raise_all()
+
+    # The plan.
     check_for_torchtitan(model.job)
     make_plan_of(config, model)
     model.job = in_steps(model.job, model.plan)
@@ -212,27 +226,3 @@ def prepare(config: Any, model: TitanModelConfig) -> None:
         for setting, field, _ in settings_of(config, [section]):
             if setting in SETTINGS and SETTINGS[setting].is_path:
                 setattr(getattr(config, section), field.name, model.job[setting])
-
-
-def job_with_flags(config: Any, job: JobConfig) -> JobConfig:
-    """Returns this plugin's configuration with the values of flags.
-
-    Args:
-        config: TorchTitan's configuration, with the values of flags.
-        job: This plugin's configuration, as the file has it.
-
-    Raises:
-        ValueError: A flag has no effect, or a value that is not allowed. The message has all.
-    """
-    flags = names_of(sys.argv[1:])
-    problems = Problems()
-    sections = (*SECTIONS, *FURTHER_SECTIONS)
-    honoured = {*HONOURED_BY_TORCHTITAN} - {"lr_scheduler.min_lr_factor"}
-    values = values_of_sections(config, sections, honoured, problems)
-    # `n_basis` of the file belongs to the mixer of the file.
-    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
-        values["mixer.n_basis"] = None
-    values = apply_step_overrides(values, flags)
-    job = job_config_of_values(values, problems, job)
-    problems.raise_all()
-    return job
