@@ -6,13 +6,13 @@
 
     parallelize                shards and compiles a model, for all trainers
 
-    settings                   settings, rules about several of them, reading of TOML files and flags
+    settings                   settings, rules about several of them, TOML files and flags
     plan                       what is computed and checked before anything is built
     data                       batches
     step                       process groups, passes, gradients, optimizer and step guard of a step
     resume                     checkpoints, resuming, the lock of a run's folder, preemption
     watch                      metrics, curves, validation
-    host                       TorchTitan, with a module for each version; only this package imports it
+    host                       TorchTitan, which only this package imports
 
 This package imports interdomain.model, data, files, scan and features. Only `tools` imports it.
 """
@@ -24,9 +24,9 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """Imports what TorchTitan or a user asks this package for.
 
-    TorchTitan 0.2.2 asks for `JobConfig` (job.custom_config_module). Its scripts use `get_train_spec`,
-    which all of its own models have. TorchTitan 0.3.0 asks for FILE.toml (--config). A user's own
-    `Trainer.Config` of 0.3.0 uses `model_spec`.
+    TorchTitan 0.2.2 asks for `JobConfig` (job.custom_config_module). Its scripts use
+    `get_train_spec`, which all of its own models have. TorchTitan 0.3.0 asks for FILE.toml
+    (--config). A user's own `Trainer.Config` of 0.3.0 uses `model_spec`.
     """
     if name in ("JobConfig", "get_train_spec"):
         from . import spec

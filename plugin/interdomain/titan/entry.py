@@ -20,7 +20,7 @@ def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
     Returns:
         The function that trains, and the configuration for it.
     """
-    # Imported here, so that `user_errors` also reports a version of TorchTitan that is not supported.
+    # Imported here, so that `user_errors` also reports a wrong version of TorchTitan.
     from .settings.job_config import read_job_config
     from .trainer import run
 

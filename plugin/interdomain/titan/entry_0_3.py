@@ -2,8 +2,8 @@
 
     python -m torchtitan.train --module interdomain.titan --config FILE.toml
 
-The file is read as `./launch.sh` reads it, and may also have settings that only TorchTitan has. Flags
-are TorchTitan's own, and those of [model], [mixer] and [data]. They win over the file.
+The file is read as `./launch.sh` reads it, and may also have settings that only TorchTitan has.
+Flags are TorchTitan's own, and those of [model], [mixer] and [data]. They win over the file.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def configuration(file: str) -> Any:
     spec = spec_of(job)
     model = spec.model
 
-    # The components that are this plugin's. TorchTitan builds them when `prepare` has made the plan.
+    # This plugin's components. TorchTitan builds them when `prepare` has made the plan.
     def make_tokenizer(**_: Any) -> Any:
         return open_tokenizer(model.job)
 
@@ -115,7 +115,7 @@ def configuration(file: str) -> Any:
         *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
     ) -> FixedWindows:
         job = with_positions(model.job)
-        # TorchTitan gives the size of a training batch. Only a pipeline needs the same in validation.
+        # TorchTitan gives the size of a training batch. Only a pipeline validates with it.
         size = job.validation.local_batch_size
         if job.parallelism.pipeline_parallel_degree > 1:
             size = local_batch_size
@@ -191,11 +191,11 @@ def with_positions(job: JobConfig) -> JobConfig:
 
 @user_errors
 def prepare(config: Any, model: TitanModelConfig) -> None:
-    """Carries flags over into this plugin's configuration, checks it, and makes the plan of the run.
+    """Takes the values of flags, checks the configuration, and makes the plan of the run.
 
     Args:
-        config: TorchTitan's configuration, with the values of flags. Values that follow from the plan
-            are set in it.
+        config: TorchTitan's configuration, with the values of flags. Values that follow from the
+            plan are set in it.
         model: The model in it, with the configuration of the file. It gets job and plan.
 
     Raises:

@@ -27,8 +27,8 @@ from .settings.schema import JobConfig
 from .step.meshes import Meshes, place_in
 
 # Ops whose outputs selective activation checkpointing saves, in addition to TorchTitan's list.
-# Recomputing a scan would cost more time than checkpointing saves elsewhere, and what ranks exchange
-# is small. All-gathers are left out: recomputing one needs memory for a single block only.
+# Recomputing a scan would cost more time than checkpointing saves elsewhere, and what ranks
+# exchange is small. All-gathers are left out: recomputing one needs memory for a single block only.
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
@@ -49,8 +49,9 @@ def parallelize(
         job: The configuration of the run.
         config: TorchTitan's configuration, whose sections [activation_checkpoint] and [compile]
             TorchTitan's functions read.
-        sum_in_backward: Sum the gradients of parameters that tensor parallelism does not split in the
-            backward pass, one by one. Otherwise `gradients.reduce_shares` sums them, once per step.
+        sum_in_backward: Sum the gradients of parameters that tensor parallelism does not split in
+            the backward pass, one by one. Otherwise `gradients.reduce_shares` sums them, once per
+            step.
     """
     # Tensor and context parallelism.
     tensor_place = None
@@ -152,16 +153,17 @@ def set_initial_values(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Sets the initial values, after `to_empty`. Collective among the ranks that have the same layers.
+    """Sets the initial values, after `to_empty`.
 
-    One rank draws each tensor for all, so that all have the same bits, whatever their processors.
+    Collective among the ranks that have the same layers. One rank draws each tensor for all, so
+    that all have the same bits, whatever their processors.
 
     Args:
         model: The model or a stage of a pipeline.
         seed: Seed of the run.
         loaded: True if a checkpoint will replace all parameters.
-        device: Where the model computes. FSDP2 moves the parameters that it offloads to the CPU, but
-            no others.
+        device: Where the model computes. FSDP2 moves the parameters that it offloads to the CPU,
+            but no others.
         group: The ranks that have the same layers. None: all ranks.
     """
     ranks = dist.get_world_size(group)
@@ -215,7 +217,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     if training.enable_cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
 
-    # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
+    # By default a pipeline gathers a block once for all micro-batches.
     when = job.parallelism.fsdp_reshard_after_forward
     has_pipeline = job.parallelism.pipeline_parallel_degree > 1
     reshard = when == "always" or (when == "default" and not has_pipeline)

@@ -135,7 +135,7 @@ def resolve(config: Any) -> Resolved:
     # TorchTitan means "not set" by None, and takes 0 for a number of steps.
     config.lr_scheduler.total_steps = job.lr_scheduler.total_steps or None
     config.lr_scheduler.min_lr_factor = 0.0
-    # A scan passes its state from rank to rank, so each rank's piece of a sequence must be contiguous.
+    # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     config.parallelism.context_parallel_load_balancer = None
     return config.resolved
 
@@ -278,8 +278,8 @@ def pipeline_model(
 ) -> Any:
     """Builds TorchTitan's stages and schedule, with the gradient of the mean loss.
 
-    TorchTitan 0.2.2 divides the loss of a step by its labels, but not with a pipeline. The arguments
-    are those of TorchTitan's `pipeline_llm`.
+    TorchTitan 0.2.2 divides the loss of a step by its labels, but not with a pipeline. The
+    arguments are those of TorchTitan's `pipeline_llm`.
 
     Args:
         model: The whole model, on the meta device.
@@ -314,7 +314,8 @@ def build_tokenizer(config: Any) -> Any:
         config: TorchTitan's configuration.
 
     Raises:
-        SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is printed.
+        SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is
+            printed.
     """
     job, plan = resolve(config)
     if job.data.corpus:

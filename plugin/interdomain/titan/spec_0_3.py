@@ -1,7 +1,7 @@
-"""The model for TorchTitan 0.3.0's own trainer, for a `Trainer.Config` that a user writes in Python.
+"""The model for TorchTitan 0.3.0's own trainer, in a `Trainer.Config` that a user writes.
 
-`model_spec` returns TorchTitan's `ModelSpec`. `entry_0_3` makes configurations of TOML files from the
-same parts. In both modules, `config` is TorchTitan's configuration and `job` this plugin's.
+`model_spec` returns TorchTitan's `ModelSpec`. `entry_0_3` makes configurations of TOML files from
+the same parts. In both modules, `config` is TorchTitan's configuration and `job` this plugin's.
 """
 
 import dataclasses
@@ -184,7 +184,8 @@ def model_spec(
             training.mixed_precision_param says.
         reset_state_at_documents: Keep packed documents apart, by the positions that the data loader
             gives.
-        **settings: Settings of [model] and [mixer], such as `vocab_size=32_000` or `condition="s4d"`.
+        **settings: Settings of [model] and [mixer], such as `vocab_size=32_000` or
+            `condition="s4d"`.
 
     Raises:
         ValueError: There is no such setting, or it cannot have this value.
@@ -236,7 +237,7 @@ def prepare_for_user(config: Any, model: TitanModelConfig) -> None:
     problems.raise_all()
     make_plan_of(config, model)
 
-    # TorchTitan builds the adapter after the data and before the checkpoints: the time for the record.
+    # TorchTitan builds the adapter between data and checkpoints. It is time for the record.
     def adapter_and_record(model_config: TitanModelConfig, path: str | None) -> ExportedNames:
         record_user_run(config, model_config)
         return ExportedNames(model_config, path)
@@ -319,7 +320,7 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
         parallelism.module_fqns_per_model_part,
     )
     model.plan = plan
-    # A scan passes its state from rank to rank, so each rank's piece of a sequence must be contiguous.
+    # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     parallelism.context_parallel_load_balancer = None
     config.loss.global_vocab_size = plan.config.vocab_size
 

@@ -267,7 +267,7 @@ class InterdomainTrainer(Trainer):
         reduce_shares(parameters, self.meshes)
         grad_norm = clip(parameters, self.job.training.max_norm, self.meshes)
 
-        # One all-reduce decides for all ranks whether to skip this update and whether to stop after it.
+        # One all-reduce decides for all ranks whether to skip this update, and to stop after it.
         step_guard = self.optimizers.step_guard
         stop_requested = self.preemption.asked is not None
         decision = step_guard.decide(loss, grad_norm, stop_requested)
@@ -279,7 +279,7 @@ class InterdomainTrainer(Trainer):
 
         # Log, and end a run that skips its steps.
         if self.metrics_processor.should_log(self.step):
-            # The mean loss of the worst rank, from its share of the mean over all ranks with tokens.
+            # The mean loss of the worst rank, from its share of the mean over all ranks.
             ranks_with_tokens = self.plan.topology.data_ranks * self.plan.topology.context
             worst_loss = self.meshes.sum_over_model_ranks(loss) * ranks_with_tokens
             dist.all_reduce(worst_loss, op=dist.ReduceOp.MAX)
@@ -294,8 +294,8 @@ class InterdomainTrainer(Trainer):
     def should_continue_training(self) -> bool:
         """Returns True if another step follows.
 
-        TorchTitan calls this before the first step, when a checkpoint has been loaded, and after each
-        step, when it has been saved. If a signal asked the run to stop, the run saves and ends here.
+        TorchTitan calls this before the first step, when a checkpoint has been loaded, and after
+        each step, when it has been saved. A run that a signal asked to stop saves and ends here.
         """
         if not self.preemption.listening:
             self._begin()

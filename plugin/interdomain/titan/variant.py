@@ -1,4 +1,4 @@
-"""The model for TorchTitan's own trainer: the parts that 0.2.2 (`spec`) and 0.3.0 (`spec_0_3`) share.
+"""The model for TorchTitan's own trainer: what 0.2.2 (`spec`) and 0.3.0 (`spec_0_3`) share.
 
 Shapes: B sequences, T tokens of a sequence on this rank.
 """
@@ -42,8 +42,8 @@ class TitanTransformer(Transformer):
     Attributes:
         meshes: The process groups. None until `parallelize_variant`: scripts and notebooks build a
             model on one device.
-        documents: True if positions say where documents begin. Otherwise they only count the tokens,
-            as the model does by itself.
+        documents: True if positions say where documents begin. Otherwise they only count the
+            tokens, as the model does by itself.
         whole_logits: True if the loss takes the logits of the whole vocabulary. Otherwise it takes
             this tensor-parallel rank's columns.
         freqs_cis: TorchTitan's validator reads it under context parallelism, and does not use it.
@@ -58,7 +58,8 @@ class TitanTransformer(Transformer):
         """Builds the model.
 
         Args:
-            plan: A `RunPlan` or TorchTitan's model arguments, with `config`, `execution` and `seed`.
+            plan: A `RunPlan` or TorchTitan's model arguments, with `config`, `execution` and
+                `seed`.
         """
         super().__init__(plan.config, plan.execution)
         self.seed = plan.seed
@@ -95,8 +96,8 @@ class TitanTransformer(Transformer):
         if self.heads is None or self.output is None or not self.whole_logits:
             return out
 
-        # Gather the columns of all tensor-parallel ranks. Each rank computes the whole loss, and so has
-        # the whole gradient of the logits.
+        # Gather the columns of all tensor-parallel ranks. Each of them computes the whole loss, and
+        # so has the whole gradient of the logits.
         assert self.meshes is not None
         columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
         return columns.full_tensor(grad_placements=[Replicate()])
@@ -124,7 +125,7 @@ class TitanTransformer(Transformer):
                 p.register_post_accumulate_grad_hook(_sum_gradient)
 
     def verify_module_protocol(self) -> None:
-        """Does nothing. TorchTitan 0.3 asks for its own modules; `parallelize` needs none of them."""
+        """Does nothing. TorchTitan 0.3 asks for its own modules; `parallelize` needs none."""
 
     def get_attention_masks(self, *args: Any, **kwargs: Any) -> None:
         """Raises the error that TorchTitan's validator expects of a model without masks."""
@@ -150,7 +151,7 @@ def parallelize_variant(
     # TorchTitan's memory estimator calls this with fake tensors, under which no mesh can be built.
     with unset_fake_temporarily():
         model.meshes = meshes_of(parallel_dims)
-    # TorchTitan shortens the timeouts of its own groups after the first step, and now also of these.
+    # TorchTitan shortens timeouts after the first step: now those of these groups, too.
     add_meshes(parallel_dims, model.meshes.axes)
     model.documents = job.data.reset_state_at_documents
     parallelize(model, model.meshes, job, config, sum_in_backward=True)
@@ -158,7 +159,7 @@ def parallelize_variant(
 
 
 class FixedWindows:
-    """A rank's batches of a validation, the same every time: windows that lie evenly over the split."""
+    """A rank's batches of a validation: the same windows every time, evenly over the split."""
 
     def __init__(self, job: JobConfig, rank: int, ranks: int, size: int) -> None:
         """Chooses the windows.
@@ -228,7 +229,7 @@ class VariantMetricsBase:
         freq = self.job.metrics.mixer_freq
         if freq and (step == 1 or step % freq == 0):
             extra |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
-        # TorchTitan divides the loss of a rank's piece of sequences by the labels of whole sequences.
+        # TorchTitan divides the loss of a rank's tokens by the labels of whole sequences.
         worst_loss = global_max_loss * self.parallel_dims.cp
         log: Any = super().log  # pyright: ignore[reportAttributeAccessIssue]
         log(step, global_avg_loss, worst_loss, grad_norm, extra)

@@ -22,8 +22,8 @@ from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
 from .folders import folders_of, open_dataset, open_tokenizer
 
-# Inputs by name ("input", and "positions" if asked for), and labels; each [B, T]. A label is the next
-# token, or IGNORE_INDEX if it does not count in the loss (corpora of which only answers count).
+# Inputs by name ("input", and "positions" if asked for), and labels; each [B, T]. A label is the
+# next token, or IGNORE_INDEX if only answers count in the loss and it is none.
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
@@ -65,8 +65,8 @@ class PackedLoader(BaseDataLoader):
 
     The state is the number of samples that all ranks together were given, and what the data is made
     of. So a run continues with the same samples on any number of ranks. If a state of other corpora
-    or weights is loaded, the data changes at this sample, and each corpus continues after the samples
-    of it that were read before.
+    or weights is loaded, the data changes at this sample, and each corpus continues after the
+    samples of it that were read before.
 
     Attributes:
         dataset: Windows of T + 1 tokens.
@@ -75,8 +75,8 @@ class PackedLoader(BaseDataLoader):
         ranks: Number of data-parallel ranks.
         prefetch: Micro-batches to read ahead. 0: each is read when it is needed.
         positions: As for `read_batch`.
-        may_reorder: A state of another seed may be loaded. The run then continues at the same position
-            of another order.
+        may_reorder: A state of another seed may be loaded. The run then continues at the same
+            position of another order.
         consumed: Samples that all ranks together were given since the first step of the run.
         begins: `consumed` when the data last changed.
         read_before: Samples of each corpus that were read until then, by the corpus's fingerprint.
@@ -104,8 +104,8 @@ class PackedLoader(BaseDataLoader):
         node.reset()
         while True:
             batch = self._take(node)
-            # Count a batch before the trainer gets it: a checkpoint that is saved after its step must
-            # not repeat it.
+            # Count a batch before the trainer gets it: a checkpoint that is saved after its step
+            # must not repeat it.
             self.consumed += len(batch[1]) * self.ranks
             yield batch
 
@@ -143,8 +143,8 @@ class PackedLoader(BaseDataLoader):
             state_dict: The `state_dict` of a loader, of any rank.
 
         Raises:
-            SystemExit: The position cannot be continued, because the sequence length or the order of
-                the samples is another. The reason is printed.
+            SystemExit: The position cannot be continued, because the sequence length or the order
+                of the samples is another. The reason is printed.
         """
         saved = json.loads(state_dict["made_of"])
         made_of = self.dataset.made_of

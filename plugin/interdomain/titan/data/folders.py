@@ -1,6 +1,6 @@
 """Opens the corpora and the tokenizer that the section [data] names.
 
-A corpus is the folder of a prepared corpus, or a prefix of bare .bin/.idx shards without a manifest.
+A corpus is the folder of a prepared corpus, or a prefix of bare .bin/.idx shards (no manifest).
 """
 
 import glob
@@ -72,8 +72,8 @@ def open_tokenizer(job: JobConfig) -> Tokenizer:
         job: The configuration of the run.
 
     Raises:
-        ValueError: Bare shards, and data.tokenizer is not set; or another tokenizer made a corpus; or
-            the model's vocabulary is smaller than the tokenizer's.
+        ValueError: Bare shards, and data.tokenizer is not set; or another tokenizer made a corpus;
+            or the model's vocabulary is smaller than the tokenizer's.
     """
     data = job.data
     prepared = [corpus for corpus in corpora_of(job) if os.path.isdir(corpus)]
@@ -119,7 +119,7 @@ def open_dataset(job: JobConfig, split: str) -> PackedDataset | MixtureDataset:
     seq_len = job.training.seq_len if is_training else job.validation.seq_len
     datasets = []
     for corpus in corpora_of(job, split):
-        # A prepared corpus knows the size of its vocabulary and has both splits. Bare shards do not.
+        # Bare shards do not say how large their vocabulary is, and have no splits.
         vocab_size = None
         if not os.path.isdir(corpus):
             vocab_size = model_config(job).vocab_size

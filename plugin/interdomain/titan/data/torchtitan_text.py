@@ -28,8 +28,8 @@ def text_record(dataset: str, tokenizer: Any) -> dict[str, Any]:
 def loader_documents(tokenizer: Any) -> Documents:
     """Finds out how documents begin and end in what TorchTitan's loader reads.
 
-    The configuration does not say: TorchTitan adds BOS and EOS, the tokenizer's own post-processor may
-    add tokens, and TorchTitan takes a tokenizer with one token for both to have no EOS.
+    The configuration does not say: TorchTitan adds BOS and EOS, the tokenizer's own post-processor
+    may add tokens, and TorchTitan takes a tokenizer with one token for both to have no EOS.
 
     Args:
         tokenizer: TorchTitan's tokenizer.

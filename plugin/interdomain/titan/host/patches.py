@@ -16,8 +16,8 @@ import torch
 def use_cpu_if_alone() -> None:
     """Makes TorchTitan, which expects an accelerator, use the CPU if there is none.
 
-    Call it before TorchTitan asks for a device. It can go when TorchTitan trains on a CPU; 0.3.0 does
-    not.
+    Call it before TorchTitan asks for a device. It can go when TorchTitan trains on a CPU; 0.3.0
+    does not.
     """
     if torch.accelerator.is_available():
         return
@@ -28,8 +28,8 @@ def use_cpu_if_alone() -> None:
         vars(module).update(device_type="cpu", device_module=device_module)
     # TorchTitan would compare with an A100. Compared with infinity, the utilisation is 0.
     utils.get_peak_flops = lambda device_name: math.inf
-    # TorchTitan warns that random numbers of DTensors are not synchronised on a CPU. The plugin draws
-    # none: initial values are drawn before they are sharded (`interdomain.model.initialize`).
+    # TorchTitan warns that random numbers of DTensors are not synchronised on a CPU. The plugin
+    # draws none: initial values are drawn before they are sharded (`interdomain.model.initialize`).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
 
@@ -64,8 +64,8 @@ def _meshes_attribute(dims: Any) -> str:
 def replace_meshes(dims: Any, axes: dict[str, Any]) -> None:
     """Gives TorchTitan meshes in place of those that it would build when first asked for one.
 
-    So the buffers of a process group exist only once. It can go when ParallelDims takes meshes; 0.3.0
-    does not.
+    So the buffers of a process group exist only once. It can go when ParallelDims takes meshes;
+    0.3.0 does not.
 
     Args:
         dims: TorchTitan's degrees of parallelism.

@@ -143,7 +143,7 @@ SECTIONS = {
     "checkpoint": checkpointer.CheckpointManager.Config,
     "profiler": profiler.Profiler.Config,
 }
-# Settings that only TorchTitan has, where this plugin needs another value than TorchTitan's default.
+# Settings that only TorchTitan has and whose defaults this plugin changes.
 CHANGED_DEFAULTS = {
     "training": {"disable_cuda_graphs": True},  # logged steps read the device
     "debug": {"enable_structured_logging": False},

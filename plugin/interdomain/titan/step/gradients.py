@@ -1,7 +1,7 @@
 """Sums, measures and clips the gradients of a step, between the backward pass and the optimizer.
 
-All parameters of a stage are DTensors on one mesh (`Meshes.parameters`), so that PyTorch's functions
-take them together. There are three kinds:
+All parameters of a stage are DTensors on one mesh (`Meshes.parameters`), so that PyTorch's
+functions take them together. There are three kinds:
 
 - Most parameters are sharded by FSDP2, which sums their gradients over the data-parallel ranks.
 - SSM parameters are whole on every rank (`Replicate`). The gradient of a rank comes from its own

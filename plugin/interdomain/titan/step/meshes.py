@@ -1,8 +1,8 @@
 """The process groups of a run: a device mesh with one axis for each kind of parallelism.
 
 TorchTitan's own meshes have no process groups for axes of size 1. The meshes of this module have
-them, so that one rank runs the same code as many. Under our trainer, TorchTitan uses these meshes in
-place of its own (`host.patches.replace_meshes`), so that each group's buffers exist only once.
+them, so that one rank runs the same code as many. Under our trainer, TorchTitan uses these meshes
+in place of its own (`host.patches.replace_meshes`), so that each group's buffers exist only once.
 """
 
 from datetime import timedelta
@@ -72,7 +72,7 @@ class Meshes(NamedTuple):
         return x
 
     def set_timeouts(self, seconds: int) -> None:
-        """Sets the timeout of collectives in these groups. TorchTitan sets it for its own groups."""
+        """Sets the timeout of collectives in these groups, as TorchTitan does in its own."""
         for mesh in self.axes.values():
             _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
 

@@ -1,8 +1,8 @@
 """The optimizers of a run and their learning rate schedule.
 
-AdamW trains all parameters. The SSM parameters form a group of their own, with a lower learning rate
-and without weight decay (paper, "Optimizer and schedule"). With `optimizer.name = Muon`, Muon trains the
-matrices of attention and feed-forward layers, and AdamW the rest.
+AdamW trains all parameters. The SSM parameters form a group of their own, with a lower learning
+rate and without weight decay (paper, "Optimizer and schedule"). With `optimizer.name = Muon`, Muon
+trains the matrices of attention and feed-forward layers, and AdamW the rest.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ from .muon import Muon
 class GroupedOptimizers(OptimizersContainer):
     """AdamW or Adam for each part of a model, and Muon for its matrices if the settings say so.
 
-    The parameter groups are `main`, `ssm` (input norms and SSM parameters, if the model has any) and
-    `matrices` (Muon). TorchTitan logs the learning rate of the first group, `main`, as "lr".
+    The parameter groups are `main`, `ssm` (input norms and SSM parameters, if the model has any)
+    and `matrices` (Muon). TorchTitan logs the learning rate of the first group, `main`, as "lr".
 
     Hyperparameters come from the configuration, not from the checkpoint: a changed learning rate
     takes effect on resume. The step guard decides which steps change nothing.

@@ -31,17 +31,17 @@ from .meshes import Meshes
 class Passes:
     """Passes through the whole model, one micro-batch after the other.
 
-    With several micro-batches, gradients are summed over the ranks after each of them or once, after
-    the last (`training.reduce_gradients`). Until they are summed, every rank holds all gradients in
-    float32: 4 bytes per parameter, whatever the number of ranks.
+    With several micro-batches, gradients are summed over the ranks after each of them or once,
+    after the last (`training.reduce_gradients`). Until they are summed, every rank holds all
+    gradients in float32: 4 bytes per parameter, whatever the number of ranks.
 
     Attributes:
         parts: The model; with a pipeline, this rank's stages in order.
         plan: The plan of the run.
         meshes: The process groups of this rank.
         device: Where the model computes.
-        targets: Labels of a training step that count, on all ranks together. The number is the same in
-            every step.
+        targets: Labels of a training step that count, on all ranks together. The number is the same
+            in every step.
         micro_batches_at_once: Micro-batches that `run` takes in validation.
     """
 
@@ -60,15 +60,15 @@ class Passes:
             backward: Accumulate the gradients of the mean loss per label.
 
         Returns:
-            The loss summed over this rank's labels, a scalar. Ranks that share the model for the same
-            tokens have summands of it.
+            The loss summed over this rank's labels, a scalar. Ranks that share the model for the
+            same tokens have summands of it.
         """
         (model,) = self.parts  # without a pipeline there is one stage
         losses = []
         with self._shared_ssm_parameters(backward):
             for i, batch in enumerate(batches):
                 inputs, labels = self._local_batch(batch)
-                # FSDP2 sums gradients over the ranks after this micro-batch, or only after the last.
+                # FSDP2 sums gradients over the ranks after each micro-batch, or after the last.
                 if backward and self.plan.accumulation > 1:
                     is_last = i == self.plan.accumulation - 1
                     model.set_requires_gradient_sync(self.plan.reduces_each or is_last)
@@ -84,8 +84,8 @@ class Passes:
         """Computes the scans' tables from the SSM parameters once, for all passes in this context.
 
         Args:
-            backward: At the end, run one backward pass from the sums of the tables' gradients to the
-                SSM parameters.
+            backward: At the end, run one backward pass from the sums of the tables' gradients to
+                the SSM parameters.
         """
         for part in self.parts:
             part.shared = SharedDynamics(part.dynamics())
@@ -152,7 +152,7 @@ class Pipeline(Passes):
         self.has_first_stage = 0 in stage_numbers
         self.has_last_stage = last_stage in stage_numbers
 
-        # Shapes of what stages exchange. Without them PyTorch would run a forward pass to infer them.
+        # Shapes of what stages exchange. PyTorch would run a forward pass to infer them.
         B = plan.local_batch
         T = plan.seq_len // plan.topology.context
         tokens = torch.empty(B, T, dtype=torch.int64, device="meta")

@@ -1,8 +1,8 @@
 """The metrics of a training run under our trainer: what is logged of a step and of a validation.
 
-TorchTitan's `MetricsProcessor`, the base class, measures time, throughput and memory, prints a line,
-and passes the scalars on to its loggers (`run_log`). This module adds perplexity, tokens, learning
-rates, gradient norms by parameter group, skipped steps and SSM statistics.
+TorchTitan's `MetricsProcessor`, the base class, measures time, throughput and memory, prints a
+line, and passes the scalars on to its loggers (`run_log`). This module adds perplexity, tokens,
+learning rates, gradient norms by parameter group, skipped steps and SSM statistics.
 """
 
 import math
@@ -116,7 +116,7 @@ class InterdomainMetrics(MetricsProcessor):
         extra |= gradient_norms(self.optimizers, grad_norm, self.job.training.max_norm, self.meshes)
         extra |= self.optimizers.step_guard.scalars()
 
-        # SSM statistics: in step 1, and if a multiple of `mixer_freq` came since the last logged step.
+        # SSM statistics: in step 1, and if a multiple of `mixer_freq` came since the last log.
         freq = self.job.metrics.mixer_freq
         if freq:
             previous = step - self.job.metrics.log_freq

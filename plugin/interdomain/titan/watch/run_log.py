@@ -21,7 +21,7 @@ from ..plan.dry_run import describe
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
 
-# TorchTitan's tags and this plugin's. TensorBoard's custom scalars cannot show tags with parentheses.
+# TorchTitan's tags and this plugin's. Custom Scalars cannot show tags with parentheses.
 RENAMED = {
     "mfu(%)": "machine/mfu_percent",
     "memory/max_reserved(GiB)": "machine/memory_reserved_gib",
@@ -66,8 +66,8 @@ class RunLog(BaseLogger):
     """Writes TensorBoard events.
 
     Every start of the run writes a file of its own, which says with which step it begins
-    (`purge_step`). TensorBoard drops what earlier files have from that step on, so that steps which a
-    restart runs again replace the old ones.
+    (`purge_step`). TensorBoard drops what earlier files have from that step on, so that steps which
+    a restart runs again replace the old ones.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 It computes the mean loss, the loss by position and by document, and the accuracy of answers.
 
-Shapes: B sequences of a micro-batch, T tokens of a validation sequence, cp_size ranks that share it.
+Shapes: B sequences of a micro-batch, T tokens of a validation sequence.
 """
 
 import itertools
@@ -108,8 +108,8 @@ class ValidationSums:
         if self.meshes.context is not None:
             local_T = T // self.meshes.context.size
 
-        # Loss and mistake (0 or 1) of each token. Ranks without a head contribute zeros: the sum over
-        # the pipeline's ranks is that of the rank with the head.
+        # Loss and mistake (0 or 1) of each token. Ranks without a head contribute zeros: the sum
+        # over the pipeline's ranks is that of the rank with the head.
         scores = torch.zeros(2, B, local_T, device=labels.device)
         for head in self.heads:
             scores = torch.cat(head.scores, dim=1).view(2, B, local_T)
@@ -122,8 +122,8 @@ class ValidationSums:
             values = torch.stack([loss.double(), counted.double()]).flatten(1)
             self.by_document.index_add_(1, documents.to(labels.device).flatten(), values)
         if self.answers is not None:
-            # An answer begins at a label that counts, after one that does not. It is wrong if one of
-            # its tokens is a mistake.
+            # An answer begins at a label that counts, after one that does not. It is wrong if one
+            # of its tokens is a mistake.
             begins = counted & ~F.pad(counted[:, :-1], (1, 0))
             # Number the answers from 1. Labels that do not count have the number 0.
             number = begins.flatten().cumsum(0) * counted.flatten()
@@ -205,7 +205,7 @@ class FixedValidator:
         return step in (1, self.job.training.steps) or step % self.job.validation.freq == 0
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
-        """Validates the last step of the run, if a kill prevented that after it was saved. Collective.
+        """Validates the last step, if it was saved and a kill prevented its validation. Collective.
 
         Args:
             model_parts: This rank's stages of the model.
@@ -228,7 +228,7 @@ class FixedValidator:
         filled_up = windows_at_once * math.ceil(self.windows / windows_at_once)
         with_positions = self.job.data.reset_state_at_documents
         for first in range(0, filled_up, windows_per_pass):
-            # The ranks take windows in turn. Window n of the validation lies at `index` in the split.
+            # The ranks take windows in turn. Window n of the validation is window `index` there.
             indices = []
             ignored = []
             for n in range(first + self.rank, first + windows_per_pass, self.ranks):
@@ -273,8 +273,8 @@ class FixedValidator:
             step, mean, perplexity(mean), scalars.get(ACCURACY), by_document
         )
 
-        # Leave the parameters sharded, as a backward pass does. The optimizer's state is sharded, and
-        # a checkpoint with both may be saved next.
+        # Leave the parameters sharded, as a backward pass does. The optimizer's state is sharded,
+        # and a checkpoint with both may be saved next.
         for part in model_parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
