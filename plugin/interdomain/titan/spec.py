@@ -119,9 +119,13 @@ def resolve(config: Any) -> Resolved:
             "TOML file, or pass --job.custom_config_module interdomain.titan."
         )
     job = job_config_from(config)
+    # A script may make its process group later, or none.
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
     plan = make_plan_for_torchtitan(
         job,
-        world_size(),
+        ranks,
         config.parallelism.pipeline_parallel_microbatch_size,
         config.parallelism.module_fqns_per_model_part,
     )
@@ -214,13 +218,6 @@ def _unread_setting(setting: str, value: Any, has_corpus: bool) -> Iterator[str]
         if setting in INSTEAD:
             problem += f" {INSTEAD[setting]}"
         yield f"{problem} Leave it out."
-
-
-def world_size() -> int:
-    """Returns the number of ranks, also in a script that makes its process group later, or none."""
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
