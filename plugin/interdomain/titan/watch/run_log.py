@@ -17,7 +17,6 @@ from interdomain.folders import write_whole
 
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
-from ..plan.dry_run import describe
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
 
@@ -102,9 +101,7 @@ class RunLog(BaseLogger):
 
         # The page "Text".
         for name, entry in description_of(plan, job, fingerprints).items():
-            text = entry
-            if not isinstance(entry, str):
-                text = json.dumps(entry, indent=2)
+            text = json.dumps(entry, indent=2)
             self.writer.add_text(f"run/{name}", f"```\n{text}\n```", first_step)
         self.writer.flush()
 
@@ -192,7 +189,7 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
 
 
 def description_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
-    """Describes a start of a run: the plan as text, and settings and machine as JSON values.
+    """Describes a start of a run: settings and machine, as JSON values.
 
     Args:
         plan: The plan of the run.
@@ -200,7 +197,6 @@ def description_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) 
         fingerprints: Fingerprints of the training and validation texts.
     """
     return {
-        "plan": describe(plan, job),
         "hyperparameters": hyperparameters(plan, job) | {"fingerprints": fingerprints},
         "configuration": job.to_dict(),
         "environment": environment(device_here()),
