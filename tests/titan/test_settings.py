@@ -64,7 +64,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
         "--activation_checkpoint.selective_ac_option=abc": "selective_ac_option must be op, or a number",
         "--debug.seed=18446744073709551616": "debug.seed must be a number of 64 bits",
         "--compile.enable --compile.components": "compile.enable has no effect while compile.components is empty",
-        "--comm.mode=fake_backend": "needs the environment variables NGPU ... LOCAL_RANK, NGPU is not set",
+        "--comm.mode=fake_backend": "needs the environment variables NGPU ... LOCAL_RANK=0: NGPU is not set",
         "--checkpoint.keep_latest_k=1": "checkpoint.keep_latest_k must be 2 or more ... got 1",
         "--checkpoint.keep_steps=0": "checkpoint.keep_steps must be of steps from 1: got [0]",
         "--checkpoint.keep_every_tokens=9": "checkpoint.keep_every_tokens has no effect while checkpoint.enable is off",

@@ -45,7 +45,6 @@ REFUSED = {
     "--validation.enable --validation.steps 1": "validation.steps = 1 has no effect beside data.corpus",
     "--training.dataset_path c4": "has no effect beside data.corpus",
     "--training.dataset_path c4 --data.corpus= --data.prefetch 2": "no effect without data.corpus",
-    "--profiling.enable_memory_snapshot": "needs a GPU",
     "--checkpoint.enable --checkpoint.exclude_from_loading optimizer,data": "must be of optimizer, lr_scheduler",
     "--training.seq_len 0": "training.seq_len must be at least 1",
     f"{PIPELINE}--training.local_batch_size 2": "Set training.local_batch_size to a multiple of 4",
@@ -64,7 +63,7 @@ def test_what_is_not_honoured_is_refused(given, capsys):
 def test_all_problems_come_in_one_message(capsys):
     """Of TorchTitan's settings and of ours, of single settings and of several together."""
     wrong = "--model.converters float8 --training.dtype bfloat16 --training.seq_len 0 --training.max_skipped_steps 3"
-    wrong += " --profiling.enable_profiling --profiling.enable_memory_snapshot"
+    wrong += " --profiling.enable_profiling"
     said = refusal(capsys, spec.resolve, stock_config(wrong))
     for setting in re.findall(r"--([\w.]+)", wrong):
         assert f"\n  - {setting} " in said
@@ -187,11 +186,9 @@ def test_paths_are_expanded(monkeypatch):
         "~/corpus",
     )
     config.job.dump_folder = "~/run"
-    config.profiling.save_memory_snapshot_folder = "~/memory"  # a setting of TorchTitan's own
     assert spec.resolve(config).job.data.corpus == "/people/me/corpus"
     assert config.job.dump_folder == "/people/me/run"
     assert config.checkpoint.folder == "/people/me/run/checkpoints"
-    assert config.profiling.save_memory_snapshot_folder == "/people/me/memory"
 
 
 def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(
@@ -212,10 +209,3 @@ def test_halves_of_copied_checkpoints_stop_a_start_of_torchtitan_s_trainer(
 def test_the_settings_of_the_model_are_missing(capsys):
     job = ConfigManager().parse_args(["--model.name", "interdomain"])
     assert "job.custom_config_module" in refusal(capsys, spec.resolve, job)
-
-
-def test_a_data_set_of_the_hub_is_named():
-    training = stock_config("--training.dataset c4", corpus="").training
-    assert spec.dataset_record(training)["datasets"] == ["allenai/c4"]
-    training.dataset = "c4_test"
-    assert spec.dataset_record(training)["datasets"] == []

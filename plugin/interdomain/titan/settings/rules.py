@@ -334,7 +334,7 @@ def check_for_torchtitan(job: JobConfig) -> Iterator[str]:
         if declared.torchtitan and job[setting] != defaults[setting]:
             yield (
                 f"{setting} = {job[setting]} has no effect in this run: TorchTitan's own trainer {declared.torchtitan}. Leave "
-                "it out, or start our trainer: ./launch.sh, or with TorchTitan 0.3 --module interdomain.titan.trainer."
+                "it out, or start our trainer: ./launch.sh."
             )
     pipeline = job.parallelism.pipeline_parallel_degree > 1
     context = job.parallelism.context_parallel_degree > 1

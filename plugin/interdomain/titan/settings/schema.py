@@ -533,10 +533,6 @@ HONOURED_BY_TORCHTITAN = (
 OF_TORCHTITANS_DATA = re.compile(
     r"(training|validation)\.data|validation\.steps|model\.hf_assets_path"
 )
-TORCHTITAN_PATHS = (
-    *("training.dataset_path", "validation.dataset_path", "model.hf_assets_path"),
-    "profiling.save_memory_snapshot_folder",
-)
 # Settings of TorchTitan that this model passes over.
 NO_EFFECT = re.compile(
     r"quantize\.|fault_tolerance\.|memory_estimation\.|debug\.moe_|checkpoint\.enable_ft_"
