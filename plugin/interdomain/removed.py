@@ -28,6 +28,7 @@ REMOVED = {
     "checkpoint.copy_to": NO_STORES,
     "checkpoint.copy_wait_seconds": NO_STORES,
     "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
+    "corpora": "Make the data with `interdomain prepare-data`. Comments in the study's file can hold the commands.",
     "data.leave_out": NO_SPIKES,
     "data.stages": (
         "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
