@@ -111,7 +111,7 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     )
     assert text.count("no percentage") == 1
     panels = tables.panels(study.shown([Path(run) for run in runs]))
-    assert [*panels] == ["125M", "350M", "all sizes"]
+    assert [*panels] == ["125M", "350M"]
     # The last validation is in the plot, that of the untrained model is not.
     assert panels["125M"][1].curves[0].x == [2500 * 0.524288, 4769 * 0.524288]
 
@@ -406,9 +406,8 @@ def test_more_seeds_at_the_best_rate(described, refused, tmp_path, capsys):
     assert [dot.name for dot in dots.dots] == ["s4d, own scale (1)", "softmax (3)"]
     file = run.record
     text = file.read_text()
-    for damaged in (text[:90], "[]", '{"run": {}}'):
-        file.write_text(damaged)
-        refused(study.main, ["show", str(path)], f"{file} is damaged")
+    file.write_text(text[:90])
+    refused(study.main, ["show", str(path)], f"{file} is damaged")
     for run in definition.read_study(
         Path(described(RATES.replace("{folder}/out", "{folder}/answers")))
     ).runs:

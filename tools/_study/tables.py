@@ -216,14 +216,10 @@ class Cell:
     def condition(self) -> str:
         return str(self.first.labels["condition"])
 
-    def title_without(self, *axes: str) -> str:
-        """The labels of the axes of the study, without those of some axes."""
-        labels = self.first.labels.items()
-        return " ".join(str(label) for axis, label in labels if axis not in axes)
-
     @property
     def group(self) -> str:
-        return self.title_without("condition", "rate")
+        labels = self.first.labels.items()
+        return " ".join(str(label) for axis, label in labels if axis not in ("condition", "rate"))
 
     @property
     def perplexity(self) -> Value:
@@ -415,27 +411,18 @@ def page(groups: Groups) -> str:
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels by title: for each group the results of all conditions at their best rates, and curves by tokens.
+    """Panels of each group: the results of all conditions at their best rates, and curves by tokens.
 
-    A setting with several sizes also has a panel of perplexity by compute. The measure is accuracy
-    if the corpus has answers, else perplexity.
+    The measure is accuracy if the corpus has answers, else perplexity.
     """
     drawn: dict[str, list[Panel | Dots]] = {}
-    by_setting: Groups = {}
     for group, cells in cells_of(runs).items():
         best = at_best_rates(cells)
-        setting = best[0].title_without("size", "condition", "rate")
-        by_setting.setdefault(setting, []).extend(best)
         has_answers = any(cell.accuracy for cell in best)
         drawn[group] = [_dots(group, best, has_answers)]
         by_tokens = _panel_by_tokens(group, best, has_answers)
         if max(len(curve.x) for curve in by_tokens.curves) > 1:
             drawn[group].append(by_tokens)
-
-    for setting, cells in by_setting.items():
-        if len({cell.first.labels["size"] for cell in cells}) > 1:
-            title = f"{setting}, all sizes".removeprefix(", ")
-            drawn[title] = [_panel_by_compute(title, cells)]
     return drawn
 
 
@@ -449,24 +436,16 @@ def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
         points = list(cell.curve(measure).items())
         if len(points) > 1:
             del points[0]
-        millions = [tokens / 1e6 for tokens, _ in points]
-        curves.append(_curve(cell.name_among(cells), millions, [value for _, value in points]))
+        millions = []
+        means = []
+        deviations = []
+        for tokens, value in points:
+            millions.append(tokens / 1e6)
+            means.append(value.mean)
+            deviations.append(value.deviation or math.nan)
+        curves.append(Curve(cell.name_among(cells), millions, means, deviations))
     y_label = measure.removeprefix("validation_metrics/")
     return Panel(title, curves, "tokens (millions)", y_label, log_y=not has_answers)
-
-
-def _panel_by_compute(title: str, cells: list[Cell]) -> Panel:
-    """A curve for each condition over its sizes."""
-    by_condition: Groups = {}
-    for cell in cells:
-        by_condition.setdefault(cell.condition, []).append(cell)
-    curves = []
-    for condition, sizes in by_condition.items():
-        sizes.sort(key=lambda cell: cell.compute)
-        compute = [float(f"{cell.compute / 1e18:.3g}") for cell in sizes]
-        curves.append(_curve(condition, compute, [cell.perplexity for cell in sizes]))
-    x_label = "6ND ($10^{18}$ FLOPs)"
-    return Panel(title, curves, x_label, "validation perplexity", log_x=True, log_y=True)
 
 
 def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
@@ -491,8 +470,3 @@ def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
         dots.append(Dot(name, value.mean, interval, f"{name} ({len(cell.runs)})"))
     dots.sort(key=lambda dot: dot.value, reverse=has_answers)
     return Dots(title, dots, x_label + bars)
-
-
-def _curve(label: str, x: list[float], values: list[Value]) -> Curve:
-    errors = [value.deviation or math.nan for value in values]
-    return Curve(label, x, [value.mean for value in values], errors)
