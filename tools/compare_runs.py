@@ -67,13 +67,14 @@ def read_run(path: Path) -> Run:
     return Run(str(path), curves, configuration)
 
 
-def relative(a: float, b: float) -> float:
-    """|a - b| over the larger of the two; 0 if both are the same infinity, or both no number."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
+def is_same(a: float, b: float, tolerance: float) -> bool:
+    """True if two values differ by no more than the tolerance, relative to the larger one.
+
+    Both may be the same infinity, or both no number.
+    """
+    if math.isnan(a) and math.isnan(b):
+        return True
+    return math.isclose(a, b, rel_tol=tolerance)
 
 
 def settings_that_differ(a: Run, b: Run) -> list[str]:
@@ -156,9 +157,9 @@ def main(argv: list[str] | None = None) -> int:
             if step in steps:
                 value_a = a.curves[column][step]
                 value_b = b.curves[column][step]
-                difference = relative(value_a, value_b)
-                if difference > args.tolerance:
+                if not is_same(value_a, value_b, args.tolerance):
                     beyond.append(column)
+                    difference = abs(value_a - value_b) / max(abs(value_a), abs(value_b))
                     print(f"{column} {value_a:.7g} and {value_b:.7g}, relative {difference:.1e}")
         if beyond:
             before = sum(earlier < step for earlier in loss_steps)

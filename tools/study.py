@@ -139,16 +139,8 @@ def plan(study: "Study") -> str:
         state = describe_state(*plan.state)
         cost = [f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{plan.flops:.3g}"]
         cells.append([run.name, *cost, status])
-    lines = [
-        *markdown_rows(cells),
-        "",
-        f"{len(study.runs)} runs, {missing} missing: {tokens:,} tokens, {flops:.3g} FLOPs",
-    ]
-    if study.waiting:
-        lines.append(
-            f"{study.waiting} more at the best rate of their condition, known when its runs at all rates are finished"
-        )
-    return "\n".join(lines)
+    total = f"{len(study.runs)} runs, {missing} missing: {tokens:,} tokens, {flops:.3g} FLOPs"
+    return "\n".join([*markdown_rows(cells), "", total])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -164,14 +156,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--jobs {args.jobs} is more than the {gpus} GPU(s) of this machine, and each run needs its own."
         )
-    while True:
-        # The study is read anew after each round: finished runs tell the best rates, at which more runs follow.
-        study = read_chosen(args)
-        for planned in study.runs:
-            _ = planned.plan  # raises an error for wrong settings before anything is trained
-        missing = study.missing()
-        if not missing:
-            break
+    study = read_chosen(args)
+    for planned in study.runs:
+        _ = planned.plan  # raises an error for wrong settings before anything is trained
+    missing = study.missing()
+    if missing:
         check_data_of(missing)
         if args.sbatch:
             submit(missing, study.name, shlex.split(args.sbatch))

@@ -23,6 +23,7 @@ REMOVED = {
     "--gpus-per-node": NO_ESTIMATES,
     "--network": NO_ESTIMATES,
     "--rewind": NO_SPIKES,
+    "best": "Add runs with more seeds at the rate that `study show` names as a condition's best.",
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
     "bench-training --trace": "Start a short run with `--profiling.enable_profiling`, TorchTitan's own profiler.",
     "checkpoint.copy_to": NO_STORES,

@@ -26,7 +26,6 @@ from interdomain.titan.settings.schema import IN_TOKENS
 from interdomain.tools._curves import EVENTS, curves_of, events_folder, facts_of, read_events
 
 AXES = {"sizes": "size", "conditions": "condition", "settings": "setting", "rates": "rate"}
-BEST = "best"  # stands for the rate at which the condition's finished runs have the lowest loss
 KEYS = ("config", "output", "results", "ranks", "all", *AXES, "runs")
 VALIDATION = "validation_metrics/loss"
 # The curves that a record keeps.
@@ -156,12 +155,10 @@ class Study:
 
     Attributes:
         runs: All runs, in the order of their seeds.
-        waiting: The number of runs at a best rate that is not known yet.
     """
 
     name: str
     runs: list[StudyRun]
-    waiting: int
 
     def missing(self) -> list[StudyRun]:
         return [run for run in self.runs if not run.is_finished]
@@ -181,17 +178,8 @@ def read_study(path: Path) -> Study:
     results = Path(expand_path(table.get("results", str(output / "records"))))
 
     runs: dict[str, StudyRun] = {}
-    waiting = 0
     for grid in grids:
-        earlier = list(runs.values())
         for labels, seed in _combinations(table, grid):
-            # A rate "best" is known when the runs of the tables before are finished.
-            if labels.get("rates") == BEST:
-                rate = _best_rate(earlier, labels)
-                if rate is None:
-                    waiting += 1
-                    continue
-                labels["rates"] = rate
             name = "/".join([*map(_file_name, labels.values()), f"seed-{seed}"])
             settings = _settings(table, labels)
             settings.setdefault("debug", {})["seed"] = seed
@@ -207,7 +195,7 @@ def read_study(path: Path) -> Study:
                 ranks=table.get("ranks"),
             )
     in_order = sorted(runs.values(), key=lambda run: run.seed)
-    return Study(path.stem, in_order, waiting)
+    return Study(path.stem, in_order)
 
 
 def _combinations(table: Table, grid: Table) -> Iterator[tuple[dict[str, str], int]]:
@@ -241,33 +229,12 @@ def _check(path: Path, table: Table, grids: list[Table]) -> None:
             elif key != "seeds":
                 known = [*table.get(key, {})]
                 unknown = set(names) - {*known}
-                if key == "rates":
-                    unknown.discard(BEST)
                 if unknown:
                     problems.append(
                         f"[[runs]] names {key} {', '.join(unknown)}; the file has {', '.join(known)}"
                     )
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}.")
-
-
-def _best_rate(runs: list[StudyRun], labels: dict[str, str]) -> str | None:
-    """The rate at which the runs with these labels have the lowest validation loss.
-
-    None if one of them is not finished.
-    """
-    wanted = {AXES[axis]: label for axis, label in labels.items() if axis != "rates"}
-    best_loss = float("inf")
-    best_rate = None
-    for run in runs:
-        if wanted.items() <= run.labels.items():
-            if not run.is_finished:
-                return None
-            loss = min(read_record(run.record)["curves"][VALIDATION].values())
-            if loss < best_loss:
-                best_loss = loss
-                best_rate = run.labels["rate"]
-    return best_rate
 
 
 def _settings(table: Table, labels: dict[str, str]) -> Table:
