@@ -43,6 +43,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action):
         text = action.help or ""
+        # Switches, and options without a default, have none to show.
         default = action.default
         if isinstance(default, list):
             default = " ".join(map(str, default))
@@ -81,6 +82,7 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
         usage: The arguments that the command needs, before [OPTIONS].
     """
     assert doc is not None
+    # The parts of the docstring.
     line, _, text = doc.strip().partition("\n\n")
     above, _, below = text.partition("\n\n    ")
     name = " ".join(line.split()[:2])  # interdomain COMMAND
@@ -151,6 +153,7 @@ def choose_device(name: str) -> "torch.device":
     """
     import torch
 
+    # The names that can be given here.
     names = ["cpu"]
     if torch.cuda.is_available():
         names += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
@@ -234,7 +237,8 @@ def user_errors(main: Callable[..., int]) -> Callable[..., int]:
                     )
             raise
         except OSError as e:
-            if not e.strerror:  # raised by us
+            # An error of the operating system has a number and its text; one that we raise has a message.
+            if not e.strerror:
                 return report(str(e))
             if e.filename is None:
                 return report(f"{e.strerror}.")

@@ -61,6 +61,7 @@ def read_run(path: Path) -> Run:
     if not curves["loss"]:
         raise ValueError(f"{path} holds no loss: no step was logged.")
     configuration = {}
+    # A run logs its settings by section.
     for section, fields in facts_of(events, "configuration").items():
         for name, value in fields.items():
             configuration[f"{section}.{name}"] = value

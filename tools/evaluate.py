@@ -163,9 +163,11 @@ def check_options(args: argparse.Namespace) -> list[str]:
         ValueError: Options contradict each other, or are too small.
         ModuleNotFoundError: lm-evaluation-harness is not installed.
     """
+    # Without --tasks and --perplexity, the paper's tasks are meant.
     if args.tasks is None:
         args.tasks = [] if args.perplexity else ["paper"]
     names = task_table.task_names(args.tasks)
+    # `main` says which extra has the missing package.
     if names and importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError(name="lm_eval")
     if length.NAME in args.perplexity and len(args.perplexity) > 1:
@@ -184,11 +186,13 @@ def corpora_of(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError, FileNotFoundError: A corpus cannot be read.
     """
+    # The paper's corpora were written by --fetch, with a fixed field, and are always joined.
     if length.NAME in args.perplexity:
         args.packed = True
         args.text_field = "text"
         record = length.read_record(args.corpora)
         return {name: str(args.corpora / f"{name}.jsonl") for name in record}
+    # Corpora of the user: the files are there, and have the field.
     if args.perplexity:
         list(list_spans(find_inputs(args.perplexity).files, args.text_field))
     return {name: name for name in args.perplexity}
@@ -270,6 +274,7 @@ def open_folder(folder: str) -> Folder:
 
 def save(report: results.Report) -> None:
     """Writes JSON and Markdown, with the tables of what is known so far."""
+    # The size and condition of each model decide which figures of the paper stand beside them.
     contents = report.contents
     folders = report.rows("folders")
     cells = {(row["size"], row["condition"]) for row in folders}
@@ -310,6 +315,7 @@ def run_perplexity(
     Raises:
         ValueError: No token stood before a text in training.
     """
+    # A window needs a token from which its first token is predicted.
     start = folder.tokenizer.documents.start
     if not start:
         raise ValueError(
@@ -332,9 +338,11 @@ def fetch(args: argparse.Namespace, names: list[str]) -> None:
     Raises:
         ValueError, FileNotFoundError: Some data cannot be read.
     """
+    # The data of tasks are in the hub's cache, and those of the made tasks nowhere.
     fetched = list(names)
     if names:
         harness.load_tasks(args.tasks, args.include_path, fetch=True)
+    # The paper's corpora are files in a folder of their own. They are fetched once.
     if length.NAME in args.perplexity:
         if not (args.corpora / length.SOURCES).is_file():
             length.fetch(args.corpora)
@@ -409,6 +417,7 @@ def evaluate_folders(args: argparse.Namespace, names: list[str], output: Path) -
     for folder in folders:
         name = str(folder.path)
         data = data_by_tokenizer[data_key(folder)]
+        # Tasks: the harness loads the model itself.
         if data.tasks:
             measured = report.contents["tasks"][name] = {}
             outputs = harness.evaluate_folder(
@@ -419,6 +428,7 @@ def evaluate_folders(args: argparse.Namespace, names: list[str], output: Path) -
                     measured.setdefault(part, {}).update(values)
                 save(report)
             release(device)
+        # Perplexity.
         if data.spans:
             for row in run_perplexity(args, folder, data.spans, device):
                 report.contents["perplexity"].append({"folder": name, **row})

@@ -80,12 +80,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="the cluster: a file of tools/sites, or the path of a NAME.env; local: this machine only, inside an allocation "
         "too (default: INTERDOMAIN_SITE, else plain)",
     )
+    # Separate the TOML file and our own options from the flags of settings.
     files = [word for word in argv if word.endswith(".toml") and not word.startswith("-")]
     if len(files) > 1:
         raise ValueError(
             f"several configuration files: {', '.join(files)}. Give one, and change its settings by flags."
         )
     args, flags = p.parse_known_args([word for word in argv if word not in files])
+    # Flags of settings are checked later, by TorchTitan's names. These have better answers.
     for flag in flags:
         name = flag.partition("=")[0]
         if removal := removal_of(name):
@@ -127,6 +129,7 @@ def check_data(job: "JobConfig", dry_run: bool = False) -> str:
     from interdomain.titan.data.folders import open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
+    # The first run prepares the embedded corpus.
     is_prepared = (Path(EMBEDDED_CORPUS) / "manifest.json").is_file()
     if job.data.corpus == EMBEDDED_CORPUS and not is_prepared:
         if dry_run:
@@ -136,6 +139,7 @@ def check_data(job: "JobConfig", dry_run: bool = False) -> str:
         )
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(REFUSED)
+    # Open what the run will open.
     try:
         tokenizer = open_tokenizer(job)
         tokens = open_dataset(job, "train").num_tokens
@@ -162,6 +166,7 @@ def next_steps(job: "JobConfig", planned_steps: int) -> str:
         runs = dump.parent
     tensorboard = [python_here(), "-m", "tensorboard.main", "--logdir", str(runs)]
     lines = ["# watch", shlex.join(tensorboard)]
+    # The newest checkpoint can be converted, and the exported model writes text.
     if job.checkpoint.enable:
         folder = dump / job.checkpoint.folder
         step = max(finished_steps(folder), default=planned_steps)
@@ -205,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     if nodes:
         print(nodes.describe())
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
+    # A dry run may be on a login node, without data and GPUs.
     if args.dry_run:
         print(f"{'data':>18}  {check_data(job, dry_run=True)}")
         return 0

@@ -75,6 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             metavar="PATTERN",
             help="only runs whose name matches, such as '*/seed-1'",
         )
+    # Where the runs are trained: on this machine or by SLURM.
     place = run.add_mutually_exclusive_group()
     place.add_argument(
         "--jobs",
@@ -151,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from interdomain.tools._study.run import check_data_of, run_here, submit
 
+    # Each run at a time needs a GPU of its own. Without GPUs the runs share the cores.
     gpus = torch.cuda.device_count()
     if 0 < gpus < args.jobs:
         raise ValueError(
@@ -159,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
     study = read_chosen(args)
     for planned in study.runs:
         _ = planned.plan  # raises an error for wrong settings before anything is trained
+    # Finished runs have a record, and are not trained again.
     missing = study.missing()
     if missing:
         check_data_of(missing)
@@ -185,6 +188,7 @@ def shown(paths: list[Path]) -> "list[Run]":
 
     runs = []
     for path in paths:
+        # The folder of a run: its TensorBoard events take the place of a record.
         if path.suffix != ".toml":
             runs.append(Run.of(str(path), record_of(path)))
             continue
@@ -201,6 +205,7 @@ def show(paths: list[Path], output: Path | None) -> None:
     """Prints the table of runs, and writes the report if there is an `output`."""
     from interdomain.tools._study import tables
 
+    # Refuse a full folder before the records are read, which takes a while.
     if output:
         require_empty(output)
     runs = shown(paths)
@@ -209,6 +214,7 @@ def show(paths: list[Path], output: Path | None) -> None:
     print(text, end="")
     if not output:
         return
+    # Write the report.
     output.mkdir(parents=True, exist_ok=True)
     (output / "study.json").write_text(json.dumps({"cells": tables.rows(groups)}, indent=1) + "\n")
     (output / "study.md").write_text(text)

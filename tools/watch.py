@@ -102,10 +102,12 @@ class Watcher:
             if (milestone / RESULTS).is_file():
                 results[step] = self.read(milestone / RESULTS)
         self.draw(results)
+        # Evaluate the others, the oldest first.
         for step, milestone in sorted(milestones.items()):
             if step not in results:
                 results[step] = self.evaluate(milestone)
                 self.draw(results)
+        # The run's record says how many steps it was planned to have.
         last = max(milestones, default=None)
         return last in results and results[last]["planned_steps"] == last
 
@@ -118,6 +120,7 @@ class Watcher:
         results = json.loads(file.read_text())
         made_with = results["options"]
         asked = evaluate.options_of(self.args, self.names)
+        # By default the model sees as many tokens as in training, which is the same for all milestones.
         if self.args.max_length:
             asked["max_length"] = self.args.max_length
         for name, option in asked.items():
@@ -141,6 +144,7 @@ class Watcher:
             self.args.folders = [str(folder)]
             output = Path(temporary) / "results"
             contents = evaluate.evaluate_folders(self.args, self.names, output)
+        # Keep what identifies and explains the figures. The temporary folder's name says nothing.
         for row in contents["perplexity"]:
             del row["folder"]
         record = checkpoints.read_sidecar(milestone)[1]
@@ -181,6 +185,7 @@ class Watcher:
 def scalars(results: dict[str, Any]) -> dict[str, float]:
     """The values of a milestone's results by tag, with the averages of the paper's groups of tasks."""
     values = {}
+    # Averages have no metric in their tags.
     averages = {average["name"] for average in task_table.PAPER["averages"].values()}
     tasks = task_table.with_averages(results["tasks"].get("results", {}))
     for (task, metric), measured in tasks.items():
@@ -205,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     evaluate.corpora_of(args)
     if names:
         harness.load_tasks(args.tasks, args.include_path)
+    # The folder of temporary files is locked, so that a run has one watcher.
     try:
         with kept_folder(args.run / "watch") as work:
             for remains in work.iterdir():  # of a watcher that was killed

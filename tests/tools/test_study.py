@@ -20,7 +20,7 @@ from interdomain.titan.watch.run_log import RunLog
 from interdomain.tools import launch, prepare_data, study
 from interdomain.tools._study import definition, tables
 from interdomain.tools._study import run as _study_run
-from interdomain.tools._study.tables import Documents, interval_of, perplexities
+from interdomain.tools._study.tables import interval_of, perplexities
 
 from ..common import REPOSITORY
 
@@ -162,7 +162,7 @@ def test_another_optimizer_or_start_is_no_other_seed(write, tmp_path):
     ],
 )
 def test_an_interval_is_over_documents_and_seeds(nats, labels, ends):
-    draws = perplexities([Documents(losses, labels) for losses in nats], 0)
+    draws = perplexities([{"nats": losses, "labels": labels} for losses in nats], 0)
     assert interval_of(draws) == pytest.approx([math.exp(end) for end in ends])
 
 
@@ -400,7 +400,7 @@ def test_the_figure_has_the_rate_with_the_most_seeds(described, refused, tmp_pat
     ).runs:
         finish(run, 2.0, accuracy=0.75)
     cells, _ = shown(tmp_path / "shown answers", str(tmp_path / "mine1.toml"))
-    assert [cell["accuracy"] for cell in cells] == [[0.75, None]] * 4
+    assert [cell["accuracy"][0] for cell in cells] == [0.75] * 4
 
 
 def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):

@@ -21,7 +21,7 @@ Tasks = dict[str, dict]  # the harness's "tasks" and "groups", by the name that 
 
 def load_tasks(
     asked: list[str],
-    include: list[Path],
+    include: list[str | Path],
     tokenizer: Tokenizer | None = None,
     fetch: bool = False,
 ) -> Tasks:
@@ -139,6 +139,7 @@ def evaluate_folder(
         made_lengths = [getattr(task, "length", 0) for task in tasks["tasks"].values()]
         model.context_length = max(max_length, *made_lengths)
         torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample
+        # A mistake in a task's file may appear only now.
         try:
             out: Any = evaluate(
                 model,
@@ -170,6 +171,7 @@ def metrics(values: dict[str, Any]) -> dict[str, dict]:
     by_metric = {}
     for key, value in values.items():
         metric, comma, filter_name = key.partition(",")
+        # Other entries are the task's name and the standard errors.
         if not comma or metric.endswith("_stderr"):
             continue
         stderr = values.get(f"{metric}_stderr,{filter_name}")

@@ -100,6 +100,7 @@ def read_record(folder: Path) -> Record:
             f"{folder} does not hold the paper's corpora (no {SOURCES}). Run `interdomain evaluate --fetch "
             f"--perplexity {NAME} --corpora {folder}` where there is a network, and copy the folder here."
         )
+    # The corpora may have been copied from another machine.
     record = json.loads((folder / SOURCES).read_text())
     for name, row in record.items():
         file = folder / f"{name}.jsonl"

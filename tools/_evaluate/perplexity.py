@@ -51,10 +51,13 @@ def text_sizes(tokenizer: Tokenizer, text: str, ids: list[int]) -> np.ndarray:
     Returns:
         int64 [len(ids)]. The sum is the size of `text`.
     """
+    # A character of several tokens counts for its last one.
     decoder = StreamDecoder(tokenizer)
     decoded = np.array([len(decoder.push(token).encode()) for token in ids], np.int64)
+    # If the tokenizer knows nothing of the text, all tokens count the same.
     if not decoded.any():
         decoded[:] = 1
+    # Scale the end of each token to the size of the document. The last one is exact.
     ends = decoded.cumsum()
     ends = ends * len(text.encode()) // ends[-1]
     return np.diff(ends, prepend=0)
@@ -103,6 +106,7 @@ def read_spans(
             between = np.array([begin, [0] * len(begin)], np.int32)
             text = np.concatenate([rest, between, text], axis=1)
         rest = text
+        # Cut spans from the front. In a packed corpus the rest is continued by the next document.
         while rest.shape[1] >= size and len(spans) != limit:
             spans.append(rest[:, :size])
             rest = rest[:, size:]
@@ -132,6 +136,7 @@ def window_losses(model: Transformer, windows: Tensor, start: list[int]) -> Tens
     Returns:
         float32 [B, L], in nats.
     """
+    # Each token is predicted from the one before it, the first from the last of `start`.
     *before, last = start
     inputs = F.pad(windows[:, :-1], (1, 0), value=last)
     state = model.init_state(windows.shape[0], len(before) + windows.shape[1])
@@ -170,9 +175,11 @@ def measure(
         A row of the results.
     """
     device = model.tok_embeddings.weight.device
+    # Cut the spans into windows. The last tokens of a span that make no window are left out.
     used = spans[:, :, : spans.shape[2] // length * length]
     windows = torch.from_numpy(used[0].reshape(-1, length).astype(np.int64))
     text_bytes = int(used[1].sum())
+    # Sum the losses in double precision.
     total = 0.0
     with tqdm(
         total=windows.numel(),

@@ -77,6 +77,7 @@ def make(name: str, tokenizer: Tokenizer | None) -> ConfigurableTask:
         OSError: The data cannot be read.
     """
     if name in NEEDLES:
+        assert tokenizer is not None
         config = _config(name, needle_prompt, contains, until=[], max_tokens=ANSWER_TOKENS)
         return MadeTask(config, needles(NEEDLES[name], tokenizer), NEEDLES[name])
     if name in BOOKS:
@@ -148,6 +149,7 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         raise ValueError(
             f"{length:,} tokens of this tokenizer are too few for a needle-in-a-haystack text."
         )
+    # Draw a key, a number and its place for each text.
     draw = random.Random(SEED)
     made = []
     for _ in range(SAMPLES):
@@ -158,6 +160,7 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         place = draw.randint(0, room)
         lines = [HAY] * room
         lines.insert(place, f"One of the special magic numbers for {key} is: {number}.")
+        # A key or a number may have more tokens than the long key above.
         while not fits(lines, key):
             lines.remove(HAY)
         made.append({"lines": lines, "key": key, "answers": [number]})
@@ -185,12 +188,14 @@ def phone_books(entries: int) -> list[Document]:
     people = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
     made = []
     for _ in range(SAMPLES):
+        # A telephone number for each entry.
         numbers = []
         for _ in range(entries):
             area = draw.randrange(1000)
             exchange = draw.randrange(1000)
             line = draw.randrange(10_000)
             numbers.append(f"{area:03}-{exchange:03}-{line:04}")
+        # No name stands twice in a book.
         names = draw.sample(people, entries)
         lines = [f"{name}: {number}" for name, number in zip(names, numbers, strict=True)]
         asked = draw.sample(range(entries), 3)
@@ -209,6 +214,7 @@ def passage_prompt(document: Document) -> str:
     """The passage and the sentence to complete, which is cut from the end of the passage if it stands there."""
     question = document["question"].strip()
     passage = PAGE_MARKS.sub("", document["context"]).strip()
+    # Some passages end with the sentence itself.
     while question and passage.lower().endswith(question.lower()):
         passage = passage[: -len(question)]
     return f"{passage.strip().strip('.')}. {question}"

@@ -94,6 +94,7 @@ def task_rows(tasks: dict[str, Tasks], cells: set[tuple[str, str]]) -> list[Row]
 
     rows = []
     for key in keys:
+        # The task, and the value of each model with its standard error.
         task, metric = key
         is_percent = metric in PERCENT
         row = {"task": task, "metric": metric}
@@ -101,6 +102,7 @@ def task_rows(tasks: dict[str, Tasks], cells: set[tuple[str, str]]) -> list[Row]
             row["metric"] += " %"
         for model, results in by_model.items():
             row[model] = _text(results.get(key), is_percent)
+        # The paper's figures, a column for each condition that is among the models.
         paper = dict(zip(CONDITIONS, figures.get(key, ()), strict=False))
         for condition in CONDITIONS:
             if (SIZE, condition) in cells:
@@ -141,11 +143,13 @@ def perplexity_rows(
     for title, corpora in groups.items():
         for length in lengths:
             row = {"corpus": title, "length": f"{length:,}"}
+            # First the perplexities of all models, then their bits per byte.
             for measure, form in (("perplexity", ".2f"), ("bits per byte", ".4f")):
                 for model in models:
                     places = [by_place.get((model, corpus, length), {}) for corpus in corpora]
                     mean = _mean([place.get(measure) for place in places])
                     row[f"{model}, {measure}"] = cell_text(mean, form)
+            # The paper's figures, at its own lengths.
             for condition in CONDITIONS:
                 if (SIZE, condition) in cells:
                     figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))

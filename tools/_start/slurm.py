@@ -114,6 +114,7 @@ def read_site(name: str) -> dict[str, str]:
         raise ValueError(
             f"--site {name}: there is no such site. Known: {', '.join([*known, LOCAL])}; or give the path of a file NAME.env."
         )
+    # No shell reads the file: there are no quotes, and no other variables in a value.
     variables = {}
     for line in file.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -176,6 +177,7 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     Raises:
         ValueError: The allocation cannot be used as it is.
     """
+    # This machine only: the user says so, or there is no allocation and no site.
     site = site or os.environ.get("INTERDOMAIN_SITE")
     job = os.environ.get("SLURM_JOB_ID")
     if site == LOCAL or (not job and not site):
@@ -195,6 +197,7 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
             )
         return None  # a shell of the user's (srun --pty)
 
+    # What is set in the shell wins over the site's file.
     variables = read_site(site or "plain")
     environment = dict(variables)
     for name, value in os.environ.items():
@@ -204,6 +207,7 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     gpus = _count("SLURM_GPUS_ON_NODE", environment) or _count("SLURM_GPUS_PER_NODE", environment)
     # CPUs of the nodes, such as "288(x3),72": three nodes of 288 and one of 72.
     cpus = re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    # A rank for each GPU, unless the user says otherwise. Some clusters do not tell SLURM about GPUs.
     ranks = ranks or gpus or _count("INTERDOMAIN_GPUS_PER_NODE", environment) or ranks_here
     return Allocation(
         job=job,

@@ -147,6 +147,7 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     # Signals that are ignored while torchrun is started are ignored by torchrun, too. A scheduler or a
     # closing terminal may send them to every process, and torchrun must not die of them.
     ignored = dict.fromkeys((signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
+    # A rank writes into this file why the run ended, which torchrun's exit status cannot say.
     with tempfile.TemporaryFile("w+") as reason_file, handlers(ignored):
         path = f"/proc/{os.getpid()}/fd/{reason_file.fileno()}"
         process = subprocess.Popen(command, env={**environment, REASON_FILE: path})
@@ -195,6 +196,7 @@ def end_at_once(pid: int) -> None:
         for file in Path(f"/proc/{process}/task").glob("*/children"):
             with suppress(OSError):  # it has ended meanwhile
                 processes += map(int, file.read_text().split())
+    # torchrun is the first, so that it starts no rank again.
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

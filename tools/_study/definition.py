@@ -95,6 +95,7 @@ class StudyRun:
         Raises:
             ValueError: The run was finished, or begun, with other settings.
         """
+        # A record is written once, and may be the only thing that is left of a run.
         if self.record.is_file():
             self._check_settings(self.record, read_record(self.record)["settings"])
             return True
@@ -104,6 +105,7 @@ class StudyRun:
         if any(events_of(self.folder).glob(EVENTS)):
             logged = record_of(self.folder)
         has_ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
+        # Before the first checkpoint nothing is lost if the settings change.
         config = self.folder / CONFIG
         if (has_ended or self.step) and config.is_file():
             self._check_settings(config, read_toml(config))
@@ -113,6 +115,7 @@ class StudyRun:
 
     def _write_record(self, logged: Table) -> None:
         record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
+        # Validation splits with few documents also leave the loss of each document.
         by_document = self._last_checkpoint / DOCUMENTS
         if by_document.is_file():
             record["documents"] = json.loads(by_document.read_text())
@@ -171,17 +174,20 @@ def read_study(path: Path) -> Study:
         FileNotFoundError: There is no such file.
         ValueError: The file describes no study.
     """
+    # Check the file, and expand the paths of its folders.
     table = read_toml(path)
     grids = table.get("runs", [{}])  # without [[runs]] all combinations are meant
     _check(path, table, grids)
     output = Path(expand_path(table.get("output", f"outputs/studies/{path.stem}")))
     results = Path(expand_path(table.get("results", str(output / "records"))))
 
+    # Make the runs. A run that several tables name is one run.
     runs: dict[str, StudyRun] = {}
     for grid in grids:
         for labels, seed in _combinations(table, grid):
             name = "/".join([*map(_file_name, labels.values()), f"seed-{seed}"])
             settings = _settings(table, labels)
+            # The study decides the seed and the folder of a run.
             settings.setdefault("debug", {})["seed"] = seed
             job = settings.setdefault("job", {})
             job["dump_folder"] = str(output / name)
@@ -213,6 +219,7 @@ def _file_name(label: str) -> str:
 def _check(path: Path, table: Table, grids: list[Table]) -> None:
     """Raises ValueError for names that a study does not have, and for lists that name no run."""
     problems = []
+    # The keys of the file.
     for key in table:
         if key not in KEYS:
             allowed = f"there is no {key} in a study; allowed: {', '.join(KEYS)}"
@@ -220,6 +227,7 @@ def _check(path: Path, table: Table, grids: list[Table]) -> None:
     for axis in ("sizes", "conditions"):
         if not table.get(axis):
             problems.append(f"there are no {axis}: add a table [{axis}.NAME] with its settings")
+    # The tables [[runs]].
     for grid in grids:
         for key, names in grid.items():
             if key not in (*AXES, "seeds"):
@@ -240,9 +248,11 @@ def _check(path: Path, table: Table, grids: list[Table]) -> None:
 def _settings(table: Table, labels: dict[str, str]) -> Table:
     """The sections of a run's file. The tables of the study's file override each other in order."""
     settings: Table = {}
+    # The shared file and [all] come first, then the tables of the labels in the order of the axes.
     layers = [{"config": table.get("config")}, table.get("all", {})]
     layers += [table[axis][name] for axis, name in labels.items()]
     for layer in layers:
+        # A table may name a file, which it overrides.
         layer = dict(layer)
         file = layer.pop("config", None)
         if file:
@@ -301,6 +311,7 @@ def record_of(folder: Path) -> Table:
         FileNotFoundError: The folder has no events.
         ValueError: The folder holds no run of this project.
     """
+    # Read all restarts of the run as one.
     events = read_events(events_folder(folder))
     curves = curves_of(events)
     facts = facts_of(events, "hyperparameters")
@@ -308,6 +319,7 @@ def record_of(folder: Path) -> Table:
         raise ValueError(
             f"{folder} holds no run of this project: its TensorBoard events have no record of the model."
         )
+    # JSON has no numbers as names, so steps are text.
     kept = {}
     for tag in sorted(filter(KEPT_TAGS.match, curves)):
         kept[tag] = {str(step): value for step, value in curves[tag].items()}

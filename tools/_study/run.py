@@ -56,6 +56,7 @@ def start(run: StudyRun, share: int, jobs: int) -> Running:
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
     """The environment of a process that has one of `jobs` shares of the GPUs, or of the CPU's cores."""
+    # One run at a time has the whole machine.
     if jobs == 1:
         return dict(os.environ)
     if gpus := torch.cuda.device_count():
@@ -127,6 +128,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
                     continue
                 running.remove(one)
                 run = one.run
+                # A run is finished when its last validation is in its TensorBoard.
                 if status == 0 and run.is_finished:
                     bar.write(f"{run.name}: finished, wrote {run.record}")
                 elif status in (CONTINUE, INTERRUPTED):
@@ -137,6 +139,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
                     bar.write(
                         f"{run.name}: failed with exit status {status}; its output is in {log}"
                     )
+            # The bar counts the steps in checkpoints, which a restart does not repeat.
             bar.n = sum(run.step for run in missing)
             bar.refresh()
     if signals:
@@ -161,6 +164,7 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
         OSError: sbatch or squeue is not there.
         ValueError: One of them fails.
     """
+    # Jobs are known by their names.
     queued = _output_of(["squeue", "--me", "--noheader", "--format=%j"]).splitlines()
     sbatch, *arguments = command
     for run in missing:

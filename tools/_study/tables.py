@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,18 +47,6 @@ paper: perplexity on FineWeb-Edu in tokens of Llama 2. The paper does not say wh
 Row = dict[str, Any]
 
 
-class Documents(NamedTuple):
-    """Sums over each validation document at a run's last validation.
-
-    Attributes:
-        nats: The loss of each document, in nats.
-        labels: The number of predicted tokens of each document; 0 if it was not read.
-    """
-
-    nats: list[float]
-    labels: list[int]
-
-
 class Value(NamedTuple):
     """The mean over seeds and the sample standard deviation, which is None for a single run."""
 
@@ -82,21 +70,18 @@ class Run:
         labels: Its size, condition, setting and rate in a study. A single run has size and condition.
         facts: The hyperparameters that it logged.
         curves: The value of each tag by tokens read.
-        loss: The lowest validation loss.
         trained: The number of tokens that it has read.
-        documents: Losses by validation document. None if the split has many.
+        documents: Sums over each validation document at the last validation: its loss in "nats", and its
+            "labels", the number of predicted tokens, 0 if it was not read. None if the split has many.
         configuration: The value of each setting.
-        environment: The machine and the versions.
     """
 
     labels: Row
     facts: Row
     curves: dict[str, dict[int, float]]
-    loss: float
     trained: int
-    documents: Documents | None
+    documents: dict[str, list[float]] | None
     configuration: Row
-    environment: dict[str, str]
 
     @classmethod
     def of(cls, name: str, record: Row) -> "Run":
@@ -126,28 +111,29 @@ class Run:
                 last_step = max(last_step, step)
                 if math.isfinite(curve[str(step)]):
                     curves[tag][tokens_at(step)] = curve[str(step)]
-        losses = curves.get(VALIDATION)
-        if not losses:
+        if not curves.get(VALIDATION):
             raise ValueError(f"{name} was never validated: train with validation.enable = true.")
-        curves[PERPLEXITY] = {tokens: math.exp(loss) for tokens, loss in losses.items()}
+        losses = curves[VALIDATION].items()
+        curves[PERPLEXITY] = {tokens: math.exp(loss) for tokens, loss in losses}
 
+        # A run outside of a study is labelled by what it logged.
         labels = {"size": facts["model"], "condition": facts["condition"]}
         if "run" in record:
             labels = dict(record["run"])
             del labels["seed"]
-        documents = None
-        if "documents" in record:
-            documents = Documents(**record["documents"])
         return cls(
             labels=labels,
             facts=facts,
             curves=curves,
-            loss=min(losses.values()),
             trained=tokens_at(last_step),
-            documents=documents,
+            documents=record.get("documents"),
             configuration=dict(pairs(record["configuration"])),
-            environment=record["environment"],
         )
+
+    @property
+    def loss(self) -> float:
+        """The lowest validation loss in nats per token."""
+        return min(self.curves[VALIDATION].values())
 
     @property
     def compared(self) -> dict[str, str]:
@@ -166,24 +152,27 @@ class Run:
         return {"lr": f"{self.facts['lr']:g}", **settings}
 
 
-def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
+def perplexities(runs: list[dict[str, list[float]]], seed: int) -> np.ndarray:
     """Draws bootstrap samples of the mean perplexity of runs that differ in the seed only.
 
     Every sample draws as many documents as there are and as many runs, with replacement.
 
     Args:
-        runs: Losses by document; each run has read the same documents.
+        runs: The losses by document of each run. All runs have read the same documents.
         seed: Seed of the choice of runs. The choice of documents depends on their number only.
     Returns:
         float64 [BOOTSTRAP_SAMPLES].
     """
-    labels = np.array(runs[0].labels, np.float64)
-    nats = np.array([run.nats for run in runs])
+    # A long validation split is not read to its end: leave out the documents that were not read.
+    labels = np.array(runs[0]["labels"], np.float64)
+    nats = np.array([run["nats"] for run in runs])
     was_read = labels > 0
     labels = labels[was_read]
     nats = nats.T[was_read]  # [documents, runs]
+    # The loss of each run over the documents of each sample.
     counts = _document_counts(len(labels))
     losses = counts @ nats / (counts @ labels)[:, None]  # [BOOTSTRAP_SAMPLES, runs]
+    # As many runs as there are, drawn with replacement, and the mean of their losses.
     chosen = np.random.default_rng(seed).integers(len(runs), size=losses.shape)
     return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
 
@@ -238,7 +227,7 @@ class Cell:
             if run.documents is None:
                 return None
             documents.append(run.documents)
-        # Each condition has a seed of its own, so that its runs are drawn independently of others.
+        # The condition decides the draw, so that an interval is the same each time.
         seed = zlib.crc32(self.condition.encode())
         return interval_of(perplexities(documents, seed))
 
@@ -281,12 +270,14 @@ def cells_of(runs: list[Run]) -> Groups:
 
     The smallest size comes first. Within a group the lowest perplexity comes first.
     """
+    # Runs that agree in everything but the seed are one cell.
     by_key: dict[str, Cell] = {}
     for run in sorted(runs, key=lambda run: run.facts["parameters"]):
         facts = {name: fact for name, fact in run.facts.items() if name not in FREE_FACTS}
         key = repr([run.labels, facts, run.compared, run.settings])
         by_key.setdefault(key, Cell([])).runs.append(run)
 
+    # Cells of one size and setting are one group.
     groups: Groups = {}
     for cell in by_key.values():
         cell.runs.sort(key=lambda run: run.facts["seed"])
@@ -301,6 +292,7 @@ def at_best_rates(cells: list[Cell]) -> list[Cell]:
 
     Cells of a study without rates are all kept.
     """
+    # `sorted` keeps the order of cells with as many seeds, which is that of their perplexities.
     best: dict[str, Cell] = {}
     for cell in sorted(cells, key=lambda cell: -len(cell.runs)):
         best.setdefault(cell.condition, cell)
@@ -316,10 +308,12 @@ def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
 def incomparable(group: str, cells: list[Cell]) -> list[str]:
     """Says why no percentage compares some cells of a group, a sentence for each reason."""
     reasons = []
+    # Other text, validation or number of tokens.
     for name in cells[0].first.compared:
         values = sorted({cell.first.compared[name] for cell in cells})
         if len(values) > 1:
             reasons.append(f"runs differ in {name} ({'; '.join(values)})")
+    # Nothing says which of several rows of softmax is the one to compare with.
     if any(len(softmax_cells(cell, cells)) > 1 for cell in cells):
         reasons.append("several rows are of softmax")
     return [f"{group}: {reason}, so no percentage compares them." for reason in reasons]
@@ -337,6 +331,7 @@ def rows(groups: Groups) -> list[Row]:
 
 def _row(cell: Cell, best: list[Cell]) -> Row:
     """The columns of a cell. `best` are the cells of its group at their best rates."""
+    # Against softmax.
     facts = cell.first.facts
     perplexity = cell.perplexity
     vs_softmax = None
@@ -344,7 +339,7 @@ def _row(cell: Cell, best: list[Cell]) -> Row:
     if len(softmax) == 1:
         vs_softmax = perplexity.mean / softmax[0].perplexity.mean - 1
 
-    # A condition with settings of its own has another name, and so no figure of the paper.
+    # The paper's figure. A condition with settings of its own has another name, and so no figure of the paper.
     paper_figures = PAPER["validation_perplexity"].get(facts["model"], {})
     paper = paper_figures.get(facts["condition"])
     paper_vs_softmax = None
@@ -433,6 +428,7 @@ def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
         measure = ACCURACY
     curves = []
     for cell in cells:
+        # Leave out the untrained model, unless it is all there is.
         points = list(cell.curve(measure).items())
         if len(points) > 1:
             del points[0]
@@ -456,11 +452,13 @@ def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
     bars = ""
     dots = []
     for cell in cells:
+        # The value, and the interval of the last validation's perplexity.
         value = cell.perplexity
         interval = cell.interval
         if has_answers:
             value = cell.accuracy or value
             interval = None
+        # The bar, which the label of the axis explains.
         if interval:
             bars = "; bars: 95 %"
         elif value.deviation is not None:
