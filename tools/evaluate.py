@@ -154,11 +154,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
 
 
-def check_options(args: argparse.Namespace) -> list[str]:
-    """Checks what can be checked without any data, and sets the default of --tasks.
+def check_options(args: argparse.Namespace) -> None:
+    """Checks what can be checked without any data, and sets `args.names`, the names of the tasks.
 
-    Returns:
-        The names of the tasks.
     Raises:
         ValueError: Options contradict each other, or are too small.
         ModuleNotFoundError: lm-evaluation-harness is not installed.
@@ -166,16 +164,17 @@ def check_options(args: argparse.Namespace) -> list[str]:
     # Without --tasks and --perplexity, the paper's tasks are meant.
     if args.tasks is None:
         args.tasks = [] if args.perplexity else ["paper"]
-    names = task_table.task_names(args.tasks)
+    args.names = task_table.task_names(args.tasks)
     # `main` says which extra has the missing package.
-    if names and importlib.util.find_spec("lm_eval") is None:
+    if args.names and importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError(name="lm_eval")
     if length.NAME in args.perplexity and len(args.perplexity) > 1:
         raise ValueError(
             f"--perplexity {length.NAME} stands alone. Evaluate other corpora with a second command."
         )
+    if args.max_length and not args.names:
+        raise ValueError("--max-length is for --tasks; the lengths of --perplexity are --lengths.")
     _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
-    return names
 
 
 def corpora_of(args: argparse.Namespace) -> dict[str, str]:
@@ -332,15 +331,15 @@ def run_perplexity(
     return rows
 
 
-def fetch(args: argparse.Namespace, names: list[str]) -> None:
+def fetch(args: argparse.Namespace) -> None:
     """Fetches the data of tasks and the paper's corpora.
 
     Raises:
         ValueError, FileNotFoundError: Some data cannot be read.
     """
     # The data of tasks are in the hub's cache, and those of the made tasks nowhere.
-    fetched = list(names)
-    if names:
+    fetched = list(args.names)
+    if args.names:
         harness.load_tasks(args.tasks, args.include_path, fetch=True)
     # The paper's corpora are files in a folder of their own. They are fetched once.
     if length.NAME in args.perplexity:
@@ -361,26 +360,26 @@ def fetch(args: argparse.Namespace, names: list[str]) -> None:
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    names = check_options(args)
+    check_options(args)
     if args.fetch:
-        fetch(args, names)
+        fetch(args)
         return 0
     if not args.folders:
         raise ValueError(
             "no folder was given. Name one or more standalone folders (interdomain convert makes them)."
         )
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
-    evaluate_folders(args, names, output)
+    evaluate_folders(args, output)
     print((output / MARKDOWN).read_text())
     print(f"wrote {output / 'evaluation.json'} and {MARKDOWN}")
     return 0
 
 
-def evaluate_folders(args: argparse.Namespace, names: list[str], output: Path) -> dict[str, Any]:
+def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
     """Evaluates args.folders.
 
     Args:
-        names: The tasks, from `check_options`.
+        args: The options, after `check_options`.
         output: The folder of the report.
     Returns:
         The contents of evaluation.json.
@@ -398,7 +397,7 @@ def evaluate_folders(args: argparse.Namespace, names: list[str], output: Path) -
 
     # Begin the report with the options and the table of folders.
     max_length = args.max_length or min(folder.config.max_seq_len for folder in folders)
-    options = options_of(args, names) | {"batch_size": args.batch_size, "max_length": max_length}
+    options = options_of(args) | {"batch_size": args.batch_size, "max_length": max_length}
     label = f"exported folders on {device.type.upper()}"
     report = results.Report("evaluation", output, device, options, label)
     report.contents["environment"] |= versions(PACKAGES)
@@ -444,9 +443,9 @@ def data_key(folder: Folder) -> tuple:
     return folder.tokenizer.sha256, folder.tokenizer.documents
 
 
-def options_of(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options that change figures."""
-    return {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
+    return {name: getattr(args, name) for name in RECORDED} | {"tasks": args.names}
 
 
 if __name__ == "__main__":

@@ -153,12 +153,8 @@ def check_data(job: "JobConfig", dry_run: bool = False) -> str:
     return f"{line})"
 
 
-def next_steps(job: "JobConfig", planned_steps: int) -> str:
-    """Commands that watch, convert and generate, ready to paste.
-
-    Args:
-        planned_steps: The step of the checkpoint, if there is none yet.
-    """
+def next_steps(job: "JobConfig") -> str:
+    """Commands that watch, convert and generate, ready to paste."""
     dump = Path(job.job.dump_folder)
     # TensorBoard shows all runs of a folder together.
     runs = dump
@@ -166,12 +162,10 @@ def next_steps(job: "JobConfig", planned_steps: int) -> str:
         runs = dump.parent
     tensorboard = [python_here(), "-m", "tensorboard.main", "--logdir", str(runs)]
     lines = ["# watch", shlex.join(tensorboard)]
-    # The newest checkpoint can be converted, and the exported model writes text.
+    # The newest checkpoint of the run can be converted, and the exported model writes text.
     if job.checkpoint.enable:
-        folder = dump / job.checkpoint.folder
-        step = max(finished_steps(folder), default=planned_steps)
-        export = f"exports/{dump.name}-step{step}"
-        convert = [*command_here("convert"), str(folder / f"step-{step}"), "--output", export]
+        export = f"exports/{dump.name}"
+        convert = [*command_here("convert"), str(dump), "--output", export]
         generate = [*command_here("generate"), export, "--prompt", "def main("]
         lines += ["# convert to a standalone folder", shlex.join(convert)]
         lines += ["# generate", shlex.join(generate)]
@@ -244,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         perplexities = read_curves(events).get("validation_metrics/perplexity", {})
         for step, perplexity in sorted(perplexities.items()):
             print(f"validation perplexity {perplexity:.2f} at step {step}")
-    print("\n" + next_steps(job, plan.steps))
+    print("\n" + next_steps(job))
     return 0
 
 

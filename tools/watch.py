@@ -58,16 +58,14 @@ class Watcher:
         drawn: The values by tag of each step whose results are in the run's TensorBoard.
     """
 
-    def __init__(self, args: argparse.Namespace, names: list[str], work: Path) -> None:
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
         """Makes a watcher.
 
         Args:
-            args: The options of `watch`.
-            names: The tasks.
+            args: The options of `watch`, after `evaluate.check_options`.
             work: A folder for temporary files.
         """
         self.args = args
-        self.names = names
         self.work = work
         self.evaluated = 0
         self.drawn: dict[int, dict[str, float]] = {}
@@ -119,7 +117,7 @@ class Watcher:
         """
         results = json.loads(file.read_text())
         made_with = results["options"]
-        asked = evaluate.options_of(self.args, self.names)
+        asked = evaluate.options_of(self.args)
         # By default the model sees as many tokens as in training, which is the same for all milestones.
         if self.args.max_length:
             asked["max_length"] = self.args.max_length
@@ -143,7 +141,7 @@ class Watcher:
             convert.to_folder(milestone, folder, options)
             self.args.folders = [str(folder)]
             output = Path(temporary) / "results"
-            contents = evaluate.evaluate_folders(self.args, self.names, output)
+            contents = evaluate.evaluate_folders(self.args, output)
         # Keep what identifies and explains the figures. The temporary folder's name says nothing.
         for row in contents["perplexity"]:
             del row["folder"]
@@ -201,21 +199,21 @@ def scalars(results: dict[str, Any]) -> dict[str, float]:
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    names = evaluate.check_options(args)
+    evaluate.check_options(args)
     if not args.run.is_dir():
         raise FileNotFoundError(
             f"There is no folder {args.run}; give the folder of a run that has begun."
         )
     # Read the data once, so that an error appears now and not after hours.
     evaluate.corpora_of(args)
-    if names:
+    if args.names:
         harness.load_tasks(args.tasks, args.include_path)
     # The folder of temporary files is locked, so that a run has one watcher.
     try:
         with kept_folder(args.run / "watch") as work:
             for remains in work.iterdir():  # of a watcher that was killed
                 shutil.rmtree(remains)
-            print(Watcher(args, names, work).run())
+            print(Watcher(args, work).run())
     except BlockingIOError as e:
         raise ValueError(f"another watcher evaluates {args.run}: end it first.") from e
     except KeyboardInterrupt:

@@ -54,8 +54,10 @@ def _paper_figures() -> dict[Key, list[float]]:
         keys = _keys_of(group)
         figures |= dict(zip(keys, tasks.values(), strict=True))
         if group in PAPER["averages"]:
+            # The average has the metric of its last task, for it is printed below that.
             average = PAPER["averages"][group]
-            figures[average["name"], keys[-1][1]] = average["values"]
+            metric = keys[-1][1]
+            figures[average["name"], metric] = average["values"]
     return figures
 
 
@@ -69,7 +71,8 @@ def with_averages(tasks: Tasks) -> dict[Key, Measured]:
         keys = _keys_of(group)
         if results.keys() >= set(keys):
             mean = sum(results[key]["value"] for key in keys) / len(keys)
-            results[average["name"], keys[-1][1]] = {"value": mean, "stderr": None}
+            metric = keys[-1][1]
+            results[average["name"], metric] = {"value": mean, "stderr": None}
     return results
 
 

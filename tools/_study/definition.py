@@ -206,7 +206,7 @@ def read_study(path: Path) -> Study:
 
 def _combinations(table: Table, grid: Table) -> Iterator[tuple[dict[str, str], int]]:
     """The labels and the seed of each run of a table [[runs]]. An axis that it lacks has all its names."""
-    axes = [axis for axis in AXES if axis in table]
+    axes = [axis for axis in AXES if table.get(axis)]
     names = [grid.get(axis, list(table[axis])) for axis in axes]
     for seed, *labels in itertools.product(grid.get("seeds", [42]), *names):
         yield dict(zip(axes, labels, strict=True)), seed
@@ -235,12 +235,11 @@ def _check(path: Path, table: Table, grids: list[Table]) -> None:
             elif not isinstance(names, list) or not names:
                 problems.append(f"{key} = {names!r} names no run: give a list of names")
             elif key != "seeds":
-                known = [*table.get(key, {})]
-                unknown = set(names) - {*known}
-                if unknown:
-                    problems.append(
-                        f"[[runs]] names {key} {', '.join(unknown)}; the file has {', '.join(known)}"
-                    )
+                known = table.get(key, {})
+                for name in names:
+                    if name not in known:
+                        unknown = f"[[runs]] names {key} {name}; the file has {', '.join(known)}"
+                        problems.append(removal_of(name) or unknown)
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}.")
 
