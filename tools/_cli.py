@@ -38,10 +38,10 @@ EXTRAS = {
 class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of a docstring, and adds its default to the text of an option."""
 
-    def _split_lines(self, text, width):
+    def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         # Switches, and options without a default, have none to show.
         default = action.default
@@ -56,7 +56,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that says what to use instead of an option that an earlier version had."""
 
-    def parse_args(self, args=None, namespace=None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses a command line.
 
         Raises:

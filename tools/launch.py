@@ -174,7 +174,8 @@ def next_steps(job: "JobConfig") -> str:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
     args, flags = parse(argv)
 
     # TorchTitan and tyro, of the extra `train`, are imported from here on.

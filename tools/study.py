@@ -133,7 +133,9 @@ def plan(study: "Study") -> str:
         plan = run.plan
         status = "finished"
         if not run.is_finished:
-            status = f"at step {run.step:,} of {plan.steps:,}" if run.step else "not begun"
+            status = "not begun"
+            if run.step:
+                status = f"at step {run.step:,} of {plan.steps:,}"
             missing += 1
             tokens += plan.tokens
             flops += plan.flops

@@ -14,8 +14,10 @@ has 200 samples from a fixed seed, so that all models read the same.
 """
 
 import bisect
+import itertools
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset
@@ -62,7 +64,7 @@ class MadeTask(ConfigurableTask):
         self.length = length
         super().__init__(config={"test_split": "test", **config})
 
-    def download(self, dataset_kwargs=None, **kwargs) -> None:
+    def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
         """Takes the place of reading a data set."""
         self.dataset = {"test": Dataset.from_list(self.documents)}
 
@@ -88,7 +90,13 @@ def make(name: str, tokenizer: Tokenizer | None) -> ConfigurableTask:
     return ConfigurableTask(config=config)
 
 
-def _config(name: str, prompt, score, until: list[str], max_tokens: int) -> dict[str, Any]:
+def _config(
+    name: str,
+    prompt: Callable[[Document], str],
+    score: Callable[[Document, list[str]], dict[str, float]],
+    until: list[str],
+    max_tokens: int,
+) -> dict[str, Any]:
     """The configuration of a task, as the harness's YAML files have it.
 
     Args:
@@ -185,7 +193,8 @@ def phone_books(entries: int) -> list[Document]:
     Each has its `lines`, "name: number", and the places `asked` of three lines, the last without its answer.
     """
     draw = random.Random(SEED)
-    people = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
+    pairs = itertools.product(FIRST.split(), LAST.split())
+    people = [f"{first} {last}" for first, last in pairs]
     made = []
     for _ in range(SAMPLES):
         # A telephone number for each entry.

@@ -331,9 +331,12 @@ def rows(groups: Groups) -> list[Row]:
 
 def _row(cell: Cell, best: list[Cell]) -> Row:
     """The columns of a cell. `best` are the cells of its group at their best rates."""
-    # Against softmax.
+    # Over the seeds.
     facts = cell.first.facts
+    seeds = [run.facts["seed"] for run in cell.runs]
+    loss = mean_of(run.loss for run in cell.runs)
     perplexity = cell.perplexity
+    # Against softmax.
     vs_softmax = None
     softmax = softmax_cells(cell, best)
     if len(softmax) == 1:
@@ -349,12 +352,12 @@ def _row(cell: Cell, best: list[Cell]) -> Row:
     return {
         "condition": cell.name_among(best, without="lr"),
         "lr": facts["lr"],
-        "seeds": [run.facts["seed"] for run in cell.runs],
+        "seeds": seeds,
         "parameters": facts["parameters"],
         "state": describe_state(*facts["state"]),
         "tokens": cell.first.trained,
         "compute": cell.compute,
-        "loss": mean_of(run.loss for run in cell.runs),
+        "loss": loss,
         "perplexity": perplexity,
         "interval": cell.interval,
         "vs_softmax": vs_softmax,
@@ -395,7 +398,10 @@ def page(groups: Groups) -> str:
     """The table, what its columns mean, and why some cells are not compared."""
     table = rows(groups)
     # A column that no row fills is left out.
-    columns = [name for name in table[0] if any(row[name] is not None for row in table)]
+    columns = []
+    for name in table[0]:
+        if any(row[name] is not None for row in table):
+            columns.append(name)
     cells = [[name.replace("_", " ") for name in columns]]
     for row in table:
         cells.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
