@@ -467,6 +467,14 @@ def test_what_is_refused(write, described, tmp_path, refused):
             "names conditions sofmax; the file",
         ),
         (["plan", changed("[all]", "[corpora]\n[all]")], "corpora was removed"),
+        (
+            ["plan", changed("[all]", f"[all]\ncheckpoint.folder = '{tmp_path}'")],
+            "would write into one folder",
+        ),
+        (
+            ["plan", changed("[all]", "[all]\nmetrics.save_tb_folder = '../tb'")],
+            "would write into one folder",
+        ),
         (["plan", changed("linear_scale", "linaer_scale")], "no setting mixer.linaer_scale. Near"),
         (
             ["plan", changed('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')],

@@ -16,7 +16,8 @@ from typing import Any
 
 from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
 from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
-from interdomain.files.run_folder import checkpoints_of, events_of
+from interdomain.files.run_folder import CHECKPOINTS, checkpoints_of, events_of
+from interdomain.files.run_folder import EVENTS as EVENTS_FOLDER
 from interdomain.folders import expand_path, write_whole
 from interdomain.removed import removal_of
 from interdomain.titan.plan.run_plan import RunPlan, make_plan
@@ -274,8 +275,14 @@ def _override(settings: Table, layer: Table) -> None:
         else:
             # A key outside of all sections: the plan of the run refuses it.
             settings[section] = values
-    # Steps replace tokens that an earlier table gave, as on the command line.
     names = dict(pairs(layer))
+    for name in (CHECKPOINTS, EVENTS_FOLDER):
+        parts = Path(names.get(name, "")).parts
+        if "/" in parts or ".." in parts:
+            raise ValueError(
+                f"{name} = {names[name]}: several runs would write into one folder. Name one within a run's."
+            )
+    # Steps replace tokens that an earlier table gave, as on the command line.
     for steps, tokens in IN_TOKENS.items():
         if steps in names and tokens not in names:
             section, key = tokens.split(".")
