@@ -176,7 +176,6 @@ def main(argv=None) -> int:
 
     from interdomain.titan.plan.dry_run import describe
     from interdomain.titan.plan.run_plan import make_plan
-    from interdomain.titan.plan.schedule import check_jump
 
     # The plan, and the command that carries it out here or on the nodes of an allocation.
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
@@ -189,7 +188,6 @@ def main(argv=None) -> int:
     else:
         plan = make_plan(job, ranks)
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
-    check_jump(job, plan.steps, plan.warmup_steps)
     print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())

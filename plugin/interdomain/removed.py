@@ -39,6 +39,9 @@ REMOVED = {
     "interdomain.megatron.train": (
         "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
     ),
+    "lr_scheduler.allow_jump": (
+        "Leave it out: a resume takes the learning rate of its own schedule, and a warning names the settings that changed."
+    ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
     "parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
