@@ -12,7 +12,7 @@ from interdomain.files.distributed_checkpoint import SIDECAR, SIDECAR_FACTS
 from interdomain.files.run_folder import checkpoints_of, events_of
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
-from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
+from interdomain.titan.resume.lock import NAME, RunLock, hold_folder, owner_of, require_shared
 
 from ..common import TIMEOUT
 from .conftest import refusal
@@ -37,14 +37,14 @@ def quick(monkeypatch):
 def held(folder, **changes):
     """A lock in the folder, of a holder elsewhere. Returns its path."""
     path = folder / NAME
-    path.write_text(json.dumps(FolderLock(folder).record | ELSEWHERE | changes))
+    path.write_text(json.dumps(RunLock([]).record | ELSEWHERE | changes))
     return path
 
 
 def acquire(folder):
-    taken = FolderLock(folder)
-    taken.acquire(set())
-    assert FolderLock(folder).owner()["token"] == taken.record["token"]
+    taken = RunLock([folder])
+    taken.acquire()
+    assert owner_of(folder)["token"] == taken.record["token"]
     return taken
 
 
@@ -78,7 +78,7 @@ def test_a_living_holder_on_this_machine(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=f"in use by another run: process {os.getpid()} on {os.uname().nodename}"
     ):
-        FolderLock(tmp_path).acquire(set())
+        RunLock([tmp_path]).acquire()
 
 
 def test_a_silent_holder_elsewhere_is_dead(tmp_path):
@@ -127,7 +127,7 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, 
     with pytest.raises(
         ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"
     ):
-        FolderLock(tmp_path).acquire(set())
+        RunLock([tmp_path]).acquire()
 
 
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
@@ -242,7 +242,7 @@ def test_checkpoints_that_could_not_be_written(tmp_path, capsys):
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
     """This process as the second of two nodes, where the same path leads elsewhere."""
-    token = hold_folder(config(tmp_path)).token
+    token = hold_folder(config(tmp_path)).record["token"]
     elsewhere = config(tmp_path / "elsewhere")
     require_shared(elsewhere, None)  # nobody holds a lock
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))

@@ -108,6 +108,16 @@ def test_refused_in_one_paragraph(axis, given, monkeypatch, capsys):
     assert all(words in error for words in REFUSED[axis][given].split(" ... "))
 
 
+def test_every_setting_has_a_help_text(capsys):
+    """A comment that a formatter moves away from its field would be lost."""
+    with pytest.raises(SystemExit):
+        read_job_config(["--help"])
+    shown = capsys.readouterr().out
+    flags = re.findall(r"^[^\w\n]*--([a-z][\w.-]+).*\n[^\w\n]*(\(default)?", shown, re.MULTILINE)
+    assert {flag.replace("-", "_") for flag, _ in flags} >= schema.SETTINGS.keys()
+    assert [flag for flag, bare in flags if bare] == []
+
+
 @pytest.mark.parametrize("flags", [["--training.step", "3"], ["--training.steps", "3x"]])
 def test_a_flag_that_cannot_be(flags, capsys):
     with pytest.raises(SystemExit) as end:

@@ -50,7 +50,7 @@ REFUSED = {
     "--training.seq_len 0": "training.seq_len must be at least 1",
     f"{PIPELINE}--training.local_batch_size 2": "Set training.local_batch_size to a multiple of 4",
     "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_microbatch_size 0": "or another micro-batch",
-    f"{PIPELINE}--training.global_batch_size 12": "it must be a multiple of 8",
+    f"{PIPELINE}--training.global_batch_size 12": "must be a multiple of 8",
     "--checkpoint.enable --checkpoint.folder /archive/ck": "leads out of job.dump_folder",
     "--checkpoint.enable --checkpoint.folder ../other/checkpoint": "leads out of job.dump_folder",
 }

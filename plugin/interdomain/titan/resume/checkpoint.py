@@ -318,9 +318,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
         Unfinished saves of earlier steps go too. Nothing goes that this run did not write.
         """
-        current = step_of(self.saving)
-        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or current is None:
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
+        current = step_of(self.saving)
+        assert current is not None
         folder = Path(self.folder)
         finished = sorted(step for step in {*finished_steps(folder), current} if step <= current)
         kept = {*finished[-self.keep_latest_k :], *milestones(folder)}

@@ -36,28 +36,28 @@ POLL_SECONDS = 1.0  # between two looks of a waiting start
 PATIENCE = 60
 
 
-class FolderLock:
-    """The lock of one folder, owned from `acquire` to `release`.
+class RunLock:
+    """The locks of all folders that a run writes to, owned from `acquire` to `release`.
 
     Args:
-        folder: The folder.
-        token: Name of the run. Drawn at random by default.
+        folders: The folders.
 
     Attributes:
-        path: The lock's file.
-        lost: Whether another run owns the folder now.
-        record: The contents of the file: token, process and machine of the owner.
+        held: The folders that were acquired.
+        lost: A folder that another run has taken over, if there is one.
+        record: The contents of the lock files: token, process and machine of the run.
     """
 
-    def __init__(self, folder: Path | str, token: str | None = None) -> None:
-        self.folder = folder
-        self.path = Path(folder) / NAME
-        self.lost = False
-        # A process number is valid within one boot of a machine and one namespace (a container has its own).
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self.held: list[Path] = []
+        self.lost: Path | None = None
+        # A process number is valid within one boot of a machine and one namespace (a container has
+        # its own).
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
         self.record = {
-            "token": token or secrets.token_hex(8),
+            "token": secrets.token_hex(8),
             "pid": os.getpid(),
             "host": os.uname().nodename,
             "machine": f"{boot} {namespace}",
@@ -66,42 +66,48 @@ class FolderLock:
             "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         }
 
-    def acquire(self, ended: set[str]) -> None:
-        """Takes the folder, and keeps touching the lock from a thread.
-
-        Args:
-            ended: Tokens of runs that are known to have ended. The token of an owner that was silent for a minute is added.
+    def acquire(self) -> None:
+        """Takes the folders, and keeps touching their locks from a thread.
 
         Raises:
-            ValueError: The owner lives on, or the file is no lock.
-            OSError: The folder cannot be written.
+            ValueError: The owner of a folder lives on, or a lock's file is no lock.
+            OSError: A folder cannot be written.
         """
-        self._wait_for_owner(ended)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # The file appears whole. Two starts at the same moment write different partial files.
-        partial = self.path.with_name(f"{NAME}.{self.record['token']}")
-        partial.write_text(json.dumps(self.record) + "\n")
-        os.replace(partial, self.path)
-        threading.Thread(target=self._heartbeat, daemon=True).start()
+        # Folders that were taken before an error are released when the process exits.
         atexit.register(self.release)
+        threading.Thread(target=self._heartbeat, daemon=True).start()
+        ended: set[str] = set()
+        for folder in self.folders:
+            self._wait_for_owner(folder, ended)
+            folder.mkdir(parents=True, exist_ok=True)
+            # The file appears whole. Two starts at the same moment write different partial files.
+            partial = folder / f"{NAME}.{self.record['token']}"
+            partial.write_text(json.dumps(self.record) + "\n")
+            os.replace(partial, folder / NAME)
+            self.held.append(folder)
 
-    def _wait_for_owner(self, ended: set[str]) -> None:
-        """Returns once nobody owns the folder. `ended`: as for `acquire`."""
-        first = self.owner()
+    def _wait_for_owner(self, folder: Path, ended: set[str]) -> None:
+        """Returns once no living run owns the folder.
+
+        Args:
+            ended: Tokens of runs that have ended. The token of an owner that is silent for a minute
+                is added, so that a lost node's run is waited for once, and not in each folder.
+        """
+        first = owner_of(folder)
         if not first or first["token"] in ended or self._has_ended(first):
             return
         name = f"process {first['pid']} on {first['host']}, since {first['since']}"
-        logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
+        logger.warning("%s is held by %s: waiting a minute for it to end.", folder, name)
         owner = first
         for _ in range(PATIENCE):
             time.sleep(POLL_SECONDS)
-            owner = self.owner()
+            owner = owner_of(folder)
             if not owner or self._has_ended(owner):
                 return
         if owner != first:
             raise ValueError(
-                f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give "
-                "this run other folders (--job.dump_folder; checkpoint.folder and "
+                f"{folder} is in use by another run: {name}. Wait until that run ends, or give this "
+                "run other folders (--job.dump_folder; checkpoint.folder and "
                 "metrics.save_tb_folder, if they lie elsewhere)."
             )
         ended.add(first["token"])
@@ -114,92 +120,65 @@ class FolderLock:
         requeued = owner["slurm_restarts"] < self.record["slurm_restarts"]
         return requeued and owner["slurm_job"] == self.record["slurm_job"]
 
-    def owner(self) -> dict:
-        """Returns the owner's record, and when it last `touched` the lock. Empty if nobody owns the folder.
-
-        Raises:
-            ValueError: The file is no lock.
-        """
-        try:
-            with open(self.path, "rb") as f:  # opening makes NFS ask the server
-                text = f.read()
-                touched = os.fstat(f.fileno()).st_mtime_ns
-        except FileNotFoundError:
-            return {}
-        if not text:  # a machine that went down can leave an empty file
-            return {}
-        try:
-            return json.loads(text) | {"touched": touched}
-        except ValueError as e:
-            raise ValueError(
-                f"{self.path} is not a lock: it holds {text[:60]!r}. If no run trains in "
-                f"{self.folder}, remove that file. Else give this run another folder with "
-                "--job.dump_folder."
-            ) from e
-
     def _heartbeat(self) -> None:
-        while not self.lost:
+        while self.lost is None:
             time.sleep(HEARTBEAT_SECONDS)
             self.refresh()
 
     def refresh(self) -> None:
-        """Touches the lock, or notes that another run owns it."""
-        # A file system that is away comes back, or fails the next save. A file that is no lock names no other run.
-        with contextlib.suppress(OSError, ValueError):
-            token = self.record["token"]
-            if self.owner().get("token", token) != token:
-                self.lost = True
-            if not self.lost:
-                os.utime(self.path)
+        """Touches the locks, or notes that another run owns a folder."""
+        token = self.record["token"]
+        for folder in self.held:
+            # A file system that is away comes back, or fails the next save. A file that is no lock
+            # names no other run.
+            with contextlib.suppress(OSError, ValueError):
+                if owner_of(folder).get("token", token) != token:
+                    self.lost = folder
+                else:
+                    os.utime(folder / NAME)
 
     def check_held(self) -> None:
-        """Checks that this run still owns the folder.
+        """Checks that this run still owns its folders.
 
         Raises:
-            ValueError: Another run has taken it over.
+            ValueError: Another run has taken one over.
         """
-        if self.lost:
+        if self.lost is not None:
             raise ValueError(
-                f"{self.folder} was taken over by another run ({NAME} names it), because this run "
-                "did not respond for a minute or both started together. This run ends here."
+                f"{self.lost} was taken over by another run ({NAME} names it), because this run did "
+                "not respond for a minute or both started together. This run ends here."
             )
 
     def release(self) -> None:
-        """Removes the lock, if this run still owns it."""
-        with contextlib.suppress(OSError, ValueError):
-            if self.owner().get("token") == self.record["token"]:
-                self.path.unlink()
+        """Removes the locks that this run still owns."""
+        for folder in self.held:
+            with contextlib.suppress(OSError, ValueError):
+                if owner_of(folder).get("token") == self.record["token"]:
+                    (folder / NAME).unlink()
 
 
-class RunLock:
-    """The locks of all folders that a run writes to, with one token. Making it acquires them.
+def owner_of(folder: Path) -> dict:
+    """Returns the record of a folder's owner, and when it last `touched` the lock. Empty if there is none.
 
     Raises:
-        ValueError, OSError: As `FolderLock.acquire`. Locks that were taken by then are released when the process exits.
+        ValueError: The file is no lock.
     """
-
-    def __init__(self, folders: list[Path]) -> None:
-        self.token = secrets.token_hex(8)
-        self.locks = [FolderLock(folder, self.token) for folder in folders]
-        # A lost node's run is waited for once, and not in each folder.
-        ended: set[str] = set()
-        for lock in self.locks:
-            lock.acquire(ended)
-
-    def refresh(self) -> None:
-        """Touches the locks, or notes that another run owns one."""
-        for lock in self.locks:
-            lock.refresh()
-
-    def check_held(self) -> None:
-        """Raises a ValueError if another run has taken a folder over."""
-        for lock in self.locks:
-            lock.check_held()
-
-    def release(self) -> None:
-        """Removes the locks."""
-        for lock in self.locks:
-            lock.release()
+    path = folder / NAME
+    try:
+        with open(path, "rb") as f:  # opening makes NFS ask the server
+            text = f.read()
+            touched = os.fstat(f.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    if not text:  # a machine that went down can leave an empty file
+        return {}
+    try:
+        return json.loads(text) | {"touched": touched}
+    except ValueError as e:
+        raise ValueError(
+            f"{path} is not a lock: it holds {text[:60]!r}. If no run trains in {folder}, remove that "
+            "file. Else give this run another folder with --job.dump_folder."
+        ) from e
 
 
 def written_folders(job: JobConfig) -> list[Path]:
@@ -232,6 +211,7 @@ def hold_folder(job: JobConfig) -> RunLock | None:
     if not folders or int(os.environ["RANK"]):
         return None
     lock = RunLock(folders)
+    lock.acquire()
     run = Path(job.job.dump_folder)
     checkpoints = job.checkpoint.folder
     # This check comes before the note: the tools must not take another run's checkpoints for this run's.
@@ -251,15 +231,11 @@ def require_shared(job: JobConfig, lock: RunLock | None) -> None:
         lock: The lock of the run's folders, on rank 0.
     """
     # Every rank looks for rank 0's token in the locks. A network file system may take a moment to show them.
-    token = [lock and lock.token]
+    token = [lock and lock.record["token"]]
     dist.broadcast_object_list(token)
-    unseen: list[Path] = []
-    if token[0] is not None:
-        unseen = written_folders(job)
+    unseen = written_folders(job)
     for _ in range(10):
-        unseen = [
-            folder for folder in unseen if FolderLock(folder).owner().get("token") != token[0]
-        ]
+        unseen = [folder for folder in unseen if owner_of(folder).get("token") != token[0]]
         if not unseen:
             break
         time.sleep(POLL_SECONDS)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +39,11 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     path = file_parser.parse_known_args(arguments)[0].path
     flags = names_of(arguments)
     problems = Problems()
-    _check_removed_flags(arguments)
+    for flag in sorted(flags):
+        removal = removal_of(flag.replace(".no_", "."))
+        if removal:
+            problems.append(removal)
+    problems.raise_all()
 
     # The file. Wrong values get their defaults, so that other problems can be found, too.
     table = {}
@@ -116,21 +121,6 @@ def apply_step_overrides(values: Mapping[str, Any], flags: set[str]) -> dict[str
         if steps in flags and tokens not in flags:
             changed[tokens] = 0
     return changed
-
-
-def _check_removed_flags(arguments: list[str]) -> None:
-    """Raises a ValueError for flags, and values of flags, that only an earlier version had."""
-    problems = Problems()
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag.startswith("--"):
-            name, has_value, value = flag[2:].partition("=")
-            setting = name.replace("-", "_").replace(".no_", ".")
-            if not has_value:
-                value = following
-            removal = removal_of(setting) or removal_of(f"{setting} = {value}")
-            if removal:
-                problems.append(removal)
-    problems.raise_all()
 
 
 def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
@@ -217,9 +207,7 @@ def check_value(setting: str, value: Any, declared: Setting) -> None:
     if removal:
         raise ValueError(removal)
     if not _is_of(value, declared.kind):
-        kind = str(declared.kind).replace("typing.", "")
-        if isinstance(declared.kind, type):
-            kind = declared.kind.__name__
+        kind = inspect.formatannotation(declared.kind)
         raise ValueError(f"{setting} must be {kind}: got {value!r}.")
     if declared.bound and not declared.bound.allows(value):
         raise ValueError(f"{setting} must be {declared.bound.description}: got {value}.")

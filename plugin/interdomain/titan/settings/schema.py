@@ -102,6 +102,7 @@ _BLOCKS = Bound(
 _LAYERS = Bound("at least 1", lambda x: x is None or x >= 1)
 _KEPT = Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)
 _SEED = Bound("a number of 64 bits, from -2^63 to 2^63 - 1", lambda x: -(2**63) <= x < 2**63)
+_SUMS = _one_of(("step", "micro-batch"))
 _STEPS = Bound("of steps from 1", lambda steps: all(step >= 1 for step in steps))
 
 # Types of settings.
@@ -255,9 +256,8 @@ class LRScheduler:
     """[lr_scheduler]: warmup, then a constant rate, then a decay."""
 
     warmup_steps: CountOr0 = 200  # Length of the linear warmup in steps, if warmup_tokens is 0.
-    warmup_tokens: CountOr0 = (
-        0  # Length of the warmup in tokens, rounded to steps. 0: warmup_steps.
-    )
+    #: Length of the warmup in tokens, rounded to steps. 0: use warmup_steps.
+    warmup_tokens: CountOr0 = 0
     #: Step at which the decay ends. 0: the run's last step. After it the rate stays at min_lr. To train a finished run
     #: further at that rate, set it to the length of the finished run.
     total_steps: CountOr0 = 0
@@ -294,7 +294,7 @@ class Training:
     #: When the gradients of a step with several micro-batches are summed over the ranks. step: once, and every rank holds
     #: whole gradients until then. micro-batch: after each micro-batch, which needs less memory and more network, and is not
     #: possible with a pipeline.
-    reduce_gradients: Annotated[Literal["step", "micro-batch"], Resume.ROUNDING] = "step"
+    reduce_gradients: Annotated[str, _SUMS, Resume.ROUNDING] = "step"
     #: Precision in which gradients are summed over the ranks. bf16 halves the bytes. With several micro-batches, which are
     #: added up in float32, bf16 needs reduce_gradients = micro-batch.
     mixed_precision_reduce: Literal["float32", "bf16"] = "float32"
@@ -417,22 +417,22 @@ class Debug:
 class JobConfig:
     """All settings of a run. Built by `settings.read_job_config`."""
 
-    job: Job = field(default_factory=Job)
-    model: Model = field(default_factory=Model)
-    mixer: Mixer = field(default_factory=Mixer)
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    training: Training = field(default_factory=Training)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    validation: Validation = field(default_factory=Validation)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    metrics: Metrics = field(default_factory=Metrics)
-    profiling: Profiling = field(default_factory=Profiling)
-    debug: Debug = field(default_factory=Debug)
-    comm: Comm = field(default_factory=Comm)
+    job: Job = Job()
+    model: Model = Model()
+    mixer: Mixer = Mixer()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    debug: Debug = Debug()
+    comm: Comm = Comm()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the values by section and name."""
