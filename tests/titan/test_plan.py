@@ -211,13 +211,6 @@ def test_a_pipeline_with_fewer_micro_batches_than_ranks():
     assert plan_of(PIPELINE + gpipe, ranks=2).accumulation == 1
 
 
-def test_a_short_chunk_at_the_end_of_shards_is_warned_of(caplog):
-    plan_of(CONTEXT + "--training.seq_len 128", ranks=2)
-    assert not caplog.text
-    plan_of(CONTEXT + "--training.seq_len 192", ranks=2)
-    assert "96 tokens per rank are no multiple of the scan's 64" in caplog.text
-
-
 def test_switches_stand_over_the_condition():
     switches = "--mixer.condition s4d --mixer.rope True --mixer.c_form diagonal --mixer.n_basis 8"
     mixer = dataclasses.asdict(model_config(parse(switches)).mixer)

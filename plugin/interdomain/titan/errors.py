@@ -11,8 +11,9 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from interdomain.launcher import STOPPED, notify_launcher
 
-# Seconds that a rank other than 0 waits before it reports. All ranks usually fail together, so only rank 0 reports, and torchrun
-# ends the others meanwhile. Another rank reports if it failed on its own, such as on a disk that only its machine has.
+# Seconds that a rank other than 0 waits before it reports. All ranks usually fail together, so only
+# rank 0 reports, and torchrun ends the others meanwhile. Another rank reports if it failed on its
+# own, such as on a disk that only its machine has.
 GRACE_SECONDS = 20
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,8 +28,9 @@ def stop(message: str) -> NoReturn:
         message: The error, for the user.
     """
     rank = int(os.environ.get("RANK", 0))
-    # torchrun's SIGTERM ends the ranks that wait here. The rank that reports ignores it, and releases its lock. Only the main
-    # thread can set this; for a stop from another thread, torchrun's SIGKILL follows.
+    # torchrun's SIGTERM ends the ranks that wait here. The rank that reports ignores it, and
+    # releases its lock. Only the main thread can set this; for a stop from another thread,
+    # torchrun's SIGKILL follows.
     reaction = signal.SIG_IGN
     if rank:
         reaction = signal.SIG_DFL
@@ -47,7 +49,7 @@ def stop(message: str) -> NoReturn:
 
 
 def user_errors(check: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for functions whose ValueError or OSError (such as a full disk) is the user's to correct.
+    """Decorator for functions whose ValueError or OSError is the user's to correct.
 
     The error ends the run by `stop`. Other errors keep their traceback.
     """

@@ -1,7 +1,8 @@
-"""Estimates for the dry run: memory by category, bytes received by axis of parallelism, and the idle time of a pipeline.
+"""Estimates for the dry run: memory, bytes received, and the idle time of a pipeline.
 
-Training does not read them. docs/parallelism.md says how accurate they were. They leave out the keys and values that context
-parallelism gathers, masks of packed documents, Muon's messages, validation, and checkpoints.
+Training does not read them. docs/parallelism.md says how accurate they were. They leave out the
+keys and values that context parallelism gathers, masks of packed documents, Muon's messages,
+validation, and checkpoints.
 """
 
 from collections.abc import Callable
@@ -117,7 +118,7 @@ class CostModel:
         return len(self.plan.stages) // self.plan.topology.pipeline
 
     def idle(self) -> float:
-        """Returns the fraction of a step that a pipeline's ranks wait, if all stages take the same time."""
+        """Returns the fraction of a step that a pipeline's ranks wait, if all stages are equal."""
         others = self.plan.topology.pipeline - 1
         return others / (self.plan.accumulation * self.stages + others)
 
@@ -135,7 +136,7 @@ class CostModel:
         return max(costs, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, rank: int) -> float:
-        """Returns the most micro-batches whose activations a rank holds at a time, averaged over its stages."""
+        """Returns the most micro-batches in flight on a rank, averaged over its stages."""
         ranks = self.plan.topology.pipeline
         micro_batches = self.plan.accumulation
         if ranks == 1:
@@ -173,7 +174,8 @@ class CostModel:
             gathered = share.sharded
         gathered = self.stored * (gathered + block) + 4 * block
 
-        # Activations of all micro-batches in flight, and what the block in its backward pass recomputes.
+        # Activations of all micro-batches in flight, and what the block in its backward pass
+        # recomputes.
         in_flight = self._in_flight(rank)
         tokens = self.tokens
         saved = 0
@@ -188,8 +190,8 @@ class CostModel:
         if plan.precision == "bf16-products" and self.checkpointing == "none":
             activations += 2 * share.blocks  # bf16 copies of the weights
 
-        # The head's input before and after its norm, the head's gradients, and a piece of the logits:
-        # as the product gives them, in float32, and after the softmax.
+        # The head's input before and after its norm, the head's gradients, and a piece of the
+        # logits: as the product gives them, in float32, and after the softmax.
         loss = 0
         if share.head:
             vocabulary = share.head // plan.config.dim
@@ -207,13 +209,16 @@ class CostModel:
         }
 
     def _saved_per_token(self, layer: ModelConfig) -> tuple[int, int]:
-        """Returns the bytes per token that autograd saves of a layer, with the run's checkpointing and without any.
+        """Returns the bytes per token that autograd saves of a layer, and without checkpointing.
 
-        - none: the inputs of norms, products, features, scan and activation (compiled: without the activation's output).
-        - selective: the block's input, the scan and every second product, as TorchTitan chooses (q, v, the gate, the last).
+        - none: the inputs of norms, products, features, scan and activation (compiled: without the
+          activation's output).
+        - selective: the block's input, the scan and every second product, as TorchTitan chooses (q,
+          v, the gate, the last).
         - full: the block's input.
 
-        With tensor parallelism a rank saves all tokens of the products' inputs, and 1 / tensor of the rest.
+        With tensor parallelism a rank saves all tokens of the products' inputs, and 1 / tensor of
+        the rest.
         """
         dim = layer.dim
         ffn = layer.ffn_hidden
@@ -239,7 +244,8 @@ class CostModel:
     def _traffic(self, rank: int, share: Share) -> dict[str, int]:
         """Returns the bytes that one rank of the pipeline receives in a step, by axis.
 
-        A ring moves (P - 1) / P of the result of a gather or of the input of a scatter over P ranks, and twice that for a sum.
+        A ring moves (P - 1) / P of the result of a gather or of the input of a scatter over P
+        ranks, and twice that for a sum.
 
         - shards: weights are gathered, gradients scattered.
         - replicas: scattered gradients are summed.
@@ -254,8 +260,8 @@ class CostModel:
         shards *= context
         n = plan.accumulation
 
-        # FSDP2 gathers weights for the forward and the backward pass of each micro-batch. A pipeline
-        # keeps gathered weights for all micro-batches of a step.
+        # FSDP2 gathers weights for the forward and the backward pass of each micro-batch. A
+        # pipeline keeps gathered weights for all micro-batches of a step.
         gathers = 2 * n
         if self.stays_gathered:
             gathers = 1 if pipeline > 1 else n
@@ -274,7 +280,8 @@ class CostModel:
                 exchanged += n * plan.local_batch * state * 4 * state_passes
                 exchanged += n * self.tokens * per_token * self.width * token_passes
 
-        # Hidden states around the parts of tensor parallelism, and between the stages of the pipeline.
+        # Hidden states around the parts of tensor parallelism, and between the stages of the
+        # pipeline.
         hidden = n * self.tokens * plan.config.dim // tensor
         ends = bool(share.embedding) + bool(share.head)
         exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing]

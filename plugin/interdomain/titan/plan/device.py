@@ -6,7 +6,7 @@ import torch
 
 
 def device_here() -> torch.device:
-    """Returns the device that a run on this machine computes on: the GPU, or the CPU if there is none."""
+    """Returns the device that a run on this machine computes on: the GPU, or else the CPU."""
     if torch.accelerator.is_available() and torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("cpu")

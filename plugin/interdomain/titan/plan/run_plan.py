@@ -1,7 +1,8 @@
-"""The plan of a run: what a configuration implies, computed and checked before anything expensive is built.
+"""The plan of a run: what a configuration implies, checked before anything is built.
 
-`make_plan` is the one place that knows which settings are possible together. The trainer and the dry run both call it. Every
-error names the setting, the value that was set, and the values that are allowed.
+`make_plan` is the one place that knows which settings are possible together. The trainer and the
+dry run both call it. Every error names the setting, the value that was set, and the values that are
+allowed.
 """
 
 from dataclasses import dataclass
@@ -133,12 +134,13 @@ def make_plan(
     Nothing is built and nothing is written.
 
     Args:
-        on_gpus: The ranks are those of other machines, which have GPUs. Otherwise settings that this machine cannot honour
-            are refused.
+        on_gpus: The ranks are those of other machines, which have GPUs. Otherwise settings that
+            this machine cannot honour are refused.
         stages: As `given` of `pipeline_stages`.
 
     Raises:
-        ValueError: The configuration cannot run. The message has all problems that can be told apart.
+        ValueError: The configuration cannot run. The message has all problems that can be told
+            apart.
     """
     problems = Problems()
     with problems.collect():
@@ -217,15 +219,16 @@ def make_plan_for_torchtitan(
 ) -> RunPlan:
     """Returns the plan of a run under TorchTitan's own trainer, whose steps differ from ours.
 
-    TorchTitan sums gradients after every micro-batch. With a pipeline it divides a local batch into micro-batches. These
-    micro-batches are the local batches of the plan.
+    TorchTitan sums gradients after every micro-batch. With a pipeline it divides a local batch into
+    micro-batches. These micro-batches are the local batches of the plan.
 
     Args:
         micro_batch: TorchTitan's setting pipeline_parallel_microbatch_size.
         stages: As `given` of `pipeline_stages`.
 
     Raises:
-        ValueError: The configuration cannot run. The message has all problems that can be told apart.
+        ValueError: The configuration cannot run. The message has all problems that can be told
+            apart.
     """
     if job.parallelism.pipeline_parallel_degree == 1:
         return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
@@ -244,7 +247,7 @@ def make_plan_for_torchtitan(
 
 
 def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
-    """Returns the configuration with its lengths in steps, which TorchTitan reads and the run records."""
+    """Returns the configuration with its lengths in steps, as TorchTitan reads them."""
     return job.changed(
         {
             "training.steps": plan.steps,

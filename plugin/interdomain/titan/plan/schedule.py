@@ -33,7 +33,7 @@ def run_length(training: Training, schedule: LRScheduler, tokens_per_step: int) 
 
 
 def milestone_steps(checkpoint: Checkpoint, steps: int, tokens_per_step: int) -> frozenset[int]:
-    """Returns the steps whose checkpoints are never removed: those that [checkpoint] names, and the last step.
+    """Returns the steps whose checkpoints are never removed: those of [checkpoint], and the last.
 
     There are none in a run that saves nothing.
 
@@ -57,8 +57,9 @@ def multiple_of_peak(
 ) -> Callable[[int], float]:
     """Returns a function from a step (0-based) to the learning rate divided by the peak rate.
 
-    The shapes are TorchTitan's. A floor (`min_lr`) is reached exactly at the schedule's last step. A floor of 0 is reached
-    one step later, as in TorchTitan, so that no step is wasted on a rate of 0.
+    The shapes are TorchTitan's. A floor (`min_lr`) is reached exactly at the schedule's last step.
+    A floor of 0 is reached one step later, as in TorchTitan, so that no step is wasted on a rate of
+    0.
 
     Args:
         config: Settings [lr_scheduler].

@@ -1,4 +1,4 @@
-"""The axes of parallelism that a run's ranks are divided by, and the layers of a pipeline's stages."""
+"""The axes of parallelism of a run, and the layers of a pipeline's stages."""
 
 import math
 from typing import NamedTuple
@@ -58,9 +58,9 @@ def topology(parallel: Parallelism, world_size: int) -> Topology:
     )
     # -1: FSDP2 takes all ranks that the other axes leave.
     others = mesh._replace(shards=1).ranks
-    if mesh.shards == -1 and others > 0:
+    if mesh.shards == -1:
         mesh = mesh._replace(shards=world_size // others)
-    if mesh.ranks != world_size or min(mesh) < 1:
+    if mesh.ranks != world_size:
         product = " x ".join(f"{name} {degree}" for name, degree in mesh._asdict().items())
         raise ValueError(
             f"the degrees of [parallelism] must multiply to the number of ranks, {world_size}: "

@@ -1,18 +1,22 @@
 """Saving and loading checkpoints, each with a record beside its tensors.
 
-    step-N/interdomain.json   model configuration, size, condition, step, tokens, settings, data fingerprints, versions
+    step-N/interdomain.json   the record: model configuration, size, condition, step, tokens,
+                              settings, data fingerprints, versions
     step-N/tokenizer.model    the tokenizer (or tiktoken.json, or hf_tokenizer.json)
     step-N/validation.json    loss and perplexity, if the run validated after this step
-    step-N/KEEP               marks a milestone, which is never removed; a user may make this file, too
+    step-N/KEEP               marks a milestone, which is never removed; a user may make it, too
     step-N/*.distcp           shards of torch.distributed.checkpoint
-    step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
+    step-N/.metadata          its index, written last: a folder without it is no checkpoint
     step-N/.incomplete        exists only while a run saves or removes the checkpoint
-    step-N.damaged            a checkpoint that could not be read back; no run loads, counts or removes it
-    step-N.superseded         a checkpoint after the step that the run went back to (checkpoint.load_step), or one that lay in
-                              the place of a new save; no run loads, counts or removes it
+    step-N.damaged            a checkpoint that could not be read back
+    step-N.superseded         a checkpoint after the step that the run went back to
+                              (checkpoint.load_step), or one that lay in the place of a new save
 
-A checkpoint is checked before it is loaded. A run removes and overwrites only what it wrote itself: no link, no checkpoint of
-another run, and no folder that lacks its index and the mark `.incomplete`.
+No run loads, counts or removes a folder with one of the last two names.
+
+A checkpoint is checked before it is loaded. A run removes and overwrites only what it wrote itself:
+no link, no checkpoint of another run, and no folder that lacks its index and the mark
+`.incomplete`.
 """
 
 import contextlib
@@ -76,7 +80,9 @@ DISK_FULL.append("unexpected pos")
 
 
 def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer) -> dict:
-    """Returns the record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts.
+    """Returns the record that every checkpoint of this run carries.
+
+    The trainer adds the fingerprints of the texts.
 
     Args:
         data: Facts of the training data, from `data_record`.
@@ -111,7 +117,7 @@ def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer
 
 
 class SelfDescribingCheckpoints(CheckpointManager):
-    """TorchTitan's manager with a record beside every save, a check before every load, and milestones.
+    """TorchTitan's manager with records, checks before each load, and milestones.
 
     A damaged checkpoint is skipped, and the one before it is loaded.
 
@@ -126,7 +132,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
     Attributes:
         saving: The folder that is being written, or was written last.
         branched_from: The step that the run last went back to.
-        run_folders: The run's folder, and those that it had before. Records of older versions name no folder.
+        run_folders: The run's folder, and those that it had before. Records of older versions name
+            no folder.
     """
 
     saving = ""
@@ -175,7 +182,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             (folder / INCOMPLETE).unlink(missing_ok=True)
 
     def _check_finite(self, folder: Path) -> None:
-        """Ends the run before weights that are not finite become its latest checkpoint. Collective."""
+        """Ends the run before weights that are not finite become a checkpoint. Collective."""
         each_finite = []
         for part in self.states[MODEL].model:
             for p in part.parameters():
@@ -196,7 +203,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @contextlib.contextmanager
     def _explain_full_disk(self) -> Iterator[None]:
-        """Ends the run with an error message if a save fails on a full disk, and removes the part that was written."""
+        """Explains a save that fails on a full disk, and removes the part that was written."""
         try:
             yield
         except (CheckpointException, OSError) as e:
@@ -269,7 +276,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
         Args:
             accuracy: Fraction of answers that were right, for a corpus with answers.
-            documents: The sum of losses and the number of labels of each document, if the split has few documents.
+            documents: The sum of losses and the number of labels of each document, if the split has
+                few documents.
         """
         if not self.enable or dist.get_rank() != 0 or not self._is_saved_here(step):
             return
@@ -288,7 +296,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:
-        """Returns whether this step was saved and not validated, the same on all ranks. Collective."""
+        """Returns whether this step was saved and not validated. Collective."""
         result = self._folder_of(step) / VALIDATION
         return on_rank_0(lambda: self.enable and self._is_saved_here(step) and not result.exists())
 
@@ -314,9 +322,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self._purge_stale_checkpoints()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Removes all but the milestones and the latest `keep_latest_k` checkpoints, including the one being saved.
+        """Removes all but the milestones and the latest `keep_latest_k` checkpoints.
 
-        Unfinished saves of earlier steps go too. Nothing goes that this run did not write.
+        The checkpoint that is being saved counts. Unfinished saves of earlier steps are removed,
+        too. Nothing is removed that this run did not write.
         """
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
@@ -352,7 +361,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
     def load(self, step: int = -1) -> bool:
         """Loads a checkpoint. Collective.
 
-        It replaces TorchTitan's method, for which a folder with nothing but the remains of a save is a run's checkpoint.
+        It replaces TorchTitan's method, for which a folder with nothing but the remains of a save
+        is a run's checkpoint.
 
         Args:
             step: The step to load. -1: the latest one, or else checkpoint.initial_load_path.
@@ -419,7 +429,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return None
 
     def _note_earlier_data(self, record: dict) -> None:
-        """Adds to this run's record the data that the continued run was trained on, if it was other data.
+        """Adds the data that the continued run was trained on to the record, if it was other data.
 
         Args:
             record: The record of the checkpoint that the run continues.
@@ -435,7 +445,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
 
 def _mark_incomplete(folder: Path) -> None:
-    """Turns the index into the mark `.incomplete`, so that a folder that is being removed is not taken for a checkpoint."""
+    """Turns the index into the mark `.incomplete`, before a checkpoint is removed.
+
+    From then on the folder is not taken for a checkpoint.
+    """
     with contextlib.suppress(FileNotFoundError):  # an unfinished save has no index
         (folder / METADATA).rename(folder / INCOMPLETE)
 
@@ -443,7 +456,8 @@ def _mark_incomplete(folder: Path) -> None:
 def _remove(folder: Path) -> None:
     """Removes a step folder of this run.
 
-    The mark `.incomplete` goes last: after a kill, the next start knows by it that this run left the rest.
+    The mark `.incomplete` goes last: after a kill, the next start knows by it that this run left
+    the rest.
     """
     _mark_incomplete(folder)
     for path in folder.iterdir():

@@ -1,12 +1,16 @@
-"""One run at a time in a folder: the file `run.lock` names the run that writes there, and the run touches it while it lives.
+"""One run at a time in a folder: the file `run.lock` names the run that writes there.
 
-A run locks every folder that it writes to, with one token: its own folder, that of the checkpoints and that of the TensorBoard
-events. The last two may lie elsewhere, where another run could write, too.
+The run touches the file as long as it lives.
 
-A start takes a lock over at once if the owner's process is gone from this machine, or if the owner was an earlier start of the
-same SLURM job. Otherwise it takes the lock over after a minute in which nobody touched it. A run that lost its lock ends before
-it writes a checkpoint. The lock is no kernel lock: on shared file systems those work within one node only, do not exist, or
-outlive a node.
+A run locks every folder that it writes to, with one token: its own folder, that of the checkpoints
+and that of the TensorBoard events. The last two may lie elsewhere, where another run could write,
+too.
+
+A start takes a lock over at once if the owner's process is gone from this machine, or if the owner
+was an earlier start of the same SLURM job. Otherwise it takes the lock over after a minute in which
+nobody touched it. A run that lost its lock ends before it writes a checkpoint. The lock is no
+kernel lock: on shared file systems those work within one node only, do not exist, or outlive a
+node.
 """
 
 import atexit
@@ -31,8 +35,8 @@ from .resume_from import check_other_runs
 NAME = "run.lock"
 HEARTBEAT_SECONDS = 10.0  # between two touches of the owner
 POLL_SECONDS = 1.0  # between two looks of a waiting start
-# Polls without a touch after which the owner counts as dead. Count polls, not seconds: on a stalled file system each poll
-# blocks, and the owner cannot refresh the lock either.
+# Polls without a touch after which the owner counts as dead. Count polls, not seconds: on a stalled
+# file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
 
 
@@ -113,7 +117,7 @@ class RunLock:
         ended.add(first["token"])
 
     def _has_ended(self, owner: dict) -> bool:
-        """Returns whether the owner's process is gone, or SLURM started this process in its place."""
+        """Returns whether the owner's process is gone, or SLURM started this one in its place."""
         if owner["machine"] == self.record["machine"]:
             return not Path(f"/proc/{owner['pid']}").exists()
         # SLURM requeues a job whose node is cut off. The old start may still be alive there.
@@ -158,7 +162,9 @@ class RunLock:
 
 
 def owner_of(folder: Path) -> dict:
-    """Returns the record of a folder's owner, and when it last `touched` the lock. Empty if there is none.
+    """Returns the record of a folder's owner, and the time `touched` of its last heartbeat.
+
+    It is empty if nobody owns the folder.
 
     Raises:
         ValueError: The file is no lock.
@@ -182,7 +188,7 @@ def owner_of(folder: Path) -> dict:
 
 
 def written_folders(job: JobConfig) -> list[Path]:
-    """Returns the folders that a run writes to, each once. There are none for a run that writes nothing."""
+    """Returns the folders that a run writes to, each once."""
     run = Path(job.job.dump_folder)
     folders = []
     if job.checkpoint.enable:
@@ -214,7 +220,8 @@ def hold_folder(job: JobConfig) -> RunLock | None:
     lock.acquire()
     run = Path(job.job.dump_folder)
     checkpoints = job.checkpoint.folder
-    # This check comes before the note: the tools must not take another run's checkpoints for this run's.
+    # This check comes before the note: the tools must not take another run's checkpoints for this
+    # run's.
     if job.checkpoint.enable:
         check_other_runs(run / checkpoints, str(run.resolve()))
     note_folders(run, checkpoints, job.metrics.save_tb_folder)
@@ -230,7 +237,8 @@ def require_shared(job: JobConfig, lock: RunLock | None) -> None:
     Args:
         lock: The lock of the run's folders, on rank 0.
     """
-    # Every rank looks for rank 0's token in the locks. A network file system may take a moment to show them.
+    # Every rank looks for rank 0's token in the locks. A network file system may take a moment to
+    # show them.
     token = [lock and lock.record["token"]]
     dist.broadcast_object_list(token)
     unseen = written_folders(job)

@@ -1,8 +1,9 @@
-"""Stopping when the scheduler asks: a signal is noted, all ranks agree, and the run saves a complete checkpoint.
+"""Stopping when the scheduler asks: all ranks agree, and the run saves a checkpoint.
 
-The signals are SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (which SLURM's `--signal` sends before the
-time limit). The same command line continues the run. If torchrun itself is killed, its ranks end at once: an orphan would go on
-writing into the folder of the run that continues.
+The signals are SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (which SLURM's
+`--signal` sends before the time limit). The same command line continues the run. If torchrun itself
+is killed, its ranks end at once: an orphan would go on writing into the folder of the run that
+continues.
 """
 
 import os
@@ -22,9 +23,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Preemption:
     """Requests to stop: this rank's own, and the one that all ranks agree on between two steps.
 
-    The all-reduce of every step carries the ranks' votes (`StepGuard.decide`). Between two steps, the host reads the vote of
-    the step before the last. The last vote may still be under way on the device, and the host does not wait for it. All ranks
-    read the vote of the same step, so all stop after the same step.
+    The all-reduce of every step carries the ranks' votes (`StepGuard.decide`). Between two steps,
+    the host reads the vote of the step before the last. The last vote may still be under way on the
+    device, and the host does not wait for it. All ranks read the vote of the same step, so all stop
+    after the same step.
 
     Attributes:
         asked: The signal that this rank received.
@@ -44,7 +46,7 @@ class Preemption:
             raise SystemExit("this rank's torchrun was killed while the rank began: ending with it")
 
     def listen(self) -> None:
-        """Notes signals from now on; they no longer end the process. A second signal changes nothing."""
+        """Notes signals from now on, in place of ending the process by them."""
         for number in SIGNALS:
             signal.signal(number, self._note)
         self.listening = True
@@ -69,7 +71,10 @@ class Preemption:
         self.last = (vote, copied)
 
     def agreed(self) -> bool:
-        """Returns whether any rank was asked to stop by the end of the step before the last, the same on all ranks."""
+        """Returns whether any rank was asked to stop by the end of the step before the last.
+
+        The answer is the same on all ranks.
+        """
         if self.before is None:
             return False
         vote, copied = self.before
@@ -78,10 +83,12 @@ class Preemption:
         return bool(vote)
 
     def leave(self, trainer: Any) -> NoReturn:
-        """Saves a checkpoint and ends the training with exit status 0: torchrun restarts only ranks that fail. Collective.
+        """Saves a checkpoint and ends the training with exit status 0. Collective.
 
-        `Trainer.train` is wrapped by torch's `record`, which returns on SystemExit(0). Then `trainer.run` closes the run as at
-        its end.
+        Torchrun restarts only ranks that fail.
+
+        `Trainer.train` is wrapped by torch's `record`, which returns on SystemExit(0). Then
+        `trainer.run` closes the run as at its end.
         """
         saved = trainer.checkpointer.save_now(trainer.step)
         why = "a signal to another rank"
@@ -101,6 +108,6 @@ class Preemption:
 
 
 def _die_with_torchrun(number: int) -> None:
-    """Has the system send this process a signal (0: none) when its parent ends, if the parent is torchrun."""
+    """Asks for a signal (0: none) when the parent of this process ends, if it is torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(number)

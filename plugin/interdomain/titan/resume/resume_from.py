@@ -1,8 +1,9 @@
-"""The choice of the checkpoint that a start resumes from: whether it is complete, and whether it is of this model.
+"""The choice of the checkpoint that a start resumes from, and checks that it fits this run.
 
-No tensor is read here. A run that goes back to a step (`checkpoint.load_step`) writes this step, `branched_from`, into the
-record of every checkpoint that it saves from then on. A restart of the same command therefore continues from what was saved
-since, and does not go back again. A restart with another seed (`debug.seed`) goes back once more.
+No tensor is read here. A run that goes back to a step (`checkpoint.load_step`) writes this step,
+`branched_from`, into the record of every checkpoint that it saves from then on. A restart of the
+same command therefore continues from what was saved since, and does not go back again. A restart
+with another seed (`debug.seed`) goes back once more.
 """
 
 import os
@@ -42,8 +43,9 @@ class ResumePoint(NamedTuple):
         folder: Folder of the checkpoint.
         files: The checkpoint's index: its tensors, and their places in the files.
         record: The contents of interdomain.json.
-        source: "latest", "load_step" (checkpoint.load_step) or "initial" (checkpoint.initial_load_path). If the latest
-            checkpoint is damaged, an older one replaces it.
+        source: "latest", "load_step" (checkpoint.load_step) or "initial"
+            (checkpoint.initial_load_path). If the latest checkpoint is damaged, an older one
+            replaces it.
         branched_from: The step that the run went back to. The next checkpoints record it.
     """
 
@@ -85,10 +87,10 @@ def loads_a_model(job: JobConfig) -> bool:
 def find_resume_point(
     folder: Path, step: int, initial: str | None, run: dict
 ) -> ResumePoint | None:
-    """Finds the latest complete checkpoint, or that of a step, or the initial one. Called on rank 0.
+    """Finds the checkpoint that a start loads. Called on rank 0.
 
-    A run that went back to `step` before, and saved since, continues from its latest checkpoint. Damaged checkpoints are
-    renamed.
+    A run that went back to `step` before, and saved since, continues from its latest checkpoint.
+    Damaged checkpoints are renamed.
 
     Args:
         folder: Folder of the run's checkpoints.
@@ -145,8 +147,8 @@ def find_resume_point(
 def check_other_runs(folder: Path, own: str) -> None:
     """Checks that no other run saves its checkpoints in this folder.
 
-    A user may copy checkpoints of another run into this run's folder, or rename this run's folder. A checkpoint there is
-    refused only if the other run still saves into the same place.
+    A user may copy checkpoints of another run into this run's folder, or rename this run's folder.
+    A checkpoint there is refused only if the other run still saves into the same place.
 
     Args:
         folder: Folder of the checkpoints.
@@ -174,7 +176,7 @@ def check_other_runs(folder: Path, own: str) -> None:
 
 
 def _latest(folder: Path, above: int) -> ResumePoint | None:
-    """Returns the latest complete checkpoint after the step `above` (-1: of all). Damaged ones are renamed."""
+    """Returns the latest complete checkpoint after a step, and renames damaged ones."""
     for step, path in sorted(finished_steps(folder).items(), reverse=True):
         if step > above:
             try:
@@ -198,7 +200,7 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
 
 
 def check_half_copies(folder: Path) -> None:
-    """Checks that a start from this folder would not begin at step 1 beside copies that lack their index.
+    """Checks that a start would not begin at step 1 beside copies that lack their index.
 
     Raises:
         ValueError: There are such copies, and no complete checkpoint.
@@ -214,7 +216,7 @@ def check_half_copies(folder: Path) -> None:
 
 
 def _check_version(folder: Path) -> None:
-    """Raises a ValueError if a later PyTorch wrote this checkpoint: then it may be unreadable without being damaged."""
+    """Raises a ValueError if a later PyTorch wrote this checkpoint: it may not be damaged."""
     try:
         wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
     except (OSError, ValueError, KeyError):
@@ -235,7 +237,7 @@ def _read_checked(folder: Path) -> tuple[Index, dict]:
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint to `step-N.WHY`. No run loads, counts or removes it, or overwrites it with a later save.
+    """Renames a checkpoint to `step-N.WHY`: no run loads, counts, removes or overwrites it.
 
     Returns:
         The new path.
@@ -333,7 +335,9 @@ def require_same_run(
 
 
 def settings_of(record: dict) -> dict[str, Any]:
-    """Returns the settings of a run's record by name, or nothing if the record is older than its entry "configuration".
+    """Returns the settings of a run's record by name.
+
+    There are none in a record that is older than its entry "configuration".
 
     A setting that is newer than the record has its default. A setting that was removed is left out.
     """
@@ -347,7 +351,7 @@ def settings_of(record: dict) -> dict[str, Any]:
 
 
 def warn_of_changes(point: ResumePoint, run: dict) -> None:
-    """Logs the settings in which this run differs from the checkpoint, in one warning. Called on rank 0.
+    """Logs the settings in which this run differs from the checkpoint. Called on rank 0.
 
     Args:
         run: This run's record.

@@ -1,4 +1,4 @@
-"""Reads the settings of a run from a TOML file and flags into a `JobConfig`, which nothing changes afterwards."""
+"""Reads the settings of a run from a TOML file and flags into a frozen `JobConfig`."""
 
 import argparse
 import difflib
@@ -26,13 +26,15 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     """Reads a TOML file and flags. Flags win over the file.
 
     Args:
-        arguments: A command line: `--job.config_file FILE`, and flags such as `--training.steps=10`.
+        arguments: A command line: `--job.config_file FILE`, and flags such as
+            `--training.steps=10`.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is not valid TOML, or has a key that does not exist, or a value that is not allowed. The message
-            has all problems.
-        SystemExit: `--help`; or a flag that does not exist or has a wrong value, after an error message.
+        ValueError: The file is not valid TOML, or has a key that does not exist, or a value that is
+            not allowed. The message has all problems.
+        SystemExit: `--help`; or a flag that does not exist or has a wrong value, after an error
+            message.
     """
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_parser.add_argument("--job.config_file", "--job.config-file", dest="path")
@@ -60,7 +62,8 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         prog="./launch.sh FILE.toml",
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
         "A flag wins over the file. The defaults shown are those of the file.",
-        # The fields of JobConfig have no help texts. Without this, tyro would parse all our source for them in each call.
+        # The fields of JobConfig have no help texts. Without this, tyro would parse all our source
+        # for them in each call.
         config=(tyro.conf.HelptextFromCommentsOff,),
     )
     if mixer_is_chosen(flags) and not reads_n_basis(vars(job.mixer)):
@@ -77,7 +80,8 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
     """Returns the configuration of a TOML file's table.
 
     Raises:
-        ValueError: A setting does not exist, or has a value that is not allowed. The message has all problems.
+        ValueError: A setting does not exist, or has a value that is not allowed. The message has
+            all problems.
     """
     problems = Problems()
     job = _checked(JobConfig().changed(_values_of(table, problems)), problems)
@@ -99,7 +103,10 @@ def job_config_of_values(
 
 
 def mixer_is_chosen(flags: set[str]) -> bool:
-    """Returns whether flags choose a mixer and do not set n_basis. A file's n_basis belongs to the file's mixer."""
+    """Returns whether flags choose a mixer and do not set n_basis.
+
+    The n_basis of a file belongs to the file's mixer.
+    """
     choosing = {"mixer.condition", "mixer.layers", "mixer.state_heads"}
     return bool(flags & choosing) and "mixer.n_basis" not in flags
 
@@ -124,7 +131,10 @@ def apply_step_overrides(values: Mapping[str, Any], flags: set[str]) -> dict[str
 
 
 def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """Returns the values of our settings in a TOML table. Others are ignored if they change nothing, else a problem."""
+    """Returns the values of our settings in a TOML table.
+
+    Other settings are ignored if they change nothing. Else they are added to `problems`.
+    """
     in_file = dict(pairs(table))
 
     def value_in_file(setting: str) -> Any:
@@ -141,7 +151,10 @@ def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _check_unknown(setting: str, value: Any) -> None:
-    """Raises a ValueError for a setting that is not ours, unless it is TorchTitan's at a value that changes nothing."""
+    """Raises a ValueError for a setting that is not ours.
+
+    TorchTitan's settings at values that change nothing are allowed.
+    """
     default = TORCHTITAN_DEFAULTS.get(setting)
     as_ours = AS_OURS.get(setting, default)
     is_theirs = setting in TORCHTITAN_DEFAULTS
@@ -179,8 +192,8 @@ def is_off(setting: str, value: Callable[[str], Any]) -> bool:
 def _checked(job: JobConfig, problems: Problems) -> JobConfig:
     """Returns the configuration with paths expanded and TorchTitan's names of sizes replaced.
 
-    A wrong value is added to `problems`, and the default takes its place, so that rules about several settings can be
-    checked, too.
+    A wrong value is added to `problems`, and the default takes its place, so that rules about
+    several settings can be checked, too.
     """
     defaults = JobConfig()
     changed = {}
@@ -236,7 +249,8 @@ def _is_of(value: Any, kind: Any) -> bool:
 def expand_setting(setting: str, value: Any) -> Any:
     """Returns a path, or a list of paths, with `~` and `$NAME` expanded.
 
-    A string may hold several paths with commas between them, as a list is written on the command line.
+    A string may hold several paths with commas between them, as a list is written on the command
+    line.
 
     Args:
         setting: The name of the setting, for the error.
@@ -278,7 +292,7 @@ def read_toml(file: str | Path) -> dict[str, Any]:
 
 
 def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value of every setting in a TOML table, such as ("training.steps", 10).
+    """Yields name and value of every setting in a TOML table, such as ("training.steps", 10).
 
     Args:
         prefix: Put before each name.

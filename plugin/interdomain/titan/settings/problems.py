@@ -39,7 +39,7 @@ class Problems(list[str]):
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Adds the message of a ValueError that the block raises. The code after the block goes on."""
+        """Adds the message of a ValueError that the block raises, and goes on after the block."""
         try:
             yield
         except SettingsError as e:
@@ -54,7 +54,7 @@ class Problems(list[str]):
 
 
 def raises_all(check: Callable[P, Iterator[str]]) -> Callable[P, None]:
-    """Decorator for a check that yields problems. The decorated function raises a SettingsError with all of them."""
+    """Decorator for a check that yields problems: it raises a SettingsError with all of them."""
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:

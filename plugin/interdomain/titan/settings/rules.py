@@ -1,7 +1,8 @@
 """Rules that concern several settings at once. A rule about one setting is its `Bound` in `schema`.
 
-Each check yields one message per problem: the values that were set, the values that are allowed, and what to do. The decorator
-`raises_all` turns the messages of a check into one SettingsError. `plan.run_plan.make_plan` calls the checks of our trainer.
+Each check yields one message per problem: the values that were set, the values that are allowed,
+and what to do. The decorator `raises_all` turns the messages of a check into one SettingsError.
+`plan.run_plan.make_plan` calls the checks of our trainer.
 """
 
 import importlib.util
@@ -14,11 +15,10 @@ import torch
 
 from interdomain.model import ModelConfig
 from interdomain.model.config import FIXED_STATE, state_shape
-from interdomain.scan import CHUNK
 from interdomain.scan.ops import runs_as
 from interdomain.scan.triton_support import cannot_launch
 
-from ..host import VERSION, logger
+from ..host import VERSION
 from .problems import raises_all
 from .schema import SETTINGS, JobConfig, Training
 
@@ -83,7 +83,8 @@ def check_combinations(job: JobConfig) -> Iterator[str]:
 def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
     """Returns whether any layer reads the setting n_basis.
 
-    Softmax attention does not. With state_heads, mamba2 is the only baseline of fixed state that does.
+    Softmax attention does not. With state_heads, mamba2 is the only baseline of fixed state that
+    does.
 
     Args:
         mixer: The settings of the section [mixer], by name.
@@ -175,13 +176,6 @@ def _check_context(
             f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: "
             "allowed are auto, chunkwise and chunkwise-torch."
         )
-    tokens = job.training.seq_len // context
-    if tokens % CHUNK:
-        logger.warning(
-            "%d tokens per rank are no multiple of the scan's %d: its last chunk is short",
-            tokens,
-            CHUNK,
-        )
 
 
 def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) -> Iterator[str]:
@@ -213,7 +207,7 @@ def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) 
 
 
 def _check_pipelined_validation(job: JobConfig) -> Iterator[str]:
-    """Yields differences between the shapes of validation and training, which a pipeline cannot have."""
+    """Yields shapes of validation that are not those of training, as a pipeline needs."""
     if not job.validation.enable or job.parallelism.pipeline_parallel_degree == 1:
         return
     for name in ("local_batch_size", "seq_len"):
@@ -229,7 +223,7 @@ def _check_pipelined_validation(job: JobConfig) -> Iterator[str]:
 
 @raises_all
 def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: int) -> Iterator[str]:
-    """Checks that a step's sequences divide over the ranks, and that the pipeline takes its micro-batches.
+    """Checks that a step's sequences divide over ranks and over a pipeline's micro-batches.
 
     Args:
         data_ranks: Groups of ranks that read samples of their own.
@@ -283,7 +277,7 @@ def check_reduction(training: Training, micro_batches: int, pipelined: bool) -> 
 
 @raises_all
 def check_micro_batches(job: JobConfig, size: int) -> Iterator[str]:
-    """Checks the micro-batches of a pipeline in TorchTitan's trainer, which divides a local batch into them.
+    """Checks the micro-batches into which TorchTitan's pipeline divides a local batch.
 
     Args:
         size: Sequences of a micro-batch.

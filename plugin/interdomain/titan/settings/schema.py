@@ -8,10 +8,12 @@ A setting is declared once, as a field of its section's dataclass. The field say
 - what a resume does if the setting has changed (`Resume`, of the setting or of its whole section);
 - whether only our trainer supports it, and what TorchTitan's trainer does instead (`OnlyOurs`).
 
-The list `SETTINGS` is derived from these fields. Most settings of [mixer] are declared, with their help texts, in
-`MixerConfig` and `Execution` of interdomain.model. Tables of TorchTitan's settings that are not ours stand at the end.
+The list `SETTINGS` is derived from these fields. Most settings of [mixer] are declared, with their
+help texts, in `MixerConfig` and `Execution` of interdomain.model. Tables of TorchTitan's settings
+that are not ours stand at the end.
 
-`job_config` reads a file and flags into a `JobConfig`. `rules` checks settings that depend on one another.
+`job_config` reads a file and flags into a `JobConfig`. `rules` checks settings that depend on one
+another.
 """
 
 import math
@@ -50,7 +52,7 @@ class Bound(NamedTuple):
 
 
 class Resume(Enum):
-    """What a resume does if a setting differs from the checkpoint's. The value explains the member."""
+    """What a resume does if a setting differs from the checkpoint's."""
 
     FREE = "It goes on without a warning: the setting changes no bit of the weights."
     ROUNDING = "It goes on without a warning: the same sums are taken in another order."
@@ -125,7 +127,10 @@ Section = TypeVar("Section", bound=type)
 
 
 def _with_settings_of_the_model(section: Section) -> Section:
-    """Adds the fields of MixerConfig, which are None unless a run sets them, and those of Execution, to a section."""
+    """Adds the fields of MixerConfig and Execution to a section.
+
+    Those of MixerConfig are None unless a run sets them.
+    """
 
     def add(f: Field, kind: Any, default: Any) -> None:
         section.__annotations__[f.name] = Annotated[kind, tyro.conf.arg(help=f.metadata["text"])]
@@ -138,7 +143,8 @@ def _with_settings_of_the_model(section: Section) -> Section:
             add(f, kind | None, None)
     for f in EXECUTION_SETTINGS.values():
         if f.type is bool:
-            # The flag of a plain bool would be --mixer.no-recompute, unlike that of a `bool | None`.
+            # The flag of a plain bool would be --mixer.no-recompute, unlike that of a `bool |
+            # None`.
             add(f, Annotated[Literal[True, False], Resume.FREE], f.default)
         else:
             add(f, Annotated[f.type, _one_of(f.metadata["choices"])], f.default)
@@ -177,7 +183,8 @@ class Metrics:
     disable_color_printing: bool = False  # Log without colours.
     save_tb_folder: Folder = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
     enable_wandb: bool = False  # Log to Weights & Biases as well. This needs the package wandb.
-    #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, in logged steps only. 0: never.
+    #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, in logged steps
+    #: only. 0: never.
     mixer_freq: CountOr0 = 100
 
 
@@ -186,9 +193,11 @@ class Model:
     """[model]: the size. `flavor` chooses one; the other settings change it."""
 
     name: Literal["interdomain"] = "interdomain"  # The model that this plugin trains.
-    #: The size: debug (TorchTitan's own files call it debugmodel), 125M, 350M, 760M, 1.3B, 7B or 70B.
+    #: The size: debug (TorchTitan's own files call it debugmodel), 125M, 350M, 760M, 1.3B, 7B or
+    #: 70B.
     flavor: Size = "debug"
-    #: Size of the vocabulary, at least that of the tokenizer. 0: the default of the size (32,000; debug 2,048).
+    #: Size of the vocabulary, at least that of the tokenizer. 0: the default of the size (32,000;
+    #: debug 2,048).
     vocab_size: CountOr0 = 0
     #: Width of the model. 0: the default of the size. The width of a head is dim / n_heads.
     dim: CountOr0 = 0
@@ -201,13 +210,15 @@ class Model:
 class Mixer:
     """[mixer]: the token mixer. `condition` chooses one; the other settings change it."""
 
-    #: The mixer: softmax, interdomain, interdomain-norope, interdomain-paired, single-query, single-query-norope,
-    #: dual-linear, dual-linear-norope, s4d, s4d-rope, gla, mamba2, deltanet or gated-deltanet.
+    #: The mixer: softmax, interdomain, interdomain-norope, interdomain-paired, single-query,
+    #: single-query-norope, dual-linear, dual-linear-norope, s4d, s4d-rope, gla, mamba2, deltanet or
+    #: gated-deltanet.
     condition: Condition = "interdomain"
-    #: Makes a hybrid: every n-th layer is softmax, and `condition` chooses the others. The other settings of this section
-    #: hold for every layer that has them.
+    #: Makes a hybrid: every n-th layer is softmax, and `condition` chooses the others. The other
+    #: settings of this section hold for every layer that has them.
     softmax_every: int | None = None
-    #: Makes a hybrid: the conditions of the layers in order, in place of `condition`. A shorter list is repeated.
+    #: Makes a hybrid: the conditions of the layers in order, in place of `condition`. A shorter
+    #: list is repeated.
     layers: Conditions = field(default_factory=list)
 
 
@@ -215,29 +226,31 @@ class Mixer:
 class Data:
     """[data]: the text (docs/data.md)."""
 
-    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards. Several corpora are mixed by weight:
-    #: write a list in TOML, and commas on the command line.
+    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards. Several
+    #: corpora are mixed by weight: write a list in TOML, and commas on the command line.
     corpus: Annotated[str | list[str], PATH, Resume.CONTENT] = ""
     #: Weights of the corpora in a mixture, in samples. They need not sum to 1.
     weights: list[float] = field(default_factory=list)
-    #: Another corpus to validate on, or validation shards if `corpus` is shards without a manifest. Empty: the validation
-    #: split of the corpora.
+    #: Another corpus to validate on, or validation shards if `corpus` is shards without a manifest.
+    #: Empty: the validation split of the corpora.
     validation_corpus: Annotated[Folder, Resume.CONTENT] = ""
-    #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the tokenizer of the prepared corpus.
+    #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the tokenizer of
+    #: the prepared corpus.
     tokenizer: Folder = ""
     #: Micro-batches that a thread reads ahead. 0: none.
     prefetch: Annotated[CountOr0, Resume.FREE] = 4
-    #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
-    #: The paper packs documents and mentions no reset.
+    #: Keep packed documents apart: state, short convolution, positions and softmax attention start
+    #: anew at each document. The paper packs documents and mentions no reset.
     reset_state_at_documents: Annotated[bool, Resume.REFUSED] = False
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """[optimizer]: AdamW or Muon. The SSM parameters (input norms, Delta, A, C, c) have their own rate and weight decay."""
+    """[optimizer]: AdamW or Muon. SSM parameters have their own rate and weight decay."""
 
-    #: The optimizer. Muon updates the matrices of attention and feed-forward, and AdamW all other parameters. Muon's updates
-    #: are scaled to the size of AdamW's, so that lr and weight_decay hold for both.
+    #: The optimizer. Muon updates the matrices of attention and feed-forward, and AdamW all other
+    #: parameters. Muon's updates are scaled to the size of AdamW's, so that lr and weight_decay
+    #: hold for both.
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     lr: Positive = 8e-4  # Peak learning rate.
     beta1: Decay = 0.9  # Decay of the running mean of the gradients.
@@ -245,7 +258,9 @@ class Optimizer:
     eps: NotNegative = 1e-8  # Added to the root of the mean of squares.
     momentum: Decay = 0.95  # Decay of Muon's running mean of the gradients. AdamW does not use it.
     weight_decay: NotNegative = 0.1  # Weight decay of all parameters but the SSM parameters.
-    ssm_lr: Positive = 1e-3  # The peak learning rate of the SSM parameters is min(lr, ssm_lr).
+    #: The peak learning rate of the SSM parameters (input norms, Delta, A, C, c) is min(lr,
+    #: ssm_lr).
+    ssm_lr: Positive = 1e-3
     ssm_weight_decay: NotNegative = 0.0  # Weight decay of the SSM parameters.
     #: PyTorch's implementation of the optimizer. fused is the fastest.
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -258,11 +273,12 @@ class LRScheduler:
     warmup_steps: CountOr0 = 200  # Length of the linear warmup in steps, if warmup_tokens is 0.
     #: Length of the warmup in tokens, rounded to steps. 0: use warmup_steps.
     warmup_tokens: CountOr0 = 0
-    #: Step at which the decay ends. 0: the run's last step. After it the rate stays at min_lr. To train a finished run
-    #: further at that rate, set it to the length of the finished run.
+    #: Step at which the decay ends. 0: the run's last step. After it the rate stays at min_lr. To
+    #: train a finished run further at that rate, set it to the length of the finished run.
     total_steps: CountOr0 = 0
-    #: Fraction of total_steps that the decay takes, at the end. 1: the decay begins right after the warmup. 0: no decay.
-    #: With a fraction between, the rate is constant before the decay, and a checkpoint before the decay can be trained longer.
+    #: Fraction of total_steps that the decay takes, at the end. 1: the decay begins right after the
+    #: warmup. 0: no decay. With a fraction between, the rate is constant before the decay, and a
+    #: checkpoint before the decay can be trained longer.
     decay_ratio: Fraction = 1.0
     #: Shape of the decay. sqrt: 1 - sqrt(fraction of the decay that is done).
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
@@ -275,28 +291,31 @@ class Training:
 
     #: Sequences per rank in one forward pass (a micro-batch).
     local_batch_size: Annotated[Count, Resume.ROUNDING] = 8
-    #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one pass of all ranks.
+    #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one
+    #: pass of all ranks.
     global_batch_size: CountOrAll = -1
     seq_len: Count = 2048  # Tokens per sequence.
     max_norm: PositiveOrInf = 1.0  # Clip gradients to this norm. inf: never.
     steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
     tokens: CountOr0 = 0  # Length of the run in tokens, rounded up to whole steps. 0: use steps.
-    #: Stop the run after this many steps in a row that were skipped because the loss or the gradient norm was not finite.
-    #: Skipped steps change nothing. The number is checked every metrics.log_freq steps.
+    #: Stop the run after this many steps in a row that were skipped because the loss or the
+    #: gradient norm was not finite. Skipped steps change nothing. The number is checked every
+    #: metrics.log_freq steps.
     max_skipped_steps: Annotated[
         Count, OnlyOurs("takes steps that are not finite, or ends at one")
     ] = 10
     #: Keep weights, gradients and optimizer state in CPU memory.
     enable_cpu_offload: Annotated[bool, Resume.ROUNDING] = False
-    #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
-    #: paper. float32: everything in float32. The optimizer's parameters, the SSM parameters and the loss are always float32.
+    #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest
+    #: in float32, as in the paper. float32: everything in float32. The optimizer's parameters, the
+    #: SSM parameters and the loss are always float32.
     precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
-    #: When the gradients of a step with several micro-batches are summed over the ranks. step: once, and every rank holds
-    #: whole gradients until then. micro-batch: after each micro-batch, which needs less memory and more network, and is not
-    #: possible with a pipeline.
+    #: When the gradients of a step with several micro-batches are summed over the ranks. step:
+    #: once, and every rank holds whole gradients until then. micro-batch: after each micro-batch,
+    #: which needs less memory and more network, and is not possible with a pipeline.
     reduce_gradients: Annotated[str, _SUMS, Resume.ROUNDING] = "step"
-    #: Precision in which gradients are summed over the ranks. bf16 halves the bytes. With several micro-batches, which are
-    #: added up in float32, bf16 needs reduce_gradients = micro-batch.
+    #: Precision in which gradients are summed over the ranks. bf16 halves the bytes. With several
+    #: micro-batches, which are added up in float32, bf16 needs reduce_gradients = micro-batch.
     mixed_precision_reduce: Literal["float32", "bf16"] = "float32"
     #: Steps between two garbage collections of Python.
     gc_freq: Annotated[Count, Resume.FREE] = 50
@@ -304,29 +323,33 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """[parallelism]: the product of the five degrees is the number of ranks (docs/parallelism.md)."""
+    """[parallelism]: five degrees, whose product is the number of ranks (docs/parallelism.md)."""
 
     RESUME: ClassVar[Resume] = Resume.ROUNDING
-    data_parallel_replicate_degree: int = 1  # Copies of the model.
-    #: Ranks over which FSDP2 shards a copy of the model. -1: all ranks that the other degrees leave.
+    data_parallel_replicate_degree: Count = 1  # Copies of the model.
+    #: Ranks over which FSDP2 shards a copy of the model. -1: all ranks that the other degrees
+    #: leave.
     data_parallel_shard_degree: int = -1
-    #: Ranks that share every sequence, a contiguous piece each: for sequences that do not fit on one device.
+    #: Ranks that share every sequence, a contiguous piece each: for sequences that do not fit on
+    #: one device.
     context_parallel_degree: Count = 1
-    #: Ranks that share heads, feed-forward layers and vocabulary, and the tokens between the mixers. Best on one machine.
+    #: Ranks that share heads, feed-forward layers and vocabulary, and the tokens between the
+    #: mixers. Best on one machine.
     tensor_parallel_degree: Count = 1
-    #: Ranks that share the layers. The micro-batches of a step pass through them one after the other.
+    #: Ranks that share the layers. The micro-batches of a step pass through them one after the
+    #: other.
     pipeline_parallel_degree: Count = 1
     #: 1F1B, GPipe, or Interleaved1F1B, in which a rank has several stages and waits less.
     pipeline_parallel_schedule: Schedule = "1F1B"
-    #: Layers of a stage. The next two settings say how embedding and head count. Unset: one stage per rank with 1F1B and
-    #: GPipe, and two with Interleaved1F1B.
+    #: Layers of a stage. The next two settings say how embedding and head count. Unset: one stage
+    #: per rank with 1F1B and GPipe, and two with Interleaved1F1B.
     pipeline_parallel_layers_per_stage: Annotated[int | None, _LAYERS] = None
     #: Number of layers that the first stage has less than others, because it has the embedding.
     pipeline_parallel_first_stage_less_layers: CountOr0 = 1
     #: Number of layers that the last stage has less than others, because it has the head.
     pipeline_parallel_last_stage_less_layers: CountOr0 = 1
-    #: Free a block's gathered weights after its forward pass. default: in all blocks but the last, and in none with a
-    #: pipeline.
+    #: Free a block's gathered weights after its forward pass. default: in all blocks but the last,
+    #: and in none with a pipeline.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
 
@@ -338,16 +361,19 @@ class Checkpoint:
     enable: bool = False  # Save checkpoints, and continue from the latest.
     folder: Folder = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
     interval: Count = 500  # Steps between two checkpoints.
-    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own.
+    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has
+    #: none of its own.
     initial_load_path: Annotated[str | None, PATH] = None
-    #: Load only the weights of initial_load_path: no optimizer state, schedule, data position or step.
+    #: Load only the weights of initial_load_path: no optimizer state, schedule, data position or
+    #: step.
     initial_load_model_only: bool = True
     #: async: a thread writes the checkpoint while training goes on.
     async_mode: Literal["disabled", "async"] = "disabled"
     #: Number of checkpoints to keep in addition to the milestones, at least 2. 0: all.
     keep_latest_k: Annotated[int, _KEPT] = 10
-    #: Steps between two milestones: checkpoints that are never removed, and are saved even if `interval` does not divide
-    #: their step. 0: only keep_steps and the last step of the run are milestones.
+    #: Steps between two milestones: checkpoints that are never removed, and are saved even if
+    #: `interval` does not divide their step. 0: only keep_steps and the last step of the run are
+    #: milestones.
     keep_every: Annotated[CountOr0, _KEEPS_THE_LATEST] = 0
     #: Tokens between two milestones, rounded to steps. 0: use keep_every.
     keep_every_tokens: Annotated[CountOr0, _KEEPS_THE_LATEST] = 0
@@ -365,7 +391,8 @@ class ActivationCheckpoint:
     RESUME: ClassVar[Resume] = Resume.ROUNDING
     #: What is recomputed: every block (full), a part (selective), or nothing (none).
     mode: Literal["selective", "full", "none"] = "selective"
-    #: With selective: op recomputes all but matrix products and the scan; a number n recomputes every n-th block.
+    #: With selective: op recomputes all but matrix products and the scan; a number n recomputes
+    #: every n-th block.
     selective_ac_option: Annotated[str, _BLOCKS] = "op"
 
 
@@ -388,7 +415,8 @@ class Comm:
     init_timeout_seconds: Count = 300
     train_timeout_seconds: Count = 100  # Timeout of a collective after the first step, in seconds.
     trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder keeps. 0: none.
-    #: fake_backend: simulate NGPU ranks (an environment variable) in one process, to try a configuration.
+    #: fake_backend: simulate NGPU ranks (an environment variable) in one process, to try a
+    #: configuration.
     mode: Literal["default", "fake_backend"] = "default"
 
 
@@ -462,7 +490,8 @@ class Setting:
         bound: The values that it may have. None: all of the type.
         is_path: Whether `~` and `$NAME` are expanded.
         resume: What a resume does if it has changed.
-        torchtitan: What TorchTitan's trainer does instead, if only our trainer supports the setting.
+        torchtitan: What TorchTitan's trainer does instead, if only our trainer supports the
+            setting.
     """
 
     kind: Any
@@ -565,11 +594,13 @@ NO_EFFECT = re.compile(
 )
 # Settings of TorchTitan's own entry point that may stand in a file. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")
-# Values of TorchTitan's settings that describe what our trainer does, unless it is TorchTitan's default.
+# Values of TorchTitan's settings that describe what our trainer does, unless it is TorchTitan's
+# default.
 AS_OURS = {"checkpoint.last_save_model_only": False}
 
-# Settings of a feature that is off are ignored: TorchTitan's own files have many of them. Each row has the switch of a feature,
-# the value of the switch that means off, and a pattern of the settings that are read only while the feature is on.
+# Settings of a feature that is off are ignored: TorchTitan's own files have many of them. Each row
+# has the switch of a feature, the value of the switch that means off, and a pattern of the settings
+# that are read only while the feature is on.
 OFF = (
     ("model.converters", [], r"quantize\."),
     ("fault_tolerance.enable", False, r"fault_tolerance\.|checkpoint\.enable_ft_"),
@@ -589,7 +620,8 @@ OFF = (
     ("parallelism.expert_parallel_degree", 1, r"parallelism\.expert_"),
 )
 
-# Lengths in steps, and the same lengths in tokens. In a file tokens win. Steps on the command line win over a file's tokens.
+# Lengths in steps, and the same lengths in tokens. In a file tokens win. Steps on the command line
+# win over a file's tokens.
 IN_TOKENS = {
     "training.steps": "training.tokens",
     "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens",
