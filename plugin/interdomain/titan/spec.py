@@ -184,12 +184,8 @@ def _resolve(config: Any) -> Resolved:
             "profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
         )
     problems.raise_all()
-    parallel = config.parallelism
-    micro_batch, stages = (
-        parallel.pipeline_parallel_microbatch_size,
-        parallel.module_fqns_per_model_part,
-    )
-    plan = make_plan_for_torchtitan(job, world_size(), micro_batch, stages)
+    micro_batch = config.parallelism.pipeline_parallel_microbatch_size
+    plan = make_plan_for_torchtitan(job, world_size(), micro_batch)
     return Resolved(in_steps(job, plan), plan)
 
 

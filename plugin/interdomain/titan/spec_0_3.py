@@ -315,11 +315,8 @@ def make_plan_of(config: Any, model: ModelConfig) -> None:
             "interdomain.titan.trainer."
         )
     ranks = int(os.environ["WORLD_SIZE"])
-    micro_batch, stages = (
-        parallel.pipeline_parallel_microbatch_size,
-        parallel.module_fqns_per_model_part,
-    )
-    plan = model.plan = make_plan_for_torchtitan(job, ranks, micro_batch, stages)
+    micro_batch = parallel.pipeline_parallel_microbatch_size
+    plan = model.plan = make_plan_for_torchtitan(job, ranks, micro_batch)
     parallel.context_parallel_load_balancer = None  # the scan needs contiguous pieces
     config.loss.global_vocab_size = plan.config.vocab_size
     # A user's own class of metrics stays.

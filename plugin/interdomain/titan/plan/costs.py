@@ -1,8 +1,8 @@
 """Estimates for the dry run: memory, bytes received, and the idle time of a pipeline.
 
 Training does not read them. docs/parallelism.md says how accurate they were. They leave out the
-keys and values that context parallelism gathers, masks of packed documents, Muon's messages,
-validation, and checkpoints.
+keys and values that context parallelism gathers, masks of packed documents, validation,
+checkpoints, Muon's messages, and that Muon has one moment per matrix in place of two.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from interdomain.model.shard import split_dimension
 from interdomain.model.transformer import mixer_class
 
 from ..settings.schema import JobConfig
-from .parameter_groups import group_of
 from .run_plan import RunPlan
 
 
@@ -28,7 +27,6 @@ class Share:
         embedding: Parameters of the embedding.
         head: Parameters of the head and the last norm.
         ssm: SSM parameters, which are whole on every rank.
-        matrices: Parameters of `blocks` that Muon updates.
     """
 
     layers: list[ModelConfig] = field(default_factory=list)
@@ -36,7 +34,6 @@ class Share:
     embedding: int = 0
     head: int = 0
     ssm: int = 0
-    matrices: int = 0
 
     @property
     def sharded(self) -> int:
@@ -70,8 +67,6 @@ def shares_of(plan: RunPlan) -> list[Share]:
                         share.embedding += size
                     else:
                         share.head += size
-                    if group_of(name, parameter, "Muon") == "matrices":
-                        share.matrices += size
         shares.append(share)
     return shares
 
@@ -86,7 +81,6 @@ class CostModel:
         compiled: Whether blocks are compiled.
         stays_gathered: Whether a block's weights stay gathered after its forward pass.
         reduced: Bytes per number when gradients are summed over the ranks.
-        muon: Whether Muon updates the matrices, with one moment.
     """
 
     plan: RunPlan
@@ -95,7 +89,6 @@ class CostModel:
     compiled: bool
     stays_gathered: bool
     reduced: int
-    muon: bool
 
     @property
     def stored(self) -> int:
@@ -162,9 +155,6 @@ class CostModel:
         gradients = own
         if plan.accumulation > 1 and not plan.reduces_each and shards > 1:
             gradients += 4 * share.sharded  # whole until the last micro-batch
-        optimizer = 2 * own
-        if self.muon:
-            optimizer -= 4 * share.matrices // shards
 
         # Gathered weights of two blocks and of the embedding or the head; and the gradients of a
         # block, as they are computed and as they are sent.
@@ -202,14 +192,14 @@ class CostModel:
         return {
             "parameters": own,
             "gradients": gradients,
-            "optimizer": optimizer,
+            "optimizer": 2 * own,
             "gathered": gathered,
             "activations": activations,
             "loss": loss,
         }
 
     def _saved_per_token(self, layer: ModelConfig) -> tuple[int, int]:
-        """Returns the bytes per token that autograd saves of a layer, and without checkpointing.
+        """Returns the bytes per token that autograd saves of a layer.
 
         - none: the inputs of norms, products, features, scan and activation (compiled: without the
           activation's output).
@@ -219,6 +209,9 @@ class CostModel:
 
         With tensor parallelism a rank saves all tokens of the products' inputs, and 1 / tensor of
         the rest.
+
+        Returns:
+            Bytes with the run's activation checkpointing, and bytes without any.
         """
         dim = layer.dim
         ffn = layer.ffn_hidden
@@ -315,5 +308,4 @@ def cost_model(plan: RunPlan, job: JobConfig) -> CostModel:
         compiled=job.compile.enable and "model" in job.compile.components,
         stays_gathered=reshard == "never" or (reshard == "default" and pipelined),
         reduced=2 if job.training.mixed_precision_reduce == "bf16" else 4,
-        muon=job.optimizer.name == "Muon",
     )

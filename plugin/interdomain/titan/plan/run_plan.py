@@ -127,7 +127,6 @@ def make_plan(
     job: JobConfig,
     world_size: int,
     on_gpus: bool = False,
-    stages: list[list[str]] | None = None,
 ) -> RunPlan:
     """Checks a configuration for a run on `world_size` ranks, and computes its plan.
 
@@ -136,7 +135,6 @@ def make_plan(
     Args:
         on_gpus: The ranks are those of other machines, which have GPUs. Otherwise settings that
             this machine cannot honour are refused.
-        stages: As `given` of `pipeline_stages`.
 
     Raises:
         ValueError: The configuration cannot run. The message has all problems that can be told
@@ -151,15 +149,13 @@ def make_plan(
     plan = None
     with problems.collect():
         device = torch.device("cuda") if on_gpus else device_here()
-        plan = _plan_on(device, job, world_size, stages)
+        plan = _plan_on(device, job, world_size)
     problems.raise_all()
     assert plan is not None
     return plan
 
 
-def _plan_on(
-    device: torch.device, job: JobConfig, world_size: int, stages: list[list[str]] | None
-) -> RunPlan:
+def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
     """Returns the plan of a run. Each part is checked before the next one is computed from it."""
     training = job.training
     parallel = job.parallelism
@@ -167,7 +163,7 @@ def _plan_on(
     # The model, and the ranks that divide it.
     config = model_config(job)
     mesh = topology(parallel, world_size)
-    modules = pipeline_stages(parallel, config.n_layers, stages)
+    modules = pipeline_stages(parallel, config.n_layers)
     check_topology(job, config, device)
 
     # The batch of a step. By default each rank computes one micro-batch.
@@ -215,7 +211,6 @@ def make_plan_for_torchtitan(
     job: JobConfig,
     world_size: int,
     micro_batch: int,
-    stages: list[list[str]] | None = None,
 ) -> RunPlan:
     """Returns the plan of a run under TorchTitan's own trainer, whose steps differ from ours.
 
@@ -224,7 +219,6 @@ def make_plan_for_torchtitan(
 
     Args:
         micro_batch: TorchTitan's setting pipeline_parallel_microbatch_size.
-        stages: As `given` of `pipeline_stages`.
 
     Raises:
         ValueError: The configuration cannot run. The message has all problems that can be told
@@ -243,7 +237,7 @@ def make_plan_for_torchtitan(
         "training.local_batch_size": micro_batch,
         "validation.local_batch_size": micro_batch,
     }
-    return make_plan(job.changed(divided), world_size, stages=stages)
+    return make_plan(job.changed(divided), world_size)
 
 
 def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:

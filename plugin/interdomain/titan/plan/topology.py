@@ -70,41 +70,26 @@ def topology(parallel: Parallelism, world_size: int) -> Topology:
     return mesh
 
 
-def pipeline_stages(
-    parallel: Parallelism, n_layers: int, given: list[list[str]] | None = None
-) -> tuple[tuple[str, ...], ...]:
+def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ...], ...]:
     """Returns the module names of each pipeline stage, divided as TorchTitan's `pipeline_llm` does.
 
     Without a pipeline, one stage has all modules.
 
     Args:
         n_layers: Layers of the model.
-        given: TorchTitan's setting module_fqns_per_model_part: the names that a user chose.
 
     Raises:
         ValueError: The layers cannot be divided over the stages.
     """
     ranks = parallel.pipeline_parallel_degree
     schedule = parallel.pipeline_parallel_schedule
-    all_modules = generate_llm_fqn_per_model_part(1, n_layers)[0]
+    if ranks == 1:
+        return (tuple(generate_llm_fqn_per_model_part(1, n_layers)[0]),)
     # PyTorch keeps the weights of up to three stages of a rank gathered. With more stages it would
     # gather them again in every micro-batch.
     allowed = [ranks]
     if schedule == MULTI_STAGE:
         allowed = [2 * ranks, 3 * ranks]
-    allowed_text = " or ".join(map(str, allowed))
-
-    if given is not None:
-        named = [name for stage in given for name in stage]
-        if ranks == 1 or len(given) not in allowed or not all(given) or named != all_modules:
-            raise ValueError(
-                f"parallelism.module_fqns_per_model_part = {given} must name "
-                f"{', '.join(all_modules)}, each once and in this order, in {allowed_text} parts, "
-                "and needs a pipeline. Or leave it out."
-            )
-        return tuple(tuple(stage) for stage in given)
-    if ranks == 1:
-        return (tuple(all_modules),)
 
     # The embedding and the head count as layers in the division.
     first = parallel.pipeline_parallel_first_stage_less_layers
@@ -114,6 +99,7 @@ def pipeline_stages(
     if per_stage is not None:
         stages = math.ceil((n_layers + first + last) / per_stage)
     if stages not in allowed:
+        allowed_text = " or ".join(map(str, allowed))
         raise ValueError(
             f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of "
             f"n_layers = {n_layers}, plus {first} for the embedding and {last} for the head: "

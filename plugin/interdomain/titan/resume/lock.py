@@ -80,7 +80,7 @@ class RunLock:
         # Folders that were taken before an error are released when the process exits.
         atexit.register(self.release)
         threading.Thread(target=self._heartbeat, daemon=True).start()
-        ended: set[str] = set()
+        ended = {self.record["token"]}  # two paths may lead to one folder
         for folder in self.folders:
             self._wait_for_owner(folder, ended)
             folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def owner_of(folder: Path) -> dict:
 
 
 def written_folders(job: JobConfig) -> list[Path]:
-    """Returns the folders that a run writes to, each once."""
+    """Returns the folders that a run writes to. One may be listed several times."""
     run = Path(job.job.dump_folder)
     folders = []
     if job.checkpoint.enable:
@@ -197,11 +197,7 @@ def written_folders(job: JobConfig) -> list[Path]:
         folders += [run, run / job.metrics.save_tb_folder]
     if job.metrics.enable_wandb:
         folders.append(run)
-    # Two paths may lead to one folder.
-    by_place: dict[Path, Path] = {}
-    for folder in folders:
-        by_place.setdefault(folder.resolve(), folder)
-    return list(by_place.values())
+    return folders
 
 
 @user_errors

@@ -559,6 +559,9 @@ INSTEAD = {
     "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr instead.",
     "optimizer.early_step_in_backward": "The optimizer has two groups of parameters and one step.",
     "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
+    "parallelism.module_fqns_per_model_part": (
+        "Set parallelism.pipeline_parallel_layers_per_stage and the layers less of the first and last stage instead."
+    ),
     "parallelism.pipeline_parallel_microbatch_size": "Set training.local_batch_size instead.",
     "parallelism.pipeline_parallel_schedule_csv": "Set parallelism.pipeline_parallel_schedule instead.",
     "parallelism.context_parallel_load_balancer": "The scan needs contiguous pieces of a sequence.",
