@@ -49,8 +49,7 @@ def _rows_of_run(plan: RunPlan) -> dict[str, str]:
         "model": f"{plan.cell} ({plan.n_params:,} parameters)",
         "state": _describe_state(plan),
         "FLOPs": (
-            f"{plan.flops_per_token:.4g} per token, {plan.tokens * plan.flops_per_token:.4g} in all "
-            "(forward and backward)"
+            f"{plan.flops_per_token:.4g} per token, {plan.flops:.4g} in all (forward and backward)"
         ),
         "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens (warmup {plan.warmup_steps:,})",
         "tokens": f"{plan.tokens:,} ({plan.tokens / plan.n_params:.1f} per parameter)",

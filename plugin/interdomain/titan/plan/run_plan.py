@@ -106,6 +106,11 @@ class RunPlan:
         return self.steps * self.tokens_per_step
 
     @property
+    def flops(self) -> int:
+        """FLOPs of the run, forward and backward."""
+        return self.tokens * self.flops_per_token
+
+    @property
     def state(self) -> tuple[int, int]:
         """Numbers of the state of all layers: per sequence, and per token of a sequence."""
         fixed = 0
