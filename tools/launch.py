@@ -181,7 +181,6 @@ def main(argv: list[str] | None = None) -> int:
     # TorchTitan and tyro, of the extra `train`, are imported from here on.
     from interdomain.titan.plan.dry_run import describe
     from interdomain.titan.plan.run_plan import make_plan
-    from interdomain.titan.plan.schedule import check_jump
     from interdomain.titan.settings.job_config import read_job_config
 
     arguments = ["--job.config_file", args.config, *flags]
@@ -200,7 +199,6 @@ def main(argv: list[str] | None = None) -> int:
     else:
         plan = make_plan(job, ranks)
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
-    check_jump(job, plan.steps, plan.warmup_steps)
     print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())

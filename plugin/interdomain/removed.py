@@ -25,14 +25,12 @@ REMOVED = {
     "--rewind": NO_SPIKES,
     "bench-kernels --mixers sdpa-default": "Use `sdpa-cudnn` and `sdpa-flash`, which PyTorch chooses from.",
     "bench-kernels --rounds": "Leave it out: calls are timed for a second, and at most 20 of them.",
-    "best": "Add runs with more seeds at the rate that `study show` names as a condition's best.",
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
     "bench-training --device": "Set CUDA_VISIBLE_DEVICES to choose a GPU.",
     "bench-training --trace": "Start a short run with `--profiling.enable_profiling`, TorchTitan's own profiler.",
     "checkpoint.copy_to": NO_STORES,
     "checkpoint.copy_wait_seconds": NO_STORES,
     "compare-runs --save-curve": "Keep the run's folder of TensorBoard events, which `compare-runs` reads.",
-    "corpora": "Make the data with `interdomain prepare-data`. Comments in the study's file can hold the commands.",
     "data.leave_out": NO_SPIKES,
     "data.stages": (
         "Resume with another `data.corpus` or `data.weights`. For another length or batch, start a second run with "
@@ -43,6 +41,9 @@ REMOVED = {
     "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
     "interdomain.megatron.train": (
         "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
+    ),
+    "lr_scheduler.allow_jump": (
+        "Leave it out: a resume takes the learning rate of its own schedule, and a warning names the settings that changed."
     ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",

@@ -127,7 +127,6 @@ def resolve(config: Any) -> Resolved:
         job,
         ranks,
         config.parallelism.pipeline_parallel_microbatch_size,
-        config.parallelism.module_fqns_per_model_part,
     )
     job = in_steps(job, plan)
     config.resolved = Resolved(job, plan)

@@ -317,7 +317,6 @@ def make_plan_of(config: Any, model: TitanModelConfig) -> None:
         job,
         int(os.environ["WORLD_SIZE"]),
         parallelism.pipeline_parallel_microbatch_size,
-        parallelism.module_fqns_per_model_part,
     )
     model.plan = plan
     # A scan passes its state from rank to rank: each rank needs contiguous tokens.
