@@ -189,7 +189,8 @@ def _check_tensor(
     for layer in config.layers:
         if layer.mixer.kind in FIXED_STATE:
             name = f"the heads of {layer.mixer.kind}'s state (mixer.state_heads sets them)"
-            sizes[name] = state_shape(layer.mixer, config.dim).heads
+            heads = state_shape(layer.mixer, config.dim).heads
+            sizes[name] = math.gcd(heads, sizes.get(name, 0))
         else:
             sizes["n_heads"] = config.n_heads
             sizes["n_kv_heads"] = math.gcd(layer.n_kv_heads, sizes.get("n_kv_heads", 0))
