@@ -153,7 +153,7 @@ REFUSED = {  # what comes after GOOD: the words of the error
     "--bf16": "Set --use-distributed-optimizer.",
     "--use-distributed-optimizer --save x": "Set --dist-ckpt-optim-fully-reshardable.",
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x": "Install one of them.",
-    "--mixer.n_basis 0": "mixer.n_basis must be at least 1: got 0.",
+    "--mixer.n_basis 0": "mixer.n_basis must be from 1 to 1,048,576: got 0.",
     "--mixer.readout imaginary": "invalid choice: 'imaginary'",
     "--mixer.rope perhaps": "'perhaps' is neither True nor False",
     "--data.corpus $NONE_SUCH/x": "the environment variable NONE_SUCH is not set",

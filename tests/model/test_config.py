@@ -69,9 +69,17 @@ def test_a_cell_s_name_as_text_and_from_its_own_name():
 
 # Condition, overrides, and what the message must name.
 REFUSED = [
-    ("interdomian", {}, "'interdomian'.*interdomain.*s4d-rope"),
+    (
+        "interdomian",
+        {},
+        "mixer.condition must be one of .*interdomain.*s4d-rope.*: got interdomian",
+    ),
     ("interdomain", dict(n_bassis=3), "n_bassis.*vocab_size.*n_basis"),
-    ("interdomain", dict(readout="imag"), "mixer.readout.*'imag'.*complex, real, hermitian"),
+    (
+        "interdomain",
+        dict(readout="imag"),
+        "mixer.readout must be one of complex, real, hermitian: got imag",
+    ),
     (
         "interdomain",
         dict(conv_width=1),

@@ -125,7 +125,7 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "ssm", "log_A_real" | "A_imag":
             return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].float().expand(shape).clone()
         case "ssm", "C" | "c":
-            return normal(readout_std(mixer)[leaf])
+            return normal(readout_std(mixer, leaf))
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
             xi = FEATURE_MAPS[mixer.feature_map]

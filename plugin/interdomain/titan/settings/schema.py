@@ -16,7 +16,7 @@ instead. Most settings of [mixer] are those of `MixerConfig` and `Execution`, wi
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import (
@@ -35,13 +35,7 @@ import torch
 import tyro
 
 from interdomain.model.config import CONDITIONS, EXECUTION_SETTINGS, MIXER_SETTINGS, SIZES
-
-
-class Bound(NamedTuple):
-    """The values that a setting may have."""
-
-    description: str
-    allows: Callable[[Any], bool]
+from interdomain.model.settings import Bound, one_of
 
 
 class Resume(Enum):
@@ -63,10 +57,6 @@ class OnlyOurs(NamedTuple):
 PATH = "path"
 
 
-def _one_of(names: Iterable[str]) -> Bound:
-    return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
-
-
 _AT_LEAST_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
 Count = Annotated[int, Bound("at least 1", lambda x: x >= 1)]
 CountOr0 = Annotated[int, _AT_LEAST_0]
@@ -75,8 +65,8 @@ NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 ALIASES = {"debugmodel": "debug"}  # TorchTitan's name for its smallest models -> the size
-Size = Annotated[str, _one_of([*SIZES, *ALIASES])]
-Condition = Annotated[str, _one_of(CONDITIONS)]
+Size = Annotated[str, one_of([*SIZES, *ALIASES])]
+Condition = Annotated[str, one_of(CONDITIONS)]
 Conditions = Annotated[
     list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())
 ]
@@ -98,7 +88,7 @@ CompileBackend = Annotated[
         ),  # the list takes a second to import
     ),
 ]
-Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
+Schedule = Annotated[str, one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
 _KEEPS_THE_LATEST = OnlyOurs("removes all but the latest checkpoints")
 
 
@@ -118,7 +108,7 @@ def _with_settings_of_the_mixer(section: Section) -> Section:
             # As a plain bool its flag would be --mixer.no-recompute, unlike that of a `bool | None`.
             kind = Annotated[Literal[True, False], Resume.FREE]
         else:
-            kind = Annotated[f.type, _one_of(f.metadata["choices"])]
+            kind = Annotated[f.type, one_of(f.metadata["choices"])]
         add(f, kind, f.default)
     return section
 
