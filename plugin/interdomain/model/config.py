@@ -1,7 +1,8 @@
 """Model configuration as data: a table of sizes, a table of conditions, and their product.
 
-The two tables do not know each other. `build_config(size, condition)` gives any cell of the paper's study, and its overrides
-set any field by name. Configurations are frozen: change one with `dataclasses.replace`.
+The two tables do not know each other. `build_config(size, condition)` gives any cell of the paper's
+study, and its overrides set any field by name. Configurations are frozen: change one with
+`dataclasses.replace`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,24 +29,27 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class Execution:
-    """How the model is computed. No field changes the function or its parameters. All but the last are settings of [mixer]."""
+    """How the model is computed.
+
+    No field changes the function or its parameters. All but the last are settings of [mixer].
+    """
 
     backend: str = setting(
         "auto",
-        f"Implementation of the scan (docs/kernels.md): {', '.join(scan.BACKENDS)}. reference is the paper's "
-        "sequential scan. All compute the same function.",
+        f"Implementation of the scan (docs/kernels.md): {', '.join(scan.BACKENDS)}. reference is "
+        "the paper's sequential scan. All compute the same function.",
         choices=scan.BACKENDS,
     )
     recompute: bool = setting(
         True,
-        "Recompute the scan's scores in the backward pass (true), or keep them for a shorter one: 4 bytes per token, layer, "
-        "query head and basis function in bf16; none with full activation checkpointing. For chunkwise on CUDA. "
-        "The results are the same bits.",
+        "Recompute the scan's scores in the backward pass (true), or keep them for a shorter "
+        "one: 4 bytes per token, layer, query head and basis function in bf16; none with full "
+        "activation checkpointing. For chunkwise on CUDA. The results are the same bits.",
     )
     features: str = setting(
         "auto",
-        "Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or torch. All "
-        "compute the same function.",
+        "Implementation of convolution, RoPE, feature map and input norm: auto, triton (one "
+        "kernel, on CUDA) or torch. All compute the same function.",
         choices=features.BACKENDS,
     )
     # Under autocast, compute products of float32 parameters in bfloat16.
@@ -59,9 +63,10 @@ class Execution:
         """
         if self.features == "triton" and FEATURE_MAPS[mixer.feature_map]:
             raise ValueError(
-                f"mixer.features = 'triton' with mixer.feature_map = {mixer.feature_map!r}: the kernel has silu only, and the "
-                "other maps are plain PyTorch. Set mixer.features = 'torch'; or 'auto', which uses the kernel for what comes "
-                "before the map if it can."
+                f"mixer.features = 'triton' with mixer.feature_map = {mixer.feature_map!r}: the "
+                "kernel has silu only, and the other maps are plain PyTorch. Set mixer.features "
+                "= 'torch'; or 'auto', which uses the kernel for what comes before the map if it "
+                "can."
             )
 
 
@@ -81,8 +86,9 @@ class ModelConfig:
         max_seq_len: Tokens of a training sequence.
         rope_theta: Base of the rotary embedding.
         norm_eps: Epsilon of every RMSNorm.
-        mixers: The shortest pattern of mixers that, repeated, gives the mixers of all layers in order. The paper's models have
-            one mixer, a hybrid has several. Code that works for both reads `layers`.
+        mixers: The shortest pattern of mixers that, repeated, gives the mixers of all layers in
+            order. The paper's models have one mixer, a hybrid has several. Code that works for both
+            reads `layers`.
     Raises:
         ValueError: A value is not allowed, or two values do not fit each other.
     """
@@ -101,12 +107,14 @@ class ModelConfig:
         check_fields("", self, skip="mixers")
         if not self.mixers or self.n_layers % len(self.mixers):
             raise ValueError(
-                f"mixer.layers has {len(self.mixers)} conditions: their number must divide n_layers = {self.n_layers}."
+                f"mixer.layers has {len(self.mixers)} conditions: their number must divide "
+                f"n_layers = {self.n_layers}."
             )
         object.__setattr__(self, "mixers", _shortest_pattern(self.mixers))
         if self.n_heads * self.head_dim != self.dim:
             raise ValueError(
-                f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim}, dim = {self.dim}."
+                f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim}, dim = "
+                f"{self.dim}."
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (RoPE rotates pairs): got {self.head_dim}.")
@@ -115,7 +123,8 @@ class ModelConfig:
                 state_shape(mixer, self.dim)
             elif mixer.n_kv_heads and self.n_heads % mixer.n_kv_heads:
                 raise ValueError(
-                    f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {mixer.n_kv_heads}."
+                    f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got "
+                    f"{mixer.n_kv_heads}."
                 )
 
     @property
@@ -139,11 +148,14 @@ class ModelConfig:
 
     @property
     def ffn_hidden(self) -> int:
-        """Width of SwiGLU: 2/3 * 4 * dim, rounded up to a multiple of 128 (paper, backbone details)."""
+        """Width of SwiGLU: 8/3 dim, rounded up to a multiple of 128 (paper, backbone details)."""
         return -(-8 * self.dim // (3 * 128)) * 128
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all settings, for JSON. `mixer` has those of the mixer; in a hybrid it is a list of them."""
+        """Returns all settings, for JSON.
+
+        `mixer` has those of the mixer; in a hybrid it is a list of them.
+        """
         settings = asdict(self)
         mixers = settings.pop("mixers")
         mixer = list(mixers) if len(mixers) > 1 else mixers[0]
@@ -156,14 +168,15 @@ class ModelConfig:
         Args:
             data: The settings. One that is left out has its default.
         Raises:
-            ValueError: A setting is unknown (leaving it out would give another model), or `format_version` is missing or not
-                the version of this program.
+            ValueError: A setting is unknown (leaving it out would give another model), or
+                `format_version` is missing or not the version of this program.
         """
         settings = dict(data)
         version = settings.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(
-                f"the model has format version {version!r} (None: it has none); this program reads version {FORMAT_VERSION}."
+                f"the model has format version {version!r} (None: it has none); this program "
+                f"reads version {FORMAT_VERSION}."
             )
         mixers = settings.pop("mixer", {})
         if not isinstance(mixers, list):
@@ -177,8 +190,8 @@ class ModelConfig:
 MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")
 
 
-# The model sizes (paper, appendix "Backbone details"). The paper leaves widths and heads of 125M, 350M and 760M open: these
-# rows are the only ones that give its parameter counts.
+# The model sizes (paper, appendix "Backbone details"). The paper leaves widths and heads of 125M,
+# 350M and 760M open: these rows are the only ones that give its parameter counts.
 SIZES: dict[str, dict[str, int]] = {
     "debug": dict(
         dim=128, n_layers=4, n_heads=4, head_dim=32, n_basis=32, vocab_size=2048, max_seq_len=256
@@ -187,14 +200,16 @@ SIZES: dict[str, dict[str, int]] = {
     "350M": dict(dim=1024, n_layers=24, n_heads=16, head_dim=64, n_basis=64),
     "760M": dict(dim=1536, n_layers=24, n_heads=16, head_dim=96, n_basis=64),
     "1.3B": dict(dim=2048, n_layers=24, n_heads=32, head_dim=64, n_basis=64),
-    # Not in the paper: the width, layers and heads of Llama's models with 6.7 and 65 billion parameters.
+    # Not in the paper: the width, layers and heads of Llama's models with 6.7 and 65 billion
+    # parameters.
     "7B": dict(dim=4096, n_layers=32, n_heads=32, head_dim=128, n_basis=64),
     "70B": dict(dim=8192, n_layers=80, n_heads=64, head_dim=128, n_basis=64),
 }
 
-# The conditions of the study: the mixer settings that each of them fixes. They are the eight corners of the paper's cube, of
-# which it reports six; interdomain-paired, which pairs a key with its value (docs/pairing.md); and the baselines. A model is
-# named after the first condition whose settings it has.
+# The conditions of the study: the mixer settings that each of them fixes. They are the eight
+# corners of the paper's cube, of which it reports six; interdomain-paired, which pairs a key with
+# its value (docs/pairing.md); and the baselines. A model is named after the first condition whose
+# settings it has.
 CONDITIONS: dict[str, dict[str, Any]] = {
     "softmax": dict(kind="softmax"),
     "interdomain": dict(dual_input=True, query_readout=True, rope=True),
@@ -225,10 +240,12 @@ def build_config(
     Args:
         size: A row of SIZES: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
         condition: A row of CONDITIONS: interdomain, softmax, s4d, ...
-        layers: A hybrid: a condition for each layer, instead of `condition`. A shorter list is repeated.
-        softmax_every: A hybrid: N, so that layers N - 1, 2N - 1, ... are softmax and the others `condition`.
-        overrides: Any field of ModelConfig or MixerConfig. In a hybrid, a field of MixerConfig goes to all layers whose
-            mixer has it.
+        layers: A hybrid: a condition for each layer, instead of `condition`. A shorter list is
+            repeated.
+        softmax_every: A hybrid: N, so that layers N - 1, 2N - 1, ... are softmax and the others
+            `condition`.
+        overrides: Any field of ModelConfig or MixerConfig. In a hybrid, a field of MixerConfig goes
+            to all layers whose mixer has it.
     Raises:
         ValueError: A size, condition or field is unknown, or the combination is not possible.
     """
@@ -239,7 +256,8 @@ def build_config(
     check_names("model or mixer", overrides, (*MODEL_SETTINGS, *MIXER_SETTINGS))
     if layers and softmax_every is not None:
         raise ValueError(
-            f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave one out."
+            f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave "
+            "one out."
         )
     model: dict[str, Any] = dict(SIZES[size])
     n_basis = model.pop("n_basis")
@@ -280,13 +298,14 @@ def with_settings(
 
 
 def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]:
-    """Returns the conditions of the layers, every n-th of which is softmax: all layers, or one if all are alike."""
+    """Returns the conditions of the layers, or a single one if all are alike."""
     if every is None:
         return [condition]
     if condition == "softmax" or not 2 <= every <= n_layers:
         raise ValueError(
-            f"mixer.softmax_every = {every} with mixer.condition = {condition}: it must be from 2 to n_layers = {n_layers}, "
-            "and the condition another one than softmax. Change it, or leave it out."
+            f"mixer.softmax_every = {every} with mixer.condition = {condition}: it must be from 2 "
+            f"to n_layers = {n_layers}, and the condition another one than softmax. Change it, or "
+            "leave it out."
         )
     pattern = [condition] * n_layers
     for layer in range(every - 1, n_layers, every):
@@ -295,11 +314,12 @@ def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]
 
 
 class Cell(NamedTuple):
-    """The name of a model as a cell of the study: a row of SIZES and one of CONDITIONS, each with the model's differences.
+    """The name of a model in the study: a size and a condition, each with the model's differences.
 
     Attributes:
         size: Such as "125M", or "125M with n_layers 6".
-        condition: Such as "interdomain", "interdomain, c_form identity", or for a hybrid "interdomain, softmax_every 3".
+        condition: Such as "interdomain", "interdomain, c_form identity", or for a hybrid
+            "interdomain, softmax_every 3".
     """
 
     size: str
@@ -314,10 +334,12 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
 
     Args:
         config: The model.
-        size: A row of SIZES, or the size of an earlier `Cell`. The settings are compared with the row if there is one.
+        size: A row of SIZES, or the size of an earlier `Cell`. The settings are compared with the
+            row if there is one.
     Returns:
-        Such as ("125M", "interdomain") or ("125M with n_layers 6", "interdomain, n_basis 32"); for a hybrid
-            ("125M", "interdomain, softmax_every 3") or ("125M", "softmax + interdomain + s4d").
+        Such as ("125M", "interdomain") or ("125M with n_layers 6", "interdomain, n_basis 32"); for
+        a hybrid ("125M", "interdomain, softmax_every 3") or ("125M", "softmax + interdomain +
+        s4d").
     """
     n_basis = MixerConfig.n_basis
     row = size.partition(" with ")[0]

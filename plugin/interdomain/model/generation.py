@@ -1,7 +1,10 @@
-"""Text from a model: `prefill` reads a prompt into a state, a `Decoder` takes one token per step, `generate` does both.
+"""Text from a model.
 
-The state has a fixed size for every mixer but softmax without a window, so a step costs the same after ten tokens and after a
-million.
+`prefill` reads a prompt into a state, a `Decoder` takes one token per step, and `generate` does
+both.
+
+The state has a fixed size for every mixer but softmax without a window, so a step costs the same
+after ten tokens and after a million.
 
 Shapes: B prompts, T tokens of a prompt, V vocabulary.
 """
@@ -58,7 +61,8 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Relative to the largest logit, a temperature near zero gives -inf, and not the NaN of inf - inf.
+    # Relative to the largest logit, a temperature near zero gives -inf, and not the NaN of inf -
+    # inf.
     logits = (logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         # topk keeps exactly top_k tokens. A threshold would not: bf16 logits are often equal.
@@ -67,7 +71,8 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        # The probability of all tokens before each one. It is 0 for the first, which is therefore always kept.
+        # The probability of all tokens before each one. It is 0 for the first, which is therefore
+        # always kept.
         before = ordered.cumsum(dim=-1) - ordered
         kept = ordered.where(before < sampling.top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
@@ -81,7 +86,7 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
 def prefill(
     model: Transformer, tokens: Tensor, state: ModelState | None = None, chunk: int = PREFILL_CHUNK
 ) -> tuple[Tensor, ModelState]:
-    """Reads prompts of one length in pieces, so that the memory for activations does not grow with T.
+    """Reads prompts of one length in pieces: the memory for activations does not grow with T.
 
     Args:
         model: The model.
@@ -101,12 +106,16 @@ def prefill(
 
 
 class Decoder:
-    """Takes one token of each row per step. On CUDA a step is one CUDA graph, captured here and replayed for every token.
+    """Takes one token of each row per step.
+
+    On CUDA a step is one CUDA graph, captured here and replayed for every token.
 
     Args:
         model: The model that the state belongs to.
-        state: The state to continue from. It is advanced in place, and nothing else may advance it from now on.
-        room: Number of tokens to decode, for which softmax's cache is made large enough; other mixers need none.
+        state: The state to continue from. It is advanced in place, and nothing else may advance it
+            from now on.
+        room: Number of tokens to decode, for which softmax's cache is made large enough; other
+            mixers need none.
         graph: Capture a CUDA graph. None: on CUDA.
     Raises:
         ValueError: A graph is to be captured under autocast.
@@ -164,9 +173,11 @@ class Decoder:
         Args:
             tokens: [B] integers.
         Returns:
-            The logits after them, [B, V]. With a CUDA graph it is always the same tensor, which the next step overwrites.
+            The logits after them, [B, V]. With a CUDA graph it is always the same tensor, which the
+            next step overwrites.
         Raises:
-            ValueError: There is not one token per row, or with a CUDA graph softmax's cache is full.
+            ValueError: There is not one token per row, or with a CUDA graph softmax's cache is
+                full.
         """
         rows = self.state.position.shape
         if tokens.shape != rows:
@@ -206,8 +217,9 @@ def _restored(state: ModelState) -> Iterator[None]:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Returns the stream on which all Decoders of a device are captured.
 
-    There is one per device because libraries keep memory for every stream. The default stream of `torch.cuda.graph` belongs to
-    the device of the first capture in the process, and would not capture the steps of another device.
+    There is one per device because libraries keep memory for every stream. The default stream of
+    `torch.cuda.graph` belongs to the device of the first capture in the process, and would not
+    capture the steps of another device.
     """
     return torch.cuda.Stream(device)
 
@@ -224,8 +236,9 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continues several prompts at once.
 
-    Prompts are read one after the other and decoded together. A prompt's text depends only on the seed and its own tokens, not
-    on the prompts beside it, up to the rounding of batched matrix products.
+    Prompts are read one after the other and decoded together. A prompt's text depends only on the
+    seed and its own tokens, not on the prompts beside it, up to the rounding of batched matrix
+    products.
 
     Args:
         model: The model.
@@ -234,11 +247,13 @@ def generate(
         sampling: How tokens are chosen. None: temperature 1, all tokens.
         seed: Seed of the random numbers.
         stop: The token that ends a row; it is yielded. None: rows end at max_tokens only.
-        vocab_size: The tokenizer's vocabulary, if the model's is padded: its further rows are never chosen.
+        vocab_size: The tokenizer's vocabulary, if the model's is padded: its further rows are never
+            chosen.
     Yields:
         One token per prompt and step; None for prompts that have ended.
     Raises:
-        ValueError: There is no prompt, or one has no tokens. It is raised when the first token is asked for.
+        ValueError: There is no prompt, or one has no tokens. It is raised when the first token is
+            asked for.
     """
     if not prompts or not all(prompts):
         raise ValueError(

@@ -1,8 +1,10 @@
 """The output head and the training loss, computed for one piece of the tokens after the other.
 
-The logits of all tokens never exist at once: with a large vocabulary they would be the largest tensor of a training step.
+The logits of all tokens never exist at once: with a large vocabulary they would be the largest
+tensor of a training step.
 
-Shapes: N tokens, n tokens of a piece, E width of the model, V vocabulary (of this rank, in tensor parallelism).
+Shapes: N tokens, n tokens of a piece, E width of the model, V vocabulary (of this rank, in tensor
+parallelism).
 """
 
 from collections.abc import Callable
@@ -22,23 +24,25 @@ PieceLoss = Callable[[Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor |
 IGNORE_INDEX = -100  # the label of a token that is not predicted; PyTorch's
 ELSEWHERE = -1  # the label of a token whose label is in another rank's part of the vocabulary
 PIECE_BYTES = 2**29  # size of the float32 logits of a piece
-# The fewest tokens of a piece. With fewer, adding up the weight's gradient takes longer than the matrix products.
+# The fewest tokens of a piece. With fewer, adding up the weight's gradient takes longer than the
+# matrix products.
 LEAST_TOKENS = 1024
 
 
 class Head(Linear):
-    """The output head: hidden [..., E] -> logits [..., V]; with labels [...], the summed cross-entropy instead.
+    """The output head: hidden [..., E] -> logits [..., V], or the summed loss of labels [...].
 
-    With tensor parallelism: from this rank's part of the tokens, [B, T / size, E], to its part of the logits, [B, T, V]; with
-    all T labels, to the loss of those that are in its part of the vocabulary. The sums over the ranks are the loss and the
-    gradients.
+    With tensor parallelism: from this rank's part of the tokens, [B, T / size, E], to its part of
+    the logits, [B, T, V]; with all T labels, to the loss of those that are in its part of the
+    vocabulary. The sums over the ranks are the loss and the gradients.
 
-    FSDP2 gathers the weight around calls of this module, so the loss must be computed inside of one.
+    FSDP2 gathers the weight around calls of this module, so the loss must be computed inside of
+    one.
 
     Attributes:
         heads: This rank's place in tensor parallelism. None: the head has the whole vocabulary.
-        scores: A list to which each call with labels appends `token_scores`, [2, tokens], while no gradients are recorded.
-            None: they are not computed.
+        scores: A list to which each call with labels appends `token_scores`, [2, tokens], while no
+            gradients are recorded. None: they are not computed.
         piece_loss: The function `piece_loss`, or its compiled form.
     """
 
@@ -59,12 +63,15 @@ class Head(Linear):
         )
 
     def compile_loss(self, backend: str) -> None:
-        """Compiles everything between the matrix products as one function, with a backend of torch.compile."""
+        """Compiles all between the matrix products as one function."""
         self.piece_loss = torch.compile(piece_loss, backend=backend)
 
 
 def piece_tokens(vocab_size: int) -> int:
-    """Returns n, the number of tokens that `summed_cross_entropy` computes at once. It is a multiple of 128."""
+    """Returns n, the number of tokens that `summed_cross_entropy` computes at once.
+
+    It is a multiple of 128.
+    """
     return max(LEAST_TOKENS, PIECE_BYTES // (4 * vocab_size) // 128 * 128)
 
 
@@ -75,12 +82,15 @@ def piece_loss(
 
     Args:
         logits: [n, V].
-        labels: [n] integers, counted from the first row of this rank's vocabulary; or ELSEWHERE, or IGNORE_INDEX. All ranks
-            then compile the same function, and one can load what another has compiled.
+        labels: [n] integers, counted from the first row of this rank's vocabulary; or ELSEWHERE, or
+            IGNORE_INDEX. All ranks then compile the same function, and one can load what another
+            has compiled.
         gradient: Compute the gradient, too.
-        vocabulary: This rank's place among those that have parts of the vocabulary. None: the logits are of all of it.
+        vocabulary: This rank's place among those that have parts of the vocabulary. None: the
+            logits are of all of it.
     Returns:
-        The summed cross-entropy, and its gradient by the logits, [n, V] in their dtype; None without `gradient`.
+        The summed cross-entropy, and its gradient by the logits, [n, V] in their dtype; None
+        without `gradient`.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary is None:
@@ -109,8 +119,9 @@ def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None)
         labels: [n] integers, as in `piece_loss`.
         vocabulary: As in `piece_loss`.
     Returns:
-        [2, n] float32: the cross-entropy, and 1 if the label is not the argmax, else 0. Of several largest logits the first is
-            the argmax. Tokens without a label have zeros, as do those whose label is in another rank's vocabulary.
+        [2, n] float32: the cross-entropy, and 1 if the label is not the argmax, else 0. Of several
+        largest logits the first is the argmax. Tokens without a label have zeros, as do those whose
+        label is in another rank's vocabulary.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     first = 0 if vocabulary is None else vocabulary.rank * logits.shape[1]
@@ -119,7 +130,8 @@ def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None)
     value = wide.gather(1, largest)[:, 0]
     index = (largest[:, 0] + first).to(wide.dtype)
     if vocabulary is not None:
-        # One collective for the three of all ranks, [size, 3, n]. The rank with the largest logit has the argmax.
+        # One collective for the three of all ranks, [size, 3, n]. The rank with the largest logit
+        # has the argmax.
         by_rank = vocabulary.gather(torch.stack([log_z, value, index]))
         log_z_by_rank, values, indices = by_rank.unbind(dim=1)
         winner = values.argmax(dim=0, keepdim=True)
@@ -140,21 +152,26 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Returns the sum over all tokens of -log softmax(hidden weight^T)[label].
 
-    While gradients are recorded, the forward pass also computes those by hidden and weight, piece by piece, while a piece's
-    logits exist; the backward pass only multiplies them by the gradient that it gets. So nothing is computed twice.
+    While gradients are recorded, the forward pass also computes those by hidden and weight, piece
+    by piece, while a piece's logits exist; the backward pass only multiplies them by the gradient
+    that it gets. So nothing is computed twice.
 
-    The matrix products are in hidden's dtype, or in autocast's. The gradient by the weight is added up in float32 and rounded
-    once, as a single product over all tokens would be. The gradient by hidden is rounded before that multiplication, which is
-    exact if the factor is a power of two, such as 1 / 524,288 tokens.
+    The matrix products are in hidden's dtype, or in autocast's. The gradient by the weight is added
+    up in float32 and rounded once, as a single product over all tokens would be. The gradient by
+    hidden is rounded before that multiplication, which is exact if the factor is a power of two,
+    such as 1 / 524,288 tokens.
 
     Args:
         hidden: [..., E].
         weight: [V, E].
-        labels: [...] integers below the size of the whole vocabulary; or IGNORE_INDEX, which adds nothing to the sum.
+        labels: [...] integers below the size of the whole vocabulary; or IGNORE_INDEX, which adds
+            nothing to the sum.
         piece_loss: The function of that name, or its compiled form.
-        vocabulary: This rank's place among those that have parts of the vocabulary. The result is then the sum over the tokens
-            whose label is in this part, and the gradients are this part's of the whole sum. None: weight is all of it.
-        scores: A list that gets `token_scores` of all tokens, [2, N], while no gradients are recorded.
+        vocabulary: This rank's place among those that have parts of the vocabulary. The result is
+            then the sum over the tokens whose label is in this part, and the gradients are this
+            part's of the whole sum. None: weight is all of it.
+        scores: A list that gets `token_scores` of all tokens, [2, N], while no gradients are
+            recorded.
     Returns:
         A float32 scalar; float64 for float64 inputs.
     Raises:
@@ -162,7 +179,8 @@ def summed_cross_entropy(
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"labels are {list(labels.shape)}: expected one per position, {list(hidden.shape[:-1])}."
+            f"labels are {list(labels.shape)}: expected one per position, "
+            f"{list(hidden.shape[:-1])}."
         )
     hidden = hidden.flatten(0, -2)
     labels = labels.flatten()
@@ -222,7 +240,8 @@ def _by_pieces(
         hidden: [N, E]; the other arguments as in `summed_cross_entropy`.
         needed: Which gradients to compute: by hidden, by weight.
     Returns:
-        The loss, its gradient by hidden, [N, E], and by the weight, [V, E] in float32 or float64. None if not needed.
+        The loss, its gradient by hidden, [N, E], and by the weight, [V, E] in float32 or float64.
+        None if not needed.
     """
     dtype = autocast_dtype(hidden) or hidden.dtype
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,9 @@
 """Settings of a token mixer, each declared once: its type, default, help text and allowed values.
 
-The section [mixer] of a TOML file, the flags of both hosts, config.json of an exported model and the table in the
-documentation are all made from `MixerConfig`. `check_setting` is the only check of one value; TorchTitan's settings use it,
-too. An exported model has a copy of this file, so it imports the standard library and the table of feature maps only.
+The section [mixer] of a TOML file, the flags of both hosts, config.json of an exported model and
+the table in the documentation are all made from `MixerConfig`. `check_setting` is the only check of
+one value; TorchTitan's settings use it, too. An exported model has a copy of this file, so it
+imports the standard library and the table of feature maps only.
 """
 
 import math
@@ -13,10 +14,12 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from .feature_maps import FEATURE_MAPS
 
-# The largest size. A damaged config.json may have a number that would take all memory or run forever.
+# The largest size. A damaged config.json may have a number that would take all memory or run
+# forever.
 LARGEST = 2**20
 
-# Baselines whose state has a fixed size, too, and the settings of MixerConfig that each of them has.
+# Baselines whose state has a fixed size, too, and the settings of MixerConfig that each of them
+# has.
 FIXED_STATE = {
     "gla": ("n_basis", "state_heads", "conv_width"),
     "mamba2": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
@@ -51,8 +54,8 @@ def setting(
 class MixerConfig:
     """The token mixer of one block: interdomain attention, or one of BASELINES.
 
-    dual_input, query_readout and rope are the axes of the paper's ablation cube. A baseline has only the settings that
-    BASELINES names.
+    dual_input, query_readout and rope are the axes of the paper's ablation cube. A baseline has
+    only the settings that BASELINES names.
 
     Raises:
         ValueError: A value is not allowed, or this kind of mixer does not have the setting.
@@ -82,8 +85,9 @@ class MixerConfig:
     )
     readout: str = setting(
         "complex",
-        "How complex U and Gamma become real. complex: the real part of q^T U^T Gamma, nothing conjugated, the literal reading "
-        "of paper eq. 13. real: their real parts are multiplied. hermitian: q^T U^T is conjugated.",
+        "How complex U and Gamma become real. complex: the real part of q^T U^T Gamma, nothing "
+        "conjugated, the literal reading of paper eq. 13. real: their real parts are multiplied. "
+        "hermitian: q^T U^T is conjugated.",
         choices=("complex", "real", "hermitian"),
     )
     c_form: str = setting(
@@ -93,14 +97,18 @@ class MixerConfig:
     )
     feature_map: str = setting(
         "silu",
-        "Features of queries and keys (docs/kernel-view.md). silu: SiLU, then l2 norm (paper eq. 10). Without input norms: "
+        "Features of queries and keys (docs/kernel-view.md). silu: SiLU, then l2 norm (paper eq. "
+        "10). Without input norms: "
         + ", ".join(f"{name} ({xi.about})" for name, xi in FEATURE_MAPS.items() if xi)
         + ".",
         choices=tuple(FEATURE_MAPS),
     )
     normalize: bool = setting(
         False,
-        "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some of which need it.",
+        (
+            "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some "
+            "of which need it."
+        ),
     )
     output_gate: bool = setting(
         False,
@@ -113,8 +121,9 @@ class MixerConfig:
     )
     output_norm: str = setting(
         "none",
-        "Norm of each head's output o, before the gate; w is learned. rms: w o / rms(o). soft: w o / sqrt(w^2 + mean(o^2)), "
-        "which is o where o is small, and rms where it is large. The paper's mixer has none.",
+        "Norm of each head's output o, before the gate; w is learned. rms: w o / rms(o). soft: w "
+        "o / sqrt(w^2 + mean(o^2)), which is o where o is small, and rms where it is large. The "
+        "paper's mixer has none.",
         choices=("none", *OUTPUT_NORM_SCALE),
     )
     output_norm_scale: float | None = setting(
@@ -137,7 +146,10 @@ class MixerConfig:
     )
     c_scale: float | None = setting(
         None,
-        "C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). It decides whether the mixer learns.",
+        (
+            "C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). It decides "
+            "whether the mixer learns."
+        ),
         "sqrt(2)/M, or sqrt(2/M) if C is diagonal (the paper leaves it open)",
     )
     linear_scale: float | None = setting(
@@ -149,8 +161,8 @@ class MixerConfig:
     dt_max: float = setting(1e-1, "Largest Delta at the start.")
     a_init: str = setting(
         "s4d-inv",
-        "A at the start (Gu et al., 2022). s4d-inv: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the paper's. s4d-lin: -1/2 + i pi n. "
-        "s4d-real: -(n + 1).",
+        "A at the start (Gu et al., 2022). s4d-inv: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the "
+        "paper's. s4d-lin: -1/2 + i pi n. s4d-real: -(n + 1).",
         choices=("s4d-inv", "s4d-lin", "s4d-real"),
     )
 
@@ -158,13 +170,15 @@ class MixerConfig:
         check_fields("mixer.", self)
         if self.dt_min > self.dt_max:
             raise ValueError(
-                f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}."
+                f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and "
+                f"{self.dt_max:g}."
             )
         feature_map = FEATURE_MAPS[self.feature_map]
         if feature_map and feature_map.needs_ratio and not self.normalize:
             raise ValueError(
-                f"mixer.feature_map = {self.feature_map!r} scales each query by a factor that cancels only in the ratio of "
-                "eq. 9: set mixer.normalize = true with it, or choose another map."
+                f"mixer.feature_map = {self.feature_map!r} scales each query by a factor that "
+                "cancels only in the ratio of eq. 9: set mixer.normalize = true with it, or "
+                "choose another map."
             )
         for name, reason in self.unused_settings().items():
             value = getattr(self, name)
@@ -185,7 +199,7 @@ class MixerConfig:
         return max(0, (self.conv_width or 0) - 1)
 
     def unused_settings(self) -> dict[str, str]:
-        """Returns the settings that must keep their default in this mixer, each with the reason and what to do."""
+        """Returns the settings that this mixer does not have, with the reason and what to do."""
         if self.kind in BASELINES:
             used = BASELINES[self.kind]
             reason = (
@@ -197,7 +211,9 @@ class MixerConfig:
             return dict.fromkeys(others, reason)
 
         unused = {
-            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
+            "window": (
+                "only softmax layers have a window. Choose softmax, or set mixer.softmax_every"
+            ),
             "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
         }
         if not self.output_gate:
@@ -216,13 +232,13 @@ class MixerConfig:
             )
             return unused
 
-        # The linear readout has no query, so nothing that acts on one.
-        for name in ("normalize", "n_kv_heads", "readout", "output_norm"):
-            unused[name] = "it needs the query readout. Set mixer.query_readout = true"
+        # The linear readout has no query, so it has nothing that acts on one.
         if not self.dual_input:
             unused["feature_map"] = (
                 "there is no query or key to map. Set mixer.dual_input or query_readout = true"
             )
+        for name in ("normalize", "n_kv_heads", "readout", "output_norm"):
+            unused[name] = "it needs the query readout. Set mixer.query_readout = true"
         return unused
 
 
@@ -230,7 +246,7 @@ MIXER_SETTINGS = {f.name: f for f in fields(MixerConfig)}
 
 
 class StateShape(NamedTuple):
-    """State of a baseline in FIXED_STATE: each head is a matrix of key_width x value_width numbers."""
+    """State of a baseline in FIXED_STATE: each head is a key_width x value_width matrix."""
 
     heads: int
     key_width: int
@@ -240,10 +256,11 @@ class StateShape(NamedTuple):
 def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
     """Returns the shape of the state of one layer of a baseline in FIXED_STATE.
 
-    By default the state has 4 n_basis dim numbers, as many as interdomain attention's n_basis x 2 dim complex ones. Its heads
-    are 4 n_basis x 4 n_basis. Mamba-2, whose inner width is 2 dim, has heads of 2 n_basis x 64, or narrower ones if 64 does
-    not divide 2 dim. With `state_heads` the heads are square and share dim; those of Mamba-2 keep their 2 n_basis rows and
-    share its inner width, so its state stays as large.
+    By default the state has 4 n_basis dim numbers, as many as interdomain attention's n_basis x 2
+    dim complex ones. Its heads are 4 n_basis x 4 n_basis. Mamba-2, whose inner width is 2 dim, has
+    heads of 2 n_basis x 64, or narrower ones if 64 does not divide 2 dim. With `state_heads` the
+    heads are square and share dim; those of Mamba-2 keep their 2 n_basis rows and share its inner
+    width, so its state stays as large.
 
     Args:
         mixer: The settings of the layer's mixer.
@@ -266,8 +283,9 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
         value_width = 4 * mixer.n_basis
         if width % value_width:
             raise ValueError(
-                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {value_width} "
-                f"wide, which must divide dim = {dim}. Set another n_basis, or mixer.state_heads for a state of another size."
+                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is "
+                f"4 n_basis = {value_width} wide, which must divide dim = {dim}. Set another "
+                "n_basis, or mixer.state_heads for a state of another size."
             )
     key_width = 2 * mixer.n_basis if is_mamba else value_width
     return StateShape(width // value_width, key_width, value_width)
@@ -276,12 +294,14 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
 def readout_std(mixer: MixerConfig, name: str) -> float:
     """Returns the standard deviation of a new readout parameter.
 
-    The scale at which the readout starts decides whether the mixer learns: 1/M for the full matrix. 1/sqrt(M) gives the
-    diagonal the same scale, because it has one product per basis function instead of M.
+    The scale at which the readout starts decides whether the mixer learns: 1/M for the full matrix.
+    1/sqrt(M) gives the diagonal the same scale, because it has one product per basis function
+    instead of M.
 
     Args:
         mixer: The settings of the layer's mixer.
-        name: "C", the standard deviation of its real and of its imaginary part; or "c" of the linear readout.
+        name: "C", the standard deviation of its real and of its imaginary part; or "c" of the
+            linear readout.
     """
     M = mixer.n_basis
     if name == "c":
@@ -313,8 +333,10 @@ def check_setting(name: str, value: Any, kind: Any, bound: Bound | None = None) 
 
     Args:
         name: The setting's name in the error, such as "mixer.n_basis".
-        kind: Its type: a class, a union, a list of a type, or a Literal. A float may also be an integer.
-        bound: The values that it may have. None stands for all, and the value None is always allowed if the type has it.
+        kind: Its type: a class, a union, a list of a type, or a Literal. A float may also be an
+            integer.
+        bound: The values that it may have. None stands for all, and the value None is always
+            allowed if the type has it.
     Raises:
         ValueError: The value is of another type, or not allowed.
     """
@@ -356,7 +378,7 @@ def check_fields(prefix: str, config: Any, skip: str = "") -> None:
 
 
 def _bound_of(f: Field) -> Bound | None:
-    """Returns the values that a field may have: its choices, positive real numbers, and integers up to LARGEST."""
+    """Returns the values that a field may have besides its type, None for all of the type."""
     choices = f.metadata.get("choices")
     if choices:
         return one_of(choices)

@@ -1,7 +1,8 @@
 """The Llama-style pre-norm decoder around token mixers.
 
-Child modules have TorchTitan's names, so that its helpers apply to them as they are. `Transformer` also computes the part of
-a model that one rank has: a pipeline stage, a shard of the sequences, or a part of the heads.
+Child modules have TorchTitan's names, so that its helpers apply to them as they are. `Transformer`
+also computes the part of a model that one rank has: a pipeline stage, a shard of the sequences, or
+a part of the heads.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -51,13 +52,13 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: a mixer and a feed-forward network, each with a norm before it and a residual connection around it.
+    """One layer: a mixer and a feed-forward network, each with a norm and a residual connection.
 
     Attributes:
         mixer: The settings of the layer's mixer.
-        heads: This rank's place in tensor parallelism. The norms and residual connections then have the rank's part of the
-            tokens; the mixer and the feed-forward network compute all tokens, with the rank's part of the heads and of the
-            width. None: the block is whole.
+        heads: This rank's place in tensor parallelism. The norms and residual connections then have
+            the rank's part of the tokens; the mixer and the feed-forward network compute all
+            tokens, with the rank's part of the heads and of the width. None: the block is whole.
     """
 
     heads: Part | None = None
@@ -92,28 +93,34 @@ class TransformerBlock(nn.Module):
         return x + self._of_all_tokens(self.feed_forward, self.ffn_norm(x))
 
     def _of_all_tokens(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
-        """Calls a module with the tokens of all ranks. The sum of the ranks' results is shared out by tokens again."""
+        """Calls a module with the tokens of all ranks.
+
+        The sum of the ranks' results is shared out by tokens again.
+        """
         if self.heads is None:
             return module(x, *others)
         return self.heads.scatter_tokens(module(self.heads.gather_tokens(x), *others))
 
 
 class Transformer(nn.Module):
-    """The decoder: tokens [B, T] -> logits [B, T, V], or the summed loss of labels (paper, backbone details).
+    """The decoder: tokens [B, T] -> logits [B, T, V], or the summed loss of labels.
 
-    Initial values come from PyTorch's global generator. `init_weights(seed)` draws again, the same numbers on every machine.
-    A pipeline stage is a model from which modules were taken away: `tok_embeddings`, `norm` or `output` set to None, layers
-    deleted (each keeps its name). All stages of a rank get the same arguments.
+    Initial values come from PyTorch's global generator. `init_weights(seed)` draws again, the same
+    numbers on every machine. A pipeline stage is a model from which modules were taken away:
+    `tok_embeddings`, `norm` or `output` set to None, layers deleted (each keeps its name). All
+    stages of a rank get the same arguments.
 
     Args:
         config: The model, from `build_config`.
-        execution: How the mixers are computed; every choice computes the same function. None: the defaults.
+        execution: How the mixers are computed; every choice computes the same function. None: the
+            defaults.
 
     Attributes:
-        shard: This rank's place in context parallelism (`set_parts`). None: the model computes whole sequences.
+        shard: This rank's place in context parallelism (`set_parts`). None: the model computes
+            whole sequences.
         heads: This rank's place in tensor parallelism. None: the model computes all heads.
-        shared: The result of `dynamics` that a trainer has computed for all micro-batches of a step. None: each forward pass
-            computes it.
+        shared: The result of `dynamics` that a trainer has computed for all micro-batches of a
+            step. None: each forward pass computes it.
     """
 
     shard: Part | None = None
@@ -137,15 +144,17 @@ class Transformer(nn.Module):
     def set_parts(self, *, shard: Part | None = None, heads: Part | None = None) -> None:
         """Makes the model compute one rank's part. Call it before modules are wrapped.
 
-        The ranks of the process groups then compute together, and losses and gradients are to be summed over them.
+        The ranks of the process groups then compute together, and losses and gradients are to be
+        summed over them.
 
         Args:
-            shard: The place in context parallelism: tokens, positions, labels and results are this rank's piece of the
-                sequences. None: whole sequences.
-            heads: The place in tensor parallelism. It divides the heads, the feed-forward width and the vocabulary, each of
-                which must be a multiple of its size, and the tokens between the mixers. Arguments are those of all tokens.
-                The parameters that `shard.split_dimension` names are to be replaced by this rank's parts, or all by DTensors
-                with `LocalParameters.local`. None: all heads.
+            shard: The place in context parallelism: tokens, positions, labels and results are this
+                rank's piece of the sequences. None: whole sequences.
+            heads: The place in tensor parallelism. It divides the heads, the feed-forward width and
+                the vocabulary, each of which must be a multiple of its size, and the tokens between
+                the mixers. Arguments are those of all tokens. The parameters that
+                `shard.split_dimension` names are to be replaced by this rank's parts, or all by
+                DTensors with `LocalParameters.local`. None: all heads.
         """
         modules: Any = self.modules()
         for module in modules:
@@ -166,36 +175,39 @@ class Transformer(nn.Module):
         """Computes whole sequences, or with a state the next piece of them.
 
         Args:
-            tokens: [B, T] integers. A stage without embedding gets the hidden states, [B, T, dim]; with `heads`,
-                [B, T / size, dim].
+            tokens: [B, T] integers. A stage without embedding gets the hidden states, [B, T, dim];
+                with `heads`, [B, T / size, dim].
             state: From `init_state`; it is advanced in place. None: the tokens begin the sequences.
-            positions: [B, T] integers, if sequences hold several packed documents: the number of tokens of the same document
-                before each token. A position that is not the one before plus one begins a document. Nothing is carried from
-                one document into another: no state, convolution or attention.
+            positions: [B, T] integers, if sequences hold several packed documents: the number of
+                tokens of the same document before each token. A position that is not the one before
+                plus one begins a document. Nothing is carried from one document into another: no
+                state, convolution or attention.
             last: Return only the logits of this many last positions, [B, last, V]. None: of all.
-            labels: [B, T] integers: the token after each position, or IGNORE_INDEX. The result is then the cross-entropy
-                summed over the tokens, a float32 scalar; the logits of all tokens never exist at once. With `heads`, it is
-                the part of the sum whose labels are in this rank's vocabulary. A stage without head ignores labels.
+            labels: [B, T] integers: the token after each position, or IGNORE_INDEX. The result is
+                then the cross-entropy summed over the tokens, a float32 scalar; the logits of all
+                tokens never exist at once. With `heads`, it is the part of the sum whose labels are
+                in this rank's vocabulary. A stage without head ignores labels.
         Returns:
-            The logits, [B, T, V]; with `heads`, this rank's columns for all tokens. Or the loss of the labels. A stage
-                without head returns the hidden states.
+            The logits, [B, T, V]; with `heads`, this rank's columns for all tokens. Or the loss of
+            the labels. A stage without head returns the hidden states.
         Raises:
-            ValueError: Positions are given together with a state, or have another type or shape; or the state has another
-                number of rows than the tokens.
-            NotImplementedError: A state or `last` is given to a model that computes one rank's part.
+            ValueError: Positions are given together with a state, or have another type or shape; or
+                the state has another number of rows than the tokens.
+            NotImplementedError: A state or `last` is given to a model that computes one rank's
+                part.
         """
         part = self.shard or self.heads
         if part is not None and (state is not None or last is not None):
             raise NotImplementedError(
-                f"state and last are for whole sequences and all heads, and this model computes one of {part.size} parts; "
-                "generate with a model that has no parts."
+                "state and last are for whole sequences and all heads, and this model computes "
+                f"one of {part.size} parts; generate with a model that has no parts."
             )
         h: Tensor = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         B = h.shape[0]
         T = h.shape[1] if self.heads is None else h.shape[1] * self.heads.size
 
-        # The place of each token in its document, and what each kind of mixer must know about packed documents. Layers with
-        # the same settings share it.
+        # The place of each token in its document, and what each kind of mixer must know about
+        # packed documents. Layers with the same settings share it.
         configs = self._mixer_configs
         mixers = dict.fromkeys(configs)
         packing = {}
@@ -207,7 +219,8 @@ class Transformer(nn.Module):
                 )
             if len(state.position) != B:
                 raise ValueError(
-                    f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each."
+                    f"{B} row(s) of tokens for a state of {len(state.position)}; there must be "
+                    "one each."
                 )
             positions = state.position[:, None] + order
             for mixer in mixers:
@@ -268,10 +281,11 @@ class Transformer(nn.Module):
         return [block.mixer for block in blocks]
 
     def dynamics(self) -> list[tuple[Tensor, ...]]:
-        """Returns, for each layer, the float32 tensors that its scan reads of the parameters. They are constant over time.
+        """Returns the float32 tensors that the scan of each layer reads of the parameters.
 
-        They are computed outside the blocks and passed in, so that the blocks' precision and compilation do not touch them.
-        Layers whose mixers have the same settings are computed together.
+        They are computed outside the blocks and passed in, so that the blocks' precision and
+        compilation do not touch them. Layers whose mixers have the same settings are computed
+        together.
         """
         configs = self._mixer_configs
         mixers = self._mixers
@@ -287,8 +301,8 @@ class Transformer(nn.Module):
 
         Args:
             batch: Number of sequences, B.
-            capacity: Number of tokens that the caches of softmax without a window have room for. A cache grows when there
-                are more.
+            capacity: Number of tokens that the caches of softmax without a window have room for. A
+                cache grows when there are more.
         """
         weight = self.tok_embeddings.weight
         dtype = torch.bfloat16 if self.bf16_products else weight.dtype
@@ -300,7 +314,7 @@ class Transformer(nn.Module):
         return ModelState(layers, position, dynamics)
 
     def init_weights(self, seed: int = 42) -> None:
-        """Sets every parameter and buffer: the same numbers on every device and under every sharding."""
+        """Sets every parameter and buffer, the same on every device and under every sharding."""
         initialize(self, self.config, seed)
 
 
