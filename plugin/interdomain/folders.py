@@ -92,7 +92,8 @@ def new_folder(output: Path | str) -> Iterator[Path]:
 def kept_folder(output: Path | str) -> Iterator[Path]:
     """Opens a hidden folder for work that a later process can continue.
 
-    The folder is `.<name>.unfinished` beside `output`. It is removed when the block ends, and kept if the block raises or the process is killed.
+    The folder is `.<name>.unfinished` beside `output`. It is removed when the block ends, and kept
+    if the block raises or the process is killed.
 
     Args:
         output: The folder that the work is for.
