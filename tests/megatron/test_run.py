@@ -8,7 +8,7 @@ import pytest
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from interdomain.data import read_manifest
-from interdomain.megatron import Schedule, layer_spec, patches, require_megatron, spec
+from interdomain.megatron import Schedule, layer_spec, require_megatron, spec
 from interdomain.model import CONDITIONS, build_config
 from interdomain.model.flops import train_flops_per_token
 from interdomain.titan.plan.schedule import multiple_of_peak
@@ -79,25 +79,6 @@ def test_the_log_counts_the_flops_of_this_model(parse):
     assert training.num_floating_point_operations(args, 8) == 8 * 4096 * per_token
     packed = dict(seqlen_squared_sum_in_batch=10**9, total_real_tokens_in_batch=100)
     assert training.num_floating_point_operations(args, 8, **packed) == 100 * per_token
-
-
-def test_the_writer_has_the_statistics(parse, monkeypatch):
-    """Every rank computes them, at the log's interval, and the one that has a writer writes them."""
-    _, training = parse(GOOD)
-    written = []
-    monkeypatch.setattr(patches, "mixer_statistics", lambda chunks: {f"mixer/{chunks}": 0.5})
-    training.get_args = lambda: SimpleNamespace(tensorboard_dir="curves", log_interval=2)
-    training.get_tensorboard_writer = lambda: SimpleNamespace(
-        add_scalar=lambda *scalar: written.append(scalar)
-    )
-    training.training_log = lambda losses, totals, rate, iteration, *, pg_collection: iteration
-    training.train = lambda forward_step, chunks, steps: [
-        training.training_log({}, {}, 1e-3, step, pg_collection=None)
-        for step in range(1, steps + 1)
-    ]
-    patches.write_statistics(training)
-    assert training.train("forward step", "chunks", 4) == [1, 2, 3, 4]
-    assert written == [("mixer/chunks", 0.5, 2), ("mixer/chunks", 0.5, 4)]
 
 
 @pytest.mark.parametrize(

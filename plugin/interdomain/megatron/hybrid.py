@@ -57,39 +57,12 @@ class Stack(HybridStack):
 
     Args:
         config: Megatron's TransformerConfig.
-        layer_type_list: The letters of this stage's layers.
-        pp_layer_offset: Number of layers in the stages before.
         post_process: True for the last stage, which has the last norm.
         settings: Other arguments of HybridStack.
-    Raises:
-        ValueError: The layers are not pairs of a mixer and an MLP.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        layer_type_list: list[str],
-        pp_layer_offset: int = 0,
-        post_process: bool = True,
-        **settings: Any,
-    ) -> None:
-        # A stage may begin with the MLP of a pair, or end with its mixer. Complete the pairs for
-        # the check.
-        pattern = "".join(layer_type_list)
-        if pp_layer_offset % 2:
-            pattern = "G" + pattern
-        if len(pattern) % 2:
-            pattern += "-"
-        mixer_letters(pattern)
-        super().__init__(
-            config,
-            layer_type_list=layer_type_list,
-            pp_layer_offset=pp_layer_offset,
-            post_process=post_process,
-            post_layer_norm=False,
-            **settings,
-        )
+    def __init__(self, config: Any, *, post_process: bool = True, **settings: Any) -> None:
+        super().__init__(config, post_process=post_process, post_layer_norm=False, **settings)
         self.post_layer_norm = True
         if post_process:
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)

@@ -9,16 +9,11 @@ from argparse import Namespace
 from importlib import import_module
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-
 from interdomain.model.config import MixerConfig
 from interdomain.model.flops import train_flops_per_token
-from interdomain.model.mixers.ssm import LIFE_SIGNS, Dynamics, SSMDynamics, scalars
 
 from .arguments import add_arguments, check, key_heads, layers_of, params_of
-from .mixer import InterdomainAttention, plain_config
+from .mixer import plain_config
 from .spec import RMSNorm
 from .training import DynamicsOnce, Schedule, contiguous, overrides
 
@@ -34,7 +29,6 @@ def install() -> None:
     use_recipe(training)
     count_flops(training)
     compute_dynamics_once(training)
-    write_statistics(training)
 
 
 def cut_batches_contiguously() -> None:
@@ -142,66 +136,3 @@ def compute_dynamics_once(training: Any) -> None:
     0.19 set their own.
     """
     training.finalize_model_grads = DynamicsOnce(training.finalize_model_grads)
-
-
-def write_statistics(training: Any) -> None:
-    """Writes the mixers' statistics to TensorBoard every --log-interval steps.
-
-    It can go when Megatron-LM's log takes further scalars; that of 0.19 does not.
-    """
-    train = training.train
-    log = training.training_log
-
-    def train_with_statistics(
-        forward_step: Any, chunks: list[Any], *others: Any, **named: Any
-    ) -> Any:
-        def training_log(
-            losses: Any, totals: Any, rate: Any, iteration: int, *others: Any, **named: Any
-        ) -> Any:
-            args = training.get_args()
-            if args.tensorboard_dir and iteration % args.log_interval == 0:
-                # All ranks compute them; the last one has a writer.
-                statistics = mixer_statistics(chunks)
-                writer = training.get_tensorboard_writer()
-                if writer:
-                    for name, value in statistics.items():
-                        writer.add_scalar(name, value, iteration)
-            return log(losses, totals, rate, iteration, *others, **named)
-
-        training.training_log = training_log
-        return train(forward_step, chunks, *others, **named)
-
-    training.train = train_with_statistics
-
-
-@torch.no_grad()
-def mixer_statistics(chunks: list[Any]) -> dict[str, float]:
-    """Returns the SSM statistics (LIFE_SIGNS) of each layer with basis functions.
-
-    They are over the heads and layers of all ranks.
-
-    It is collective, and reads from the device once.
-
-    Args:
-        chunks: The model on this rank, one module for each of its virtual stages.
-    """
-    device = next(chunks[0].parameters()).device
-    # Layers of other stages are zeros until the sum over the stages.
-    signs = torch.zeros(chunks[0].config.num_layers, len(LIFE_SIGNS), device=device)
-    for chunk in chunks:
-        for mixer in chunk.modules():
-            if not isinstance(mixer, InterdomainAttention):
-                continue
-            ssm = getattr(mixer.core, "ssm", None)
-            if not isinstance(ssm, SSMDynamics):
-                continue
-            all_heads = []
-            for p in ssm():
-                if p is not None:
-                    p = tensor_parallel.gather_from_sequence_parallel_region(
-                        p, group=mixer.tp_group
-                    )
-                all_heads.append(p)
-            signs[mixer.layer] = Dynamics(*all_heads).life_signs()
-    dist.all_reduce(signs, group=parallel_state.get_pipeline_model_parallel_group())
-    return scalars(signs)
