@@ -105,6 +105,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields("", self, skip="mixers")
+        # Two configurations of one model are equal: the pattern of mixers is the shortest one.
         if not self.mixers or self.n_layers % len(self.mixers):
             raise ValueError(
                 f"mixer.layers has {len(self.mixers)} conditions: their number must divide "
@@ -118,8 +119,10 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (RoPE rotates pairs): got {self.head_dim}.")
+        # The heads of each mixer.
         for mixer in self.mixers:
             if mixer.kind in FIXED_STATE:
+                # It raises the error, if there is one.
                 state_shape(mixer, self.dim)
             elif mixer.n_kv_heads and self.n_heads % mixer.n_kv_heads:
                 raise ValueError(
@@ -157,8 +160,9 @@ class ModelConfig:
         `mixer` has those of the mixer; in a hybrid it is a list of them.
         """
         settings = asdict(self)
-        mixers = settings.pop("mixers")
-        mixer = list(mixers) if len(mixers) > 1 else mixers[0]
+        mixer = list(settings.pop("mixers"))
+        if len(mixer) == 1:
+            mixer = mixer[0]
         return {"format_version": FORMAT_VERSION, **settings, "mixer": mixer}
 
     @classmethod
@@ -259,6 +263,7 @@ def build_config(
             f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave "
             "one out."
         )
+    # The overrides are of the model or of its mixers.
     model: dict[str, Any] = dict(SIZES[size])
     n_basis = model.pop("n_basis")
     mixer = {}
@@ -267,6 +272,7 @@ def build_config(
             model[name] = value
         else:
             mixer[name] = value
+    # The mixers of the layers, from their conditions.
     pattern = layers or _with_softmax(condition, softmax_every, model["n_layers"])
     mixers = [MixerConfig(n_basis=n_basis, **CONDITIONS[name]) for name in pattern]
     return ModelConfig(**model, mixers=with_settings(mixers, mixer))
@@ -341,6 +347,7 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
         a hybrid ("125M", "interdomain, softmax_every 3") or ("125M", "softmax + interdomain +
         s4d").
     """
+    # The size, with the settings of the model that differ from its row.
     n_basis = MixerConfig.n_basis
     row = size.partition(" with ")[0]
     if row in SIZES:
@@ -352,17 +359,20 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
         if changed:
             size = f"{row} with {', '.join(changed)}"
 
+    # The settings of the mixers that differ from their conditions, each once.
     pattern = [_condition_of(mixer) for mixer in config.mixers]
     settings = []
     for mixer, condition in zip(config.mixers, pattern, strict=True):
         usual = MixerConfig(n_basis=n_basis, **CONDITIONS[condition])
         compared = list(MIXER_SETTINGS)
+        # Softmax does not read n_basis.
         if mixer.kind == "softmax":
             compared.remove("n_basis")
         for difference in _differences(mixer, usual, compared):
             if difference not in settings:
                 settings.append(difference)
 
+    # The condition; of a hybrid, by softmax_every if that gives the same pattern.
     name = " + ".join(pattern)
     if "softmax" in pattern[1:]:
         every = pattern.index("softmax") + 1
@@ -377,8 +387,9 @@ def _differences(config: Any, usual: Any, names: Iterable[str]) -> list[str]:
     for name in names:
         value = getattr(config, name)
         if value != getattr(usual, name):
-            text = f"{value:g}" if isinstance(value, float) else value
-            changed.append(f"{name} {text}")
+            if isinstance(value, float):
+                value = f"{value:g}"
+            changed.append(f"{name} {value}")
     return changed
 
 

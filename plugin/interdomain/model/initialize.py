@@ -59,16 +59,20 @@ def initialize(
         draw_all: Called with (draw, [(name, shape), ...]); returns the tensors draw(name, shape) in
             order. The largest come first. Ranks can share the work with a function of their own.
     """
+    # The tensors to set, and the seed.
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if seed is None:
         seed = int(torch.randint(2**62, (), device="cpu")) if tensors else 0
     if not parameters:
+        # NaN shows a parameter that the checkpoint did not replace.
         for _, tensor in tensors:
             if isinstance(tensor, nn.Parameter):
                 tensor.fill_(math.nan)
         tensors = [(n, t) for n, t in tensors if not isinstance(t, nn.Parameter)]
     tensors.sort(key=lambda item: -item[1].numel())
+
+    # Draw each tensor whole, and copy this rank's slice of it.
     wanted = [(prefix + clean_name(name), tensor.shape) for name, tensor in tensors]
     values = draw_all(partial(initial_value, config=config, seed=seed), wanted)
     for (_, tensor), full in zip(tensors, values, strict=True):
@@ -107,13 +111,15 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(shape, **cpu).uniform_(low, high, generator=generator)
 
+    # The rule depends on the names of the module and of the tensor in it, and on the mixer of the
+    # tensor's layer.
     layer = _LAYER.match(name)
     mixer = config.layers[int(layer[1]) if layer else 0].mixer
-    n_basis = mixer.n_basis
-    module, _, leaf = name.rpartition(".")
-    kind = module.rpartition(".")[2]
-    match kind, leaf:
-        case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
+    path, _, leaf = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    match module, leaf:
+        case "wo" | "w2", "weight":
+            # The output projections of the residual path (paper, backbone details).
             return normal(0.02 / math.sqrt(2 * config.n_layers))
         case ("q_conv" | "k_conv" | "v_conv" | "conv", _):
             # PyTorch's default for Conv1d, whose fan-in is the width.
@@ -125,30 +131,35 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         ):
             return torch.ones(shape, **cpu)
         case "o_norm", "weight":
-            return torch.full(
-                shape, mixer.output_norm_scale or OUTPUT_NORM_SCALE[mixer.output_norm], **cpu
-            )
+            scale = mixer.output_norm_scale or OUTPUT_NORM_SCALE[mixer.output_norm]
+            return torch.full(shape, scale, **cpu)
         case ("k_norm" | "v_norm", "bias") | (_, "gate_bias"):
             return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":
             return uniform(math.log(mixer.dt_min), math.log(mixer.dt_max))
-        case "ssm", "A_log":  # Mamba-2's range, and gated DeltaNet's
-            return uniform(1.0 if mixer.kind == "mamba2" else 0.0, 16.0).log()
-        case "ssm", "dt_bias":  # softplus of it is Delta, which is log-uniform
+        case "ssm", "A_log":
+            # The ranges of Mamba-2 and of gated DeltaNet.
+            lowest = 1.0 if mixer.kind == "mamba2" else 0.0
+            return uniform(lowest, 16.0).log()
+        case "ssm", "dt_bias":
+            # Delta is softplus of it, and starts log-uniform.
             dt = uniform(math.log(mixer.dt_min), math.log(mixer.dt_max)).exp()
             return dt + (-torch.expm1(-dt)).log()
         case "ssm", "log_A_real" | "A_imag":
-            return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].float().expand(shape).clone()
+            log_real, imag = initial_A(mixer.a_init, mixer.n_basis)
+            A = imag if leaf == "A_imag" else log_real
+            return A.float().expand(shape).clone()
         case "ssm", "C" | "c":
             return normal(readout_std(mixer, leaf))
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares
             # queries and keys.
-            xi = FEATURE_MAPS[mixer.feature_map]
-            assert xi is not None
-            return xi.drawn(normal(config.head_dim**-0.25))
+            feature_map = FEATURE_MAPS[mixer.feature_map]
+            assert feature_map is not None
+            return feature_map.drawn(normal(config.head_dim**-0.25))
         case "tok_embeddings" | "output" | "wq" | "wk" | "wv" | "wg" | "w1" | "w3", "weight":
             return normal(0.02)
-        case "wa" | "wb" | "gate_down" | "gate_up", "weight":  # gates of the fixed-state baselines
+        case "wa" | "wb" | "gate_down" | "gate_up", "weight":
+            # The gates of the fixed-state baselines.
             return normal(0.02)
     raise AssertionError(f"no initialisation rule for {name}")

@@ -168,6 +168,8 @@ class MixerConfig:
 
     def __post_init__(self) -> None:
         check_fields("mixer.", self)
+
+        # Settings that do not fit each other.
         if self.dt_min > self.dt_max:
             raise ValueError(
                 f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and "
@@ -186,6 +188,7 @@ class MixerConfig:
                 raise ValueError(
                     f"mixer.{name} = {value!r} is not possible: {reason}; or leave it out."
                 )
+        # A convolution over one token would only scale it.
         if self.conv_width == 1:
             raise ValueError(
                 "mixer.conv_width must be 0, for no convolution, or at least 2: got 1."
@@ -210,6 +213,7 @@ class MixerConfig:
             others = [name for name in MIXER_SETTINGS if name not in ("kind", "n_basis", *used)]
             return dict.fromkeys(others, reason)
 
+        # Settings of baselines, of parts that this mixer does not have, and of the readout.
         unused = {
             "window": (
                 "only softmax layers have a window. Choose softmax, or set mixer.softmax_every"
@@ -268,6 +272,7 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
     Raises:
         ValueError: The heads do not divide the width.
     """
+    # Mamba-2's heads are narrower than their keys, and share an inner width of 2 dim.
     is_mamba = mixer.kind == "mamba2"
     width = 2 * dim if is_mamba else dim
     if mixer.state_heads is not None:

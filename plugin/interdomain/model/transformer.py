@@ -87,6 +87,7 @@ class TransformerBlock(nn.Module):
         Returns:
             Hidden states of the shape of x.
         """
+        # The norms and the residual connections are of this rank's tokens.
         x = x + self._of_all_tokens(
             self.attention, self.attention_norm(x), rope, dynamics, state, packing
         )
@@ -287,6 +288,7 @@ class Transformer(nn.Module):
         compilation do not touch them. Layers whose mixers have the same settings are computed
         together.
         """
+        # The mixer class computes all layers with the same settings at once.
         configs = self._mixer_configs
         mixers = self._mixers
         by_layer: dict[int, tuple[Tensor, ...]] = {}
