@@ -29,7 +29,7 @@ from interdomain.model.config import (
 )
 
 from .mixer import InterdomainAttention, check_split, plain_config
-from .settings import refuse
+from .settings import check_settings
 from .spec import SETTINGS, backbone, mlp_submodules, submodules
 
 
@@ -146,7 +146,7 @@ def check(args: Namespace) -> None:
         ImportError: --spec cannot be imported.
     """
     spec, layers = layers_of(args)
-    refuse(args)
+    check_settings(args)
     _check_combinations(args)
 
     # The mixers of all layers, with the settings that were given.

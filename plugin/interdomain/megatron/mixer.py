@@ -32,7 +32,7 @@ from interdomain.model.shard import Part
 from interdomain.model.transformer import mixer_class
 
 from .checkpoint import RECORD, read_record, record_of
-from .settings import refuse
+from .settings import check_settings
 from .training import DynamicsOnce
 
 # Parameters that all heads share, so that every rank has them; interdomain attention has all others
@@ -486,7 +486,7 @@ def _check(config: Any, ranks: int, model: ModelConfig, contiguous: bool) -> Non
     Raises:
         ValueError: A setting is not possible.
     """
-    refuse(config)
+    check_settings(config)
     if len(model.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
             "the layers of a hybrid have tensors of other names and shapes. Set "
@@ -509,7 +509,7 @@ def _check(config: Any, ranks: int, model: ModelConfig, contiguous: bool) -> Non
         )
     # Check them again: a file of settings or a checkpoint may have changed them since the command
     # line was read.
-    refuse(arguments)
+    check_settings(arguments)
 
 
 def _split_by_projection(tensor: Any, rows: dict[str, int]) -> ShardedTensorFactory:

@@ -77,7 +77,7 @@ def _read_table() -> list[Setting]:
 SETTINGS = _read_table()
 
 
-def refuse(settings: Any) -> None:
+def check_settings(settings: Any) -> None:
     """Checks Megatron's settings against SETTINGS.
 
     Args:

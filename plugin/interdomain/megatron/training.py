@@ -102,8 +102,8 @@ class DynamicsOnce:
             x, and the tensors for its scan. None instead of these: the mixer computes its own.
         """
         if mixer not in self.shared:
-            # Recomputed layers go forward without gradients first, when nothing can be shared yet
-            # in the first step.
+            # Only interdomain attention has such tensors. A layer that is recomputed goes forward
+            # without gradients first, and no other pass could go backward through those tensors.
             if not torch.is_grad_enabled() or not isinstance(mixer.core, InterdomainMixer):
                 return x, None
             alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer]

@@ -65,7 +65,7 @@ def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     return dtype, torch.float32
 
 
-def refuse(vllm_config: Any, config: ModelConfig) -> None:
+def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
     """Checks vLLM's settings.
 
     Args:

@@ -32,7 +32,7 @@ from interdomain.model.mixers.base import Packing
 from interdomain.model.shard import Part, shard_of, split_dimension
 from interdomain.model.state import MixerState
 
-from .config import model_config, refuse, state_dtypes, state_shapes
+from .config import check_vllm_settings, model_config, state_dtypes, state_shapes
 
 
 class Recurrent(MambaBase):
@@ -171,7 +171,7 @@ class Served(nn.Module):
         settings = vllm_config.model_config
         self.own = model_config(settings.hf_config)
         self.dtype = settings.dtype
-        refuse(vllm_config, self.own)
+        check_vllm_settings(vllm_config, self.own)
         self.model = Transformer(self.own)
         # True when the mixers are prepared for the weights.
         self.ready = False
