@@ -149,11 +149,11 @@ class Transformer(nn.Module):
         summed over them.
 
         Args:
-            shard: The place in context parallelism: tokens, positions, labels and results are this
-                rank's piece of the sequences. None: whole sequences.
-            heads: The place in tensor parallelism. It divides the heads, the feed-forward width and
-                the vocabulary, each of which must be a multiple of its size, and the tokens between
-                the mixers. Arguments are those of all tokens. The parameters that
+            shard: This rank's place in context parallelism: tokens, positions, labels and results
+                are this rank's piece of the sequences. None: whole sequences.
+            heads: This rank's place in tensor parallelism. It divides the heads, the feed-forward
+                width and the vocabulary, each of which must be a multiple of its size, and the
+                tokens between the mixers. Arguments are those of all tokens. The parameters that
                 `shard.split_dimension` names are to be replaced by this rank's parts, or all by
                 DTensors with `LocalParameters.local`. None: all heads.
         """
