@@ -43,11 +43,14 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--data.corpus", action=Corpus, help="folder of interdomain prepare-data")
     for name, f in (SETTINGS | EXECUTION_SETTINGS).items():
+        default = None
+        if name in EXECUTION_SETTINGS:
+            default = f.default
         parser.add_argument(
             f"--mixer.{name}",
             type=_parser_of(f.type),
             choices=f.metadata["choices"] or None,
-            default=f.default if name in EXECUTION_SETTINGS else None,
+            default=default,
             help=f.metadata["text"],
         )
     text = "the peak learning rate of the SSM parameters is min(lr, this)"

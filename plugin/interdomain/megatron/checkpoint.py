@@ -201,7 +201,9 @@ def find_checkpoint(folder: Path) -> Path | None:
     if not (folder / TRACKER).is_file():
         return None
     last = (folder / TRACKER).read_text().strip()
-    return folder / (last if last == "release" else f"iter_{int(last):07d}")
+    if last != "release":
+        last = f"iter_{int(last):07d}"
+    return folder / last
 
 
 class MegatronCheckpoint:
@@ -256,10 +258,11 @@ class MegatronCheckpoint:
         self._check_tensors(keys)
 
         # The record of the run.
-        step = re.search(r"\d+$", folder.name)
+        digits = re.search(r"\d+$", folder.name)
+        step = int(digits[0]) if digits else 0
         self.record: dict[str, Any] = {
             **cell_of(self.config, _size_of(self.config))._asdict(),
-            "step": int(step[0]) if step else 0,
+            "step": step,
             "tokens": None,
             "run": {"host": "Megatron-Core", "documents": records[0].documents},
             "versions": {},
@@ -289,7 +292,9 @@ class MegatronCheckpoint:
                 shape[0] *= 2
             if layer is not None:
                 shape.insert(0, self.config.n_layers)
-            stored = list(self.index[key].size) if key in self.index else "missing"
+            stored: Any = "missing"
+            if key in self.index:
+                stored = list(self.index[key].size)
             if stored != shape:
                 raise ValueError(
                     f"{self.folder}: {key} is {stored}, and an exported model needs {shape}. "

@@ -94,6 +94,9 @@ def plain_config(
         mlp_apart: True if Megatron counts a mixer and its MLP as two layers, as HybridModel does.
         others: Further fields of ModelConfig.
     """
+    n_layers = settings.num_layers
+    if mlp_apart:
+        n_layers //= 2
     n_kv_heads = groups if groups != settings.num_attention_heads else None
     layers = []
     for mixer in mixers:
@@ -102,7 +105,7 @@ def plain_config(
         layers.append(mixer)
     return ModelConfig(
         dim=settings.hidden_size,
-        n_layers=settings.num_layers // (2 if mlp_apart else 1),
+        n_layers=n_layers,
         n_heads=settings.num_attention_heads,
         head_dim=settings.kv_channels,
         norm_eps=settings.layernorm_epsilon,
@@ -173,7 +176,9 @@ class InterdomainAttention(MegatronModule):
         )
         _check(config, ranks, model, contiguous)
         # `whole` is the plain model whose layers are all like this one.
-        self.layer = (layer_number - 1) // (2 if mlp_apart else 1)
+        self.layer = layer_number - 1
+        if mlp_apart:
+            self.layer //= 2
         self.whole = model.layers[self.layer]
         has_fixed_state = self.whole.mixer.kind in FIXED_STATE
 
@@ -324,10 +329,12 @@ class InterdomainAttention(MegatronModule):
         if shard is not None:
             order = order + shard.rank * len(order)
         positions = None
+        rotated_by = order
         if packed_seq_params is not None:
             positions = _positions(packed_seq_params, order, x.shape[1])
+            rotated_by = positions
         packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, shard)
-        rope = rope_of(self.whole, order if positions is None else positions, x.dtype)
+        rope = rope_of(self.whole, rotated_by, x.dtype)
 
         if self.recompute and torch.is_grad_enabled():
             o = tensor_parallel.checkpoint(lambda x: self._mix(x, rope, packing), False, x)
@@ -558,6 +565,9 @@ def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
         raise NotImplementedError(
             f"packed sequences of format {packed.qkv_format}, batch {batch}: only thd, batch 1."
         )
-    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    # The end of each document, with its padding if there is some; the first entry is 0.
+    ends = packed.cu_seqlens_q_padded
+    if ends is None:
+        ends = packed.cu_seqlens_q
     document = torch.searchsorted(ends[1:].contiguous(), order, right=True)
     return (order - ends[document])[None]

@@ -279,8 +279,11 @@ def generate(
         chosen = sample(logits[:, :vocab_size], sampling, generators)
         tokens: list[int | None] = []
         for row, token in enumerate(chosen.tolist()):
-            tokens.append(None if ended[row] else token)
-            ended[row] = ended[row] or token == stop
+            if ended[row]:
+                tokens.append(None)
+            else:
+                tokens.append(token)
+                ended[row] = token == stop
         yield tokens
         if decoder is None or all(ended) or step == max_tokens:
             return

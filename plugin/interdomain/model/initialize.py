@@ -113,8 +113,9 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
 
     # The rule depends on the names of the module and of the tensor in it, and on the mixer of the
     # tensor's layer.
-    layer = _LAYER.match(name)
-    mixer = config.layers[int(layer[1]) if layer else 0].mixer
+    match_of_layer = _LAYER.match(name)
+    layer = int(match_of_layer[1]) if match_of_layer else 0
+    mixer = config.layers[layer].mixer
     path, _, leaf = name.rpartition(".")
     module = path.rpartition(".")[2]
     match module, leaf:

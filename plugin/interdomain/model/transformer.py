@@ -205,7 +205,10 @@ class Transformer(nn.Module):
             )
         h: Tensor = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         B = h.shape[0]
-        T = h.shape[1] if self.heads is None else h.shape[1] * self.heads.size
+        T = h.shape[1]
+        if self.heads is not None:
+            # h has this rank's part of the tokens.
+            T *= self.heads.size
 
         # The place of each token in its document, and what each kind of mixer must know about
         # packed documents. Layers with the same settings share it.
