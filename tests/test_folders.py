@@ -13,9 +13,13 @@ from interdomain import folders
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 )
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
+
+    def fail(file):
+        raise error
+
     path = tmp_path / "record.json"
     folders.write_whole(path, b"one")
-    monkeypatch.setattr(folders, "sync", lambda f: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(folders, "sync", fail)
     with pytest.raises(type(error)):
         folders.write_whole(path, b"two")
     assert path.read_bytes() == b"one"

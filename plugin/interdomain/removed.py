@@ -1,8 +1,8 @@
-"""What earlier versions had, and what to do instead. Standard library only.
+"""Removed features of earlier versions, and what to do instead. Standard library only.
 
-This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of another
-command's option (after the command's name), of a setting or module (with a dot), or of a setting's value (SETTING = VALUE).
-CHANGELOG.md has the same sentences.
+No other file has a removed name. A name is that of a command, of an option of `./launch.sh` (with
+its dashes), of an option of another command (after the command's name), of a setting or module
+(with a dot), or of a value (SETTING = VALUE). CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -66,7 +66,13 @@ REMOVED = {
 
 
 def removal_of(name: str) -> str | None:
-    """The error message for a removed name, or the flag of a removed setting; None for any other name."""
+    """Returns the error message for a removed name.
+
+    Args:
+        name: A key of REMOVED; a setting may be written as a flag.
+    Returns:
+        The message, or None if the name was not removed.
+    """
     if "." in name:
         name = name.removeprefix("--").replace("-", "_")
     if name not in REMOVED:

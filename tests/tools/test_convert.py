@@ -391,7 +391,7 @@ def test_what_a_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused)
     """Tensors, and settings of Megatron."""
     for name in ("decoder.layers.mlp.linear_fc1.bias", "mtp.layers.0.eh_proj.weight"):
         run = megatron_run(tmp_path / name, [name])
-        refused(run, f"no place, first of all {name}.", "--tokenizer", tokenizer.path)
+        refused(run, f"no place, such as {name}.", "--tokenizer", tokenizer.path)
     unrecorded = {name: value for name, value in megatron.BACKBONE.items() if name != "use_mup"}
     for name, value, backbone in (
         ("activation_func", "quick_gelu", megatron.BACKBONE | {"activation_func": "quick_gelu"}),
@@ -405,7 +405,7 @@ def test_what_a_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused)
         run = megatron_run(tmp_path / name, backbone=backbone)
         refused(
             run,
-            f"is of a run with {name} = {value!r}. A folder cannot have that",
+            f"is of a run with {name} = {value!r}. An exported model cannot have that",
             "--tokenizer",
             tokenizer.path,
         )

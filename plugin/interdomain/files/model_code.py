@@ -39,9 +39,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self, cast
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Self, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn

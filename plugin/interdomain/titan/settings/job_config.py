@@ -2,18 +2,17 @@
 
 import argparse
 import difflib
-import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import tyro
 
 import interdomain
 from interdomain.folders import expand_path
+from interdomain.model.settings import check_setting
 from interdomain.removed import removal_of
 
 from ..host import TORCHTITAN_SETTINGS
@@ -219,31 +218,12 @@ def check_value(setting: str, value: Any, declared: Setting) -> None:
     removal = removal_of(f"{setting} = {value}")
     if removal:
         raise ValueError(removal)
-    if not _is_of(value, declared.kind):
-        kind = inspect.formatannotation(declared.kind)
-        raise ValueError(f"{setting} must be {kind}: got {value!r}.")
-    if declared.bound and not declared.bound.allows(value):
-        raise ValueError(f"{setting} must be {declared.bound.description}: got {value}.")
+    check_setting(setting, value, declared.kind, declared.bound)
     if declared.is_path and "://" in str(value):
         raise ValueError(
             f"{setting} = {value} is an address, and must be a path of this machine. "
             "docs/clusters.md shows how to copy checkpoints to an object store and back."
         )
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """Returns whether a value has a type. Unlike in Python, a bool is no number."""
-    origin = get_origin(kind)
-    arguments = get_args(kind)
-    if origin is Literal:
-        return value in arguments
-    if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_is_of(one, *arguments) for one in value)
-    if kind in (int, float):
-        return isinstance(value, int | kind) and not isinstance(value, bool)
-    return isinstance(value, kind)
 
 
 def expand_setting(setting: str, value: Any) -> Any:

@@ -182,7 +182,8 @@ def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) 
     """Yields problems of tensor parallelism. `lengths`: tokens of a sequence, by setting."""
     tensor = job.parallelism.tensor_parallel_degree
     context = job.parallelism.context_parallel_degree
-    # Numbers that the ranks divide, by the name that an error gives them.
+    # Numbers that the ranks divide, by the name that an error gives them. If layers differ, the
+    # degree must divide the number of each, which is to divide their greatest common divisor.
     sizes = {
         "the feed-forward's width": config.ffn_hidden,
         "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
@@ -190,10 +191,11 @@ def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) 
     for layer in config.layers:
         if layer.mixer.kind in FIXED_STATE:
             name = f"the heads of {layer.mixer.kind}'s state (mixer.state_heads sets them)"
-            sizes[name] = state_shape(layer.mixer, config.dim).heads
+            heads = state_shape(layer.mixer, config.dim).heads
+            sizes[name] = math.gcd(heads, sizes.get(name, 0))
         else:
             sizes["n_heads"] = config.n_heads
-            sizes["n_kv_heads"] = layer.n_kv_heads
+            sizes["n_kv_heads"] = math.gcd(layer.n_kv_heads, sizes.get("n_kv_heads", 0))
     for setting, length in lengths.items():
         name = setting if context == 1 else f"{setting} / context_parallel_degree {context}"
         sizes[name] = length // context

@@ -18,7 +18,7 @@ another.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import (
@@ -37,18 +37,7 @@ import torch
 import tyro
 
 from interdomain.model.config import CONDITIONS, EXECUTION_SETTINGS, MIXER_SETTINGS, SIZES
-
-
-class Bound(NamedTuple):
-    """The values that a setting may have.
-
-    Attributes:
-        description: The values in words. It follows "SETTING must be" in an error.
-        allows: Returns whether a value is allowed.
-    """
-
-    description: str
-    allows: Callable[[Any], bool]
+from interdomain.model.settings import Bound, one_of
 
 
 class Resume(Enum):
@@ -79,10 +68,6 @@ ALIASES = {"debugmodel": "debug"}
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
-def _one_of(names: Iterable[str]) -> Bound:
-    return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
-
-
 def _several_of(names: Iterable[str]) -> Bound:
     return Bound(f"of {', '.join(names)}", frozenset(names).issuperset)
 
@@ -104,7 +89,7 @@ _BLOCKS = Bound(
 _LAYERS = Bound("at least 1", lambda x: x is None or x >= 1)
 _KEPT = Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)
 _SEED = Bound("a number of 64 bits, from -2^63 to 2^63 - 1", lambda x: -(2**63) <= x < 2**63)
-_SUMS = _one_of(("step", "micro-batch"))
+_SUMS = one_of(("step", "micro-batch"))
 _STEPS = Bound("of steps from 1", lambda steps: all(step >= 1 for step in steps))
 
 # Types of settings.
@@ -117,10 +102,10 @@ NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 Folder = Annotated[str, PATH]
-Size = Annotated[str, _one_of([*SIZES, *ALIASES])]
-Condition = Annotated[str, _one_of(CONDITIONS)]
+Size = Annotated[str, one_of([*SIZES, *ALIASES])]
+Condition = Annotated[str, one_of(CONDITIONS)]
 Conditions = Annotated[list[str], _several_of(CONDITIONS)]
-Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
+Schedule = Annotated[str, one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
 
 _KEEPS_THE_LATEST = OnlyOurs("removes all but the latest checkpoints")
 Section = TypeVar("Section", bound=type)
@@ -147,7 +132,7 @@ def _with_settings_of_the_model(section: Section) -> Section:
             # None`.
             add(f, Annotated[Literal[True, False], Resume.FREE], f.default)
         else:
-            add(f, Annotated[f.type, _one_of(f.metadata["choices"])], f.default)
+            add(f, Annotated[f.type, one_of(f.metadata["choices"])], f.default)
     return section
 
 
