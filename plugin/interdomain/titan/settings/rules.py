@@ -6,6 +6,7 @@ and what to do. The decorator `raises_all` turns the messages of a check into on
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
