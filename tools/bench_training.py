@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from interdomain.files.run_folder import events_of
+from interdomain.checkpoint.run_folder import events_of
 from interdomain.model import CONDITIONS
 from interdomain.tools import launch
 from interdomain.tools._bench import results

@@ -23,17 +23,17 @@ import torch
 from tqdm import tqdm
 
 import interdomain
+from interdomain.checkpoint import pretrained
+from interdomain.checkpoint import step_folder as checkpoints
+from interdomain.checkpoint.index import read_tensors, write_tensors
+from interdomain.checkpoint.model_card import write_card
+from interdomain.checkpoint.model_code import write_code
+from interdomain.checkpoint.training_checkpoint import open_checkpoint
 from interdomain.data.tokenizer_export import (
     padding_id,
     refuse_in_transformers,
     write_for_transformers,
 )
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files import pretrained
-from interdomain.files.checkpoint import open_checkpoint
-from interdomain.files.checkpoint_index import read_tensors, write_tensors
-from interdomain.files.model_card import write_card
-from interdomain.files.model_code import write_code
 from interdomain.folders import new_folder
 from interdomain.megatron import checkpoint as megatron
 from interdomain.model import ModelConfig, cell_of, meta_model

@@ -14,8 +14,8 @@ Documentation: docs/checkpoints.md
 import sys
 import time
 
+from interdomain.checkpoint.pretrained import DTYPES, load_pretrained
 from interdomain.data import StreamDecoder
-from interdomain.files.pretrained import DTYPES, load_pretrained
 from interdomain.model.generation import Sampling, generate
 from interdomain.tools import _cli
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 hf = pytest.importorskip("interdomain.hf", exc_type=ImportError)
-from interdomain.files.pretrained import to_transformers  # noqa: E402
+from interdomain.checkpoint.pretrained import to_transformers  # noqa: E402
 from interdomain.model import build_config  # noqa: E402
 
 

@@ -7,8 +7,8 @@ import shutil
 
 import torch
 
-from interdomain.files.model_code import MODULES, PLAIN
-from interdomain.files.pretrained import load_model, stored_name, to_transformers
+from interdomain.checkpoint.model_code import MODULES, PLAIN
+from interdomain.checkpoint.pretrained import load_model, stored_name, to_transformers
 from interdomain.model import Transformer, build_config
 
 from ..common import REPOSITORY

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.files.pretrained import from_transformers, stored_name, to_transformers
+from interdomain.checkpoint.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
 from .common import CASES, code_of, each_case, padded, random_texts

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from interdomain.files.pretrained import stored_name
+from interdomain.checkpoint.pretrained import stored_name
 
 from ..model.common import assert_same_tensors, random_tokens, variant
 from .common import ON, code_of, each_case, each_kind, padded, random_texts

@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files.checkpoint_index import (
+from interdomain.checkpoint import step_folder as checkpoints
+from interdomain.checkpoint.index import (
     overlapping,
     read_index,
     read_tensors,
     tensor_index,
     write_tensors,
 )
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.run_folder import note_folders
 
 TENSORS = {
     "a": torch.arange(12.0).view(3, 4),

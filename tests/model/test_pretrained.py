@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from interdomain.files.pretrained import (
+from interdomain.checkpoint.pretrained import (
     CONFIG,
     INDEX,
     TOKENIZER,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
 
-from interdomain.files.distributed_checkpoint import METADATA, SIDECAR
+from interdomain.checkpoint.step_folder import METADATA, SIDECAR
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.host import translate
 from interdomain.titan.plan.schedule import check_jump

@@ -5,7 +5,7 @@ import re
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
-from interdomain.files.checkpoint_index import as_arrays
+from interdomain.checkpoint.index import as_arrays
 from interdomain.model import build_config
 from interdomain.removed import REMOVED
 from interdomain.titan import entry, trainer

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files.checkpoint_index import read_tensors, tensor_index, write_tensors
-from interdomain.files.model_card import TEMPLATE
-from interdomain.files.pretrained import BASE, read_config
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint import step_folder as checkpoints
+from interdomain.checkpoint.index import read_tensors, tensor_index, write_tensors
+from interdomain.checkpoint.model_card import TEMPLATE
+from interdomain.checkpoint.pretrained import BASE, read_config
+from interdomain.checkpoint.run_folder import note_folders
 from interdomain.megatron import checkpoint as megatron
 from interdomain.model import Transformer, cell_of, count_parameters
 from interdomain.tools import convert
@@ -359,7 +359,7 @@ def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, t
 
 def test_what_does_not_read_back_is_refused(checkpoint, refused, monkeypatch):
     """A machine that writes something else than it was given."""
-    from interdomain.files import pretrained
+    from interdomain.checkpoint import pretrained
 
     def flips(tensors, *args, **kwargs):
         tensors["model.norm.weight"][5] += 1e-6

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from interdomain.files.pretrained import load_pretrained
+from interdomain.checkpoint.pretrained import load_pretrained
 from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
 from interdomain.tools import generate

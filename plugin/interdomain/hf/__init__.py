@@ -1,8 +1,9 @@
 """The model in transformers. Importing this package registers it: the Auto classes then need no trust_remote_code.
 
-The files `*_interdomain.py` are copied into every standalone folder (`files.model_code`), plain_interdomain.py with the text of
-the modules that it imports here. There they import torch and transformers, and the kernels of `interdomain.scan` and
-`interdomain.features` if these are installed, nothing else of this project.
+The files `*_interdomain.py` are copied into every exported model (`checkpoint.model_code`), and
+plain_interdomain.py with the text of the definitions that it imports here. In an exported model they
+import torch and transformers, and the kernels of `interdomain.scan` and `interdomain.features` if
+these are installed: nothing else of this project.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from interdomain.files.model_code import write_code
+from interdomain.checkpoint.model_code import write_code
 
 from .configuration_interdomain import InterdomainConfig
 from .modeling_interdomain import (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from interdomain.files.distributed_checkpoint import SIDECAR, finished_steps
+from interdomain.checkpoint.step_folder import SIDECAR, finished_steps
 
 from ..host import logger
 from ..settings.schema import Checkpoint, JobConfig, LRScheduler, Training

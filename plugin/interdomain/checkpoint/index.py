@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .distributed_checkpoint import METADATA
+from .step_folder import METADATA
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
 _ALLOWED = {

@@ -7,8 +7,8 @@ import torch
 from interdomain.data import Tokenizer
 from interdomain.model import meta_model
 
-from . import distributed_checkpoint as checkpoints
-from .checkpoint_index import check_bytes, read_tensors, tensor_index
+from . import step_folder as checkpoints
+from .index import check_bytes, read_tensors, tensor_index
 from .pretrained import load_checked_tokenizer
 
 

@@ -1,7 +1,7 @@
 """Folders of checkpoints: their names, which of them are complete, and the records that say what model they hold.
 
 A checkpoint of this project is `step-N/` with shards, an index `.metadata` (written last: without it the folder is no
-checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model it is, and the tokenizer. checkpoint_index.py
+checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model it is, and the tokenizer. index.py
 reads the index and the tensors.
 """
 

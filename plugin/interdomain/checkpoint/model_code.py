@@ -19,7 +19,7 @@ MODULES = (  # each needs only what stands before it
     "model/feature_maps.py",
     "model/settings.py",
     "model/config.py",
-    "files/config_json.py",
+    "checkpoint/config_json.py",
     "model/state.py",
     "model/mixers/fixed_state_scan.py",
     "model/mixers/kernels.py",

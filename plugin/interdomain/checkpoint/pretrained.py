@@ -25,7 +25,7 @@ from interdomain.model.config import Execution, ModelConfig
 from interdomain.model.transformer import Transformer, meta_model
 
 from .config_json import from_transformers, to_transformers
-from .distributed_checkpoint import TOKENIZER, check_types
+from .step_folder import TOKENIZER, check_types
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
