@@ -1,21 +1,21 @@
-"""The index and the tensors of torch.distributed.checkpoint folders, read without a process group and without trusting them.
+"""Reads the index and the tensors of torch.distributed.checkpoint folders, without trusting them.
 
-PyTorch's index is an object for each piece of each tensor: for 1.3B on 1,024 ranks 967,000, which take 3 GB and half a minute
-to pass from one process to another. Here it becomes arrays: quick to check and to hand on, and each rank takes from it what its
-own tensors need.
+A checkpoint is a folder of files, each with pieces of tensors that one rank wrote, and an index of
+the pieces. No process group is needed to read it. PyTorch's index has a Python object for each piece:
+967,000 for 1.3B on 1,024 ranks, which take 3 GB and half a minute to send from one rank to another.
+Here the index becomes arrays, and each rank turns back only the pieces that its own tensors need.
 """
 
 import io
 import itertools
 import math
 import pickle
-import sys
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import EnumType
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
@@ -39,100 +41,31 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .step_folder import METADATA
 
-# torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
-_ALLOWED = {
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        *(
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-        ),
-        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # The plans of the ranks, which Megatron-Core keeps beside them.
-    "torch.distributed.checkpoint.planner": {
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
+# What a pickled index may refer to: these types themselves, PyTorch's dtypes, and descriptions in
+# place of everything in these modules.
+_TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
+_MODULES = {
+    "torch.serialization",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    # Megatron-Core keeps the ranks' plans in the index.
+    "torch.distributed.checkpoint.planner",
+    "pathlib",
+    "pathlib._local",
 }
-
-
-def _member(enum: object, name: str) -> object:
-    """Refuse `getattr` in an index, but for members of an enum: Python 3.11.2 (Debian 12's) pickles a member of an enum
-    as getattr(enum, name)."""
-    if not isinstance(enum, EnumType):
-        raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
-    return enum[name]
-
-
-@contextmanager
-def _classes_as_they_are() -> Iterator[None]:
-    """Context in which an index may set nothing on the classes and members that it names: BUILD takes whatever is there.
-
-    Raises: pickle.UnpicklingError, and all is as before.
-    """
-    known = (
-        getattr(sys.modules.get(module), name, None)
-        for module, names in _ALLOWED.items()
-        for name in names
-    )
-    classes = [x for x in known if isinstance(x, type)]
-    before = [
-        (x, dict(vars(x)))
-        for x in [*classes, *(m for x in classes if isinstance(x, EnumType) for m in x)]
-    ]
-    bases, altered = [x.__bases__ for x in classes], []
-    try:
-        yield
-    finally:
-        for x, was in zip(classes, bases, strict=True):
-            if x.__bases__ != was:
-                x.__bases__ = was
-                altered.append(x)
-        for x, was in before:
-            for name in vars(x).keys() | was.keys():
-                if name not in was:
-                    delattr(x, name)
-                elif vars(x).get(name) is not was[name]:
-                    setattr(x, name, was[name])
-                else:
-                    continue
-                altered.append(x)
-        if altered:
-            raise pickle.UnpicklingError(
-                f"it alters {altered[0]}, which has no place in the index of a checkpoint"
-            )
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if module == "torch":
-            value = getattr(torch, name, None)
-            if isinstance(value, torch.dtype) or value is torch.Size:
-                return value
-        elif name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
 
 
 class Index(NamedTuple):
     """The index of a checkpoint.
 
-    entries: descriptions of all tensors and objects by name, without their pieces.
-    files: names of the shards, sorted.
-    pieces: int64, [pieces, 4 + 2 D]: number of the entry, number of the file, first byte, length, then the D first elements and
-        the D sizes of the piece in its tensor (0 and 1 where the tensor has fewer dimensions). In the order of the bytes.
+    Attributes:
+        entries: The description of each tensor and object by its name, without the pieces.
+        files: The names of the files that hold the pieces, sorted.
+        pieces: A structured array of int64, with one row per piece, in the order of the bytes:
+            `entry`: number of the entry in `entries`; `file`: number of the file in `files`;
+            `first`: position of the first byte in the file; `length`: number of bytes;
+            `begin` [D] and `size` [D]: first element and extent of the piece in its tensor. D is the
+            largest number of dimensions; a tensor with fewer has zeros and ones at the end.
     """
 
     entries: dict[str, Any]
@@ -140,8 +73,43 @@ class Index(NamedTuple):
     pieces: np.ndarray
 
 
+class _Description:
+    """An object of a pickled index: attributes only, whichever class the index names."""
+
+    def __new__(cls, *args: Any) -> "_Description":
+        # The arguments of a call are ignored: they belong to paths and to members of enums.
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):
+            # TensorProperties pickles a tuple, whose first member is the dtype.
+            self.dtype = state[0]
+        else:
+            self.__dict__.update(state)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles an index without importing, calling or changing anything that it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _TYPES:
+            return _TYPES[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        # Python 3.11.2 pickles a member of an enum as getattr(enum, name).
+        if module in _MODULES or (module, name) == ("builtins", "getattr"):
+            # A new class each time: an index that sets its attributes changes nothing else.
+            return type(name, (_Description,), {})
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+
+
 def read_index(checkpoint: Path) -> Index:
-    """The index of a checkpoint, which is not trusted. Raises: FileNotFoundError, ValueError."""
+    """Reads the index of a checkpoint, which is not trusted.
+
+    Raises:
+        FileNotFoundError: The folder has no index: its save was interrupted, or is going on.
+        ValueError: The index is damaged, or does not describe every tensor completely.
+    """
     path = checkpoint / METADATA
     if not path.is_file():
         raise FileNotFoundError(
@@ -149,120 +117,148 @@ def read_index(checkpoint: Path) -> Index:
         )
     data = path.read_bytes()
     try:
-        with _classes_as_they_are():
-            metadata = _IndexUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
-        places = metadata.storage_data.values()
-        beside = all(Path(name).name == name for name in {place.relative_path for place in places})
-        if not beside or any(place.offset < 0 or place.length < 0 for place in places):
-            raise ValueError("it names a place that is in no shard beside it")
-        return as_arrays(metadata)
-    except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and values may be of any type
+        return as_arrays(_IndexUnpickler(io.BytesIO(data)).load())
+    except Exception as e:  # Damaged bytes fail anywhere, and values may be of any type.
         raise ValueError(
-            f"{path} is damaged, or of a newer PyTorch than {torch.__version__} ({e}). Take another step."
+            f"{path} is damaged, or of a newer PyTorch than {torch.__version__} ({e}). "
+            "Take another step."
         ) from e
 
 
-def as_arrays(metadata: Metadata) -> Index:
-    """PyTorch's form of an index as arrays. Raises: ValueError if it does not hold all of a tensor."""
-    entries = metadata.state_dict_metadata
+def as_arrays(metadata: Any) -> Index:
+    """Converts PyTorch's `Metadata`, or a description of it, to arrays.
+
+    Raises:
+        ValueError: Pieces of a tensor are missing, or a piece lies outside of the checkpoint's folder.
+    """
+    described = metadata.state_dict_metadata
     places = metadata.storage_data
+
+    # The size of each piece, by its entry and its offset. An object is one piece without an offset.
     sizes = {}
-    for name, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata):
+    for name, entry in described.items():
+        if hasattr(entry, "chunks"):
             for chunk in entry.chunks:
                 sizes[name, chunk.offsets] = chunk.sizes
         else:
             sizes[name, None] = ()
     if len(sizes) != len(places):
         raise ValueError(f"it has {len(sizes)} pieces and {len(places)} places of them")
-
     files = sorted({place.relative_path for place in places.values()})
-    entry_numbers = {name: i for i, name in enumerate(entries)}
-    file_numbers = {name: i for i, name in enumerate(files)}
-    pieces = []
-    for key, place in places.items():
-        pieces.append(
-            (entry_numbers[key.fqn], file_numbers[place.relative_path], place.offset, place.length)
-        )
-    D = max((len(size) for size in sizes.values()), default=0)
-    begin = np.zeros((len(pieces), D), np.int64)
-    size = np.ones((len(pieces), D), np.int64)
-    dims = np.fromiter((len(key.offset or ()) for key in places), np.int64, len(pieces))
-    used = np.arange(D) < dims[:, None]
-    begin[used] = list(itertools.chain.from_iterable(key.offset or () for key in places))
-    size[used] = list(itertools.chain.from_iterable(sizes[key.fqn, key.offset] for key in places))
-    rows = np.concatenate([np.array(pieces, np.int64).reshape(-1, 4), begin, size], axis=1)
-    rows = rows[np.lexsort((rows[:, 2], rows[:, 1]))]
+    if any(Path(file).name != file for file in files):
+        raise ValueError("it names a place that is in no shard beside it")
 
-    # A load leaves what no shard holds as it finds it: uninitialised memory.
-    elements = np.zeros(len(entries), np.int64)
-    np.add.at(elements, rows[:, 0], rows[:, 4 + D :].prod(axis=1))
-    without_pieces = {}
-    for (name, entry), stored in zip(entries.items(), elements.tolist(), strict=True):
-        if isinstance(entry, TensorStorageMetadata):
-            if stored != math.prod(entry.size) or not isinstance(
-                entry.properties.dtype, torch.dtype
-            ):
+    # One row per piece.
+    entry_numbers = {name: number for number, name in enumerate(described)}
+    file_numbers = {name: number for number, name in enumerate(files)}
+    D = max(map(len, sizes.values()), default=0)
+    rows = []
+    for key, place in places.items():
+        offset = getattr(key, "offset", None)
+        size = sizes[key.fqn, offset]
+        begin = offset or ()
+        if place.offset < 0 or place.length < 0:
+            raise ValueError("it names a place that is in no shard beside it")
+        row = (
+            entry_numbers[key.fqn],
+            file_numbers[place.relative_path],
+            place.offset,
+            place.length,
+            (*begin, *[0] * (D - len(begin))),
+            (*size, *[1] * (D - len(size))),
+        )
+        rows.append(row)
+    numbers = [(name, np.int64) for name in ("entry", "file", "first", "length")]
+    boxes = [(name, np.int64, (D,)) for name in ("begin", "size")]
+    pieces = np.array(rows, dtype=[*numbers, *boxes])
+    pieces = pieces[np.lexsort((pieces["first"], pieces["file"]))]
+
+    # Every element must be stored: a load leaves the others as uninitialised memory.
+    stored = np.zeros(len(described), np.int64)
+    np.add.at(stored, pieces["entry"], pieces["size"].prod(axis=1))
+    entries = {}
+    for (name, entry), elements in zip(described.items(), stored.tolist(), strict=True):
+        entries[name] = BytesStorageMetadata()
+        if hasattr(entry, "chunks"):
+            dtype = entry.properties.dtype
+            if elements != math.prod(entry.size) or not isinstance(dtype, torch.dtype):
                 raise ValueError(f"no shards hold all of {name}")
-            entry = replace(entry, chunks=[])
-        without_pieces[name] = entry
-    return Index(without_pieces, files, rows)
+            size = torch.Size(entry.size)
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks=[])
+    return Index(entries, files, pieces)
 
 
 def check_lengths(folder: Path, index: Index) -> None:
-    """Raises ValueError unless every shard that the index names is there, as long as the index says."""
+    """Checks that each file of a checkpoint exists and is as long as the index says.
+
+    Raises:
+        ValueError: A file is missing or too short.
+    """
     ends = np.zeros(len(index.files), np.int64)
-    np.maximum.at(ends, index.pieces[:, 1], index.pieces[:, 2] + index.pieces[:, 3])
+    np.maximum.at(ends, index.pieces["file"], index.pieces["first"] + index.pieces["length"])
     for name, end in zip(index.files, ends.tolist(), strict=True):
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size is None or size < end:
-            fault = (
-                "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder} is damaged: its shard {name} is missing.")
+        size = file.stat().st_size
+        if size < end:
+            raise ValueError(
+                f"{folder} is damaged: its shard {name} has {size:,} bytes where {end:,} are expected."
             )
-            raise ValueError(f"{folder} is damaged: its shard {name} {fault}.")
 
 
 def altered_entry(
     folder: Path, index: Index, part: int = 0, parts: int = 1, names: Collection[str] | None = None
 ) -> str | None:
-    """The fault of the first entry whose bytes are not those that were saved; None if there is none.
+    """Compares the bytes of a checkpoint with the checksums that were saved with them.
 
-    torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
-    runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.
+    torch.save writes a zip archive with a CRC-32 per record, which torch.load does not compare.
+
+    Args:
+        part: The rank that calls. Each reads its own run of neighbouring pieces, so that it opens few files.
+        parts: The number of ranks that share the work.
+        names: The entries to compare; None for all.
+
+    Returns:
+        A sentence about the first piece that differs; None if there is none.
     """
-    fqns, pieces = list(index.entries), index.pieces
+    fqns = list(index.entries)
+    pieces = index.pieces
     if names is not None:
-        pieces = pieces[
-            np.isin(pieces[:, 0], [number for number, name in enumerate(fqns) if name in names])
-        ]
-    mine = pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts, :4].tolist()
-    for number, rows in itertools.groupby(mine, key=lambda row: row[1]):
-        file = folder / index.files[number]
+        numbers = [number for number, name in enumerate(fqns) if name in names]
+        pieces = pieces[np.isin(pieces["entry"], numbers)]
+    own = pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]
+    for file_number, rows in itertools.groupby(own, key=lambda piece: piece["file"]):
+        file = folder / index.files[file_number]
         with open(file, "rb") as f:
-            for entry, _, first, length in rows:
-                f.seek(first)
-                data = f.read(length)
-                try:
-                    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                        packed = any(
-                            info.compress_type for info in archive.infolist()
-                        )  # it might grow without end
-                        record = "a compressed record" if packed else archive.testzip()
-                except (
-                    zipfile.BadZipFile,
-                    EOFError,
-                    NotImplementedError,
-                ) as e:  # headers are bytes too
-                    record = str(e)
-                if record is not None:
-                    return f"{file} is damaged: the bytes of {fqns[entry]} do not match their checksum ({record})"
+            for piece in rows:
+                f.seek(piece["first"])
+                fault = _archive_fault(f.read(piece["length"]))
+                if fault is not None:
+                    name = fqns[piece["entry"]]
+                    return f"{file} is damaged: the bytes of {name} do not match their checksum ({fault})"
     return None
 
 
+def _archive_fault(data: bytes) -> str | None:
+    """Returns what is wrong with a zip archive, such as its first damaged record; None for nothing."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            # torch.save does not compress, and a compressed record may be of any size.
+            if any(info.compress_type for info in archive.infolist()):
+                return "a compressed record"
+            return archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:  # headers are damaged, too
+        return str(e)
+
+
 def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
-    """Raises ValueError unless the tensors of these names are stored as they were saved: torch.load does not look."""
+    """Checks that the tensors of these names are stored as they were saved.
+
+    Raises:
+        FileNotFoundError: The folder is not a complete checkpoint.
+        ValueError: The index, a file's length or the bytes of a tensor are damaged.
+    """
     index = read_index(checkpoint)
     check_lengths(checkpoint, index)
     if altered := altered_entry(checkpoint, index, names=names):
@@ -270,55 +266,51 @@ def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
 
 
 def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
-    """PyTorch's form of the index, with only the pieces that these tensors overlap; of a DTensor, what is on this rank."""
-    pieces = index.pieces
-    D = pieces.shape[1] // 2 - 2
-    # The box of each entry that this rank needs, from `low` to `high`. An empty box: this rank holds no part of the tensor.
+    """Converts the pieces that these tensors need back to PyTorch's index.
+
+    Args:
+        tensors: Tensors and objects to load, by name. Of a DTensor only this rank's part counts.
+    """
+    # The box of each entry that this rank needs, from `low` to `high`. The box is empty if this rank
+    # holds no part of the tensor.
+    D = index.pieces["begin"].shape[1]
     low = np.zeros((len(index.entries), D), np.int64)
     high = np.zeros((len(index.entries), D), np.int64)
+    entries = {}
     for number, (name, entry) in enumerate(index.entries.items()):
-        if name not in tensors:
-            continue
-        high[number] = 1
-        if isinstance(entry, TensorStorageMetadata):
-            for chunk in _create_chunk_list(tensors[name]):
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if is_tensor:
+            entry = replace(entry, chunks=[])  # the pieces are added to it below
+        entries[name] = entry
+        if name in tensors:
+            high[number] = 1
+            for chunk in _create_chunk_list(tensors[name]) if is_tensor else ():
                 dims = len(chunk.sizes)
                 low[number, :dims] = chunk.offsets
                 high[number, :dims] = np.add(chunk.offsets, chunk.sizes)
-    number = pieces[:, 0]
-    begin = pieces[:, 4 : 4 + D]
-    end = begin + pieces[:, 4 + D :]
-    mine = ((begin < high[number]) & (end > low[number])).all(axis=1)
 
-    entries = {}
-    for name, entry in index.entries.items():
-        entries[name] = (
-            replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
-        )
+    # The pieces that overlap the box of their entry in every dimension.
+    begin = index.pieces["begin"]
+    end = begin + index.pieces["size"]
+    number = index.pieces["entry"]
+    overlaps = ((begin < high[number]) & (end > low[number])).all(axis=1)
+
     names = list(index.entries)
     places = {}
-    for n, file, first, length, *box in pieces[mine].tolist():
-        entry, offset = entries[names[n]], None
+    for piece in index.pieces[overlaps]:
+        name = names[piece["entry"]]
+        entry = entries[name]
+        offset = None
         if isinstance(entry, TensorStorageMetadata):
             dims = len(entry.size)
-            offset = torch.Size(box[:dims])
-            entry.chunks.append(ChunkStorageMetadata(offset, torch.Size(box[D : D + dims])))
-        places[MetadataIndex(names[n], offset)] = _StorageInfo(index.files[file], first, length)
-    return Metadata(entries, storage_data=places, storage_meta=StorageMeta())
-
-
-def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
-    """Load tensors and objects; of a DTensor, what is on this rank.
-
-    Each rank plans its own load. PyTorch collects the plans of all ranks on rank 0 instead, and the ranks must agree.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # one process reads
-        load(
-            states, storage_reader=_Reader(checkpoint), planner=_PartialPlanner(index), no_dist=True
+            offset = torch.Size(piece["begin"][:dims].tolist())
+            size = torch.Size(piece["size"][:dims].tolist())
+            entry.chunks.append(ChunkStorageMetadata(offset, size))
+        file = index.files[piece["file"]]
+        places[MetadataIndex(name, offset)] = _StorageInfo(
+            file, int(piece["first"]), int(piece["length"])
         )
+    return Metadata(entries, storage_data=places, storage_meta=StorageMeta())
 
 
 class _Reader(FileSystemReader):
@@ -339,27 +331,57 @@ class _PartialPlanner(DefaultLoadPlanner):
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # Before the reader looks at the same object.
+        # The reader is given the same object after this call.
         vars(metadata).update(vars(overlapping(self.index, self.state_dict)))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(
-            value, weights_only=True
-        )  # raises for all but tensors, numbers, texts and their containers
+        # PyTorch's planner unpickles objects. This load fails for everything but tensors, numbers,
+        # texts and their containers.
+        torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
+def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
+    """Loads tensors and objects in place; of a DTensor, this rank's part.
+
+    Each rank plans its own load. PyTorch would collect the plans of all ranks on rank 0, and wait for all.
+
+    Args:
+        states: Tensors and objects to load, by name.
+
+    Raises:
+        CheckpointException: The checkpoint could not be read. This is a BaseException.
+    """
+    with _one_process():
+        load(
+            states,
+            storage_reader=_Reader(checkpoint),
+            planner=_PartialPlanner(index),
+            no_dist=True,
+        )
+
+
 def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Name -> description of every tensor in a checkpoint, without reading any. Raises: FileNotFoundError, ValueError."""
-    entries = read_index(checkpoint).entries
-    return {
-        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
-    }
+    """Returns the description of every tensor in a checkpoint by its name, without reading any.
+
+    Raises:
+        FileNotFoundError, ValueError: As in `read_index`.
+    """
+    tensors = {}
+    for name, entry in read_index(checkpoint).entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors[name] = entry
+    return tensors
 
 
 def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched. Raises: ValueError."""
+    """Reads tensors by name, from however many ranks wrote them. Nothing else is read.
+
+    Raises:
+        FileNotFoundError: The folder is not a complete checkpoint.
+        ValueError: The index or a tensor is damaged.
+    """
     index = read_index(checkpoint)
     tensors = {}
     for name in names:
@@ -374,9 +396,13 @@ def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a checkpoint of these tensors from one process; the index comes last. Raises: OSError."""
+    """Writes a checkpoint of these tensors from one process. The index comes last.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
+    """
     try:
-        with _system_errors():
+        with _system_errors(), _one_process():
             save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
     except OSError as e:
         raise OSError(
@@ -385,17 +411,25 @@ def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _system_errors() -> Iterator[None]:
-    """Raise the system's error (OSError) in place of the CheckpointException of PyTorch that hides it."""
+def _one_process() -> Iterator[None]:
+    """Context of a load or a save by one process, of which PyTorch would warn."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # one process reads
-        try:
-            yield
-        except CheckpointException as e:  # a BaseException: it would pass every handler of errors
-            first = e.failures[0][0]
-            error: BaseException | None = first
-            while error is not None and not isinstance(error, OSError):
-                error = error.__cause__ or error.__context__
-            raise OSError(str(error or repr(first))) from e
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """Context in which an OSError takes the place of CheckpointException.
+
+    PyTorch's exception is a BaseException, which would pass every `except Exception`.
+    """
+    try:
+        yield
+    except CheckpointException as e:
+        failure = e.failures[0][0]
+        # The error of the operating system says more than PyTorch's around it, if there is one.
+        error: BaseException | None = failure
+        while error is not None and not isinstance(error, OSError):
+            error = error.__context__
+        raise OSError(str(error or failure)) from e
