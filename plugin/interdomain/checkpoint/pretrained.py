@@ -1,11 +1,14 @@
-"""The standalone folder: `model, tokenizer = load_pretrained("exports/debug")`.
+"""Exported models: `model, tokenizer = load_pretrained("exports/debug")`.
 
     config.json                       the model's configuration, checksums of the weights, facts about the run
-    model.safetensors                 the weights; or model-00001-of-0000N.safetensors with model.safetensors.index.json
-    tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, hf_tokenizer.json)
+    model.safetensors                 the weights; or model-00001-of-0000N.safetensors with
+                                      model.safetensors.index.json
+    tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json,
+                                      hf_tokenizer.json)
     tokenizer.json, tokenizer_config.json   the same for transformers' AutoTokenizer
 
-Nothing in it is ever unpickled. A folder is written under another name and renamed when it is complete.
+Nothing in an exported model is ever unpickled. `interdomain convert` writes it under another name, and
+renames it when it is complete.
 """
 
 import json
@@ -18,16 +21,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from interdomain.data import check_vocab, load_tokenizer, recorded_documents
+from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
 from interdomain.data.indexed import file_sha256
 from interdomain.data.tokenizer_export import padding_id
 from interdomain.model.config import Execution, ModelConfig
 from interdomain.model.transformer import Transformer, meta_model
 
 from .config_json import from_transformers, to_transformers
-from .step_folder import TOKENIZER, check_types
+from .step_folder import TOKENIZER
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO_MAP = {
     "AutoConfig": "configuration_interdomain.InterdomainConfig",
@@ -35,30 +40,42 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
 }
-BASE = "model."  # before the name of every tensor but the head's: transformers' base_model_prefix
+BASE = "model."  # transformers' base_model_prefix, before the name of every tensor but the head's
 
 
 def stored_name(name: str) -> str:
-    """A tensor's name in a folder. `name.removeprefix(BASE)` is the inverse."""
-    return name if name.startswith("output.") else BASE + name
+    """Returns a tensor's name in an exported model. `name.removeprefix(BASE)` is the inverse."""
+    if name.startswith("output."):
+        return name
+    return BASE + name
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a model of this one: the dynamics and random frequencies are never less than float32."""
-    spared = ".attention.ssm." in name or ".feature_map." in name
-    return torch.promote_types(dtype, torch.float32) if spared else dtype
+    """Returns the dtype of a tensor in a model of `dtype`.
+
+    SSM parameters and random frequencies are never less than float32.
+    """
+    if ".attention.ssm." in name or ".feature_map." in name:
+        return torch.promote_types(dtype, torch.float32)
+    return dtype
 
 
 def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """Tensor names in order, cut into shards of at most `max_bytes` each (a larger tensor stands alone)."""
-    shards, filled = [[]], 0
+    """Distributes tensors over files, in order.
+
+    Args:
+        sizes: Bytes of each tensor, by name.
+        max_bytes: Bytes per file. A larger tensor has a file of its own.
+    """
+    files: list[list[str]] = [[]]
+    filled = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > max_bytes:
-            shards.append([])
+        if files[-1] and filled + size > max_bytes:
+            files.append([])
             filled = 0
-        shards[-1].append(name)
+        files[-1].append(name)
         filled += size
-    return shards
+    return files
 
 
 def write_weights(
@@ -68,35 +85,42 @@ def write_weights(
     read: Callable[[list[str]], dict[str, Tensor]],
     max_shard_bytes: int,
 ) -> int:
-    """Write the model's tensors shard by shard; `read(names)` returns {name: tensor} for one shard at a time.
+    """Writes the model's tensors, one file at a time.
 
-    Returns: the number of tensors. Raises: OSError where the disk does not take it.
+    Args:
+        dtype: The data type to store, as in `storage_dtype`.
+        read: Returns the tensors of these names. It is called once per file.
+        max_shard_bytes: Bytes per file.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written.
     """
     expected = meta_model(config).state_dict()
     dtypes = {name: storage_dtype(name, dtype) for name in expected}
-    sizes = {name: t.numel() * dtypes[name].itemsize for name, t in expected.items()}
+    sizes = {name: x.numel() * dtypes[name].itemsize for name, x in expected.items()}
     shards = shard_names(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = (
-            WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        )
-        tensors = {
-            stored_name(name): tensor.to(dtypes[name]).contiguous()
-            for name, tensor in read(names).items()
-        }
-        (folder / file).touch()
-        mode = (
-            (folder / file).stat().st_mode
-        )  # by the umask; safetensors writes for the owner alone
+    for number, names in enumerate(shards, 1):
+        file = folder / WEIGHTS
+        if len(shards) > 1:
+            file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for name, tensor in read(names).items():
+            tensors[stored_name(name)] = tensor.to(dtypes[name]).contiguous()
+        # safetensors makes files that only their owner can read. Take the mode of a usual file.
+        file.touch()
+        mode = file.stat().st_mode
         try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-        except SafetensorError as e:  # a full disk too arrives as this, which is no OSError
+            save_file(tensors, file, metadata={"format": "pt"})
+        except SafetensorError as e:  # this is no OSError, even where the disk is full
             raise OSError(
-                f"writing {folder / file} failed ({e}). Check the free space and the permissions."
+                f"writing {file} failed ({e}). Check the free space and the permissions."
             ) from e
-        (folder / file).chmod(mode)
-        weight_map |= dict.fromkeys(tensors, file)
+        file.chmod(mode)
+        weight_map |= dict.fromkeys(tensors, file.name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -104,14 +128,19 @@ def write_weights(
 
 
 def checksums(files: Iterable[Path]) -> dict[str, str]:
-    """{file name: sha256}."""
+    """Returns the SHA-256 of each file by its name."""
     return {file.name: file_sha256(file) for file in files}
 
 
 def write_config(
-    folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, facts: dict[str, Any]
+    folder: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer, facts: dict[str, Any]
 ) -> None:
-    """config.json, for weights that are written."""
+    """Writes config.json beside weights that are there already.
+
+    Args:
+        dtype: The name of the weights' data type, a key of DTYPES.
+        facts: What is known of the run.
+    """
     record = {
         "model_type": "interdomain",
         "architectures": ["InterdomainForCausalLM"],
@@ -130,9 +159,14 @@ def write_config(
 
 
 def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model's configuration in a standalone folder, and all of config.json, with checksums and facts about the run.
+    """Reads config.json of an exported model.
 
-    Raises: FileNotFoundError; ValueError for a config.json that is damaged, or of another project or version.
+    Returns:
+        The model's configuration, and all of config.json.
+
+    Raises:
+        FileNotFoundError: The folder has no config.json.
+        ValueError: It is damaged, or of another project or version.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -142,74 +176,98 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     try:
         record = json.loads(path.read_text())
         if record["model_type"] != "interdomain":
-            raise KeyError("model_type")
-        check_types(record, tokenizer=dict, weights=dict | None, facts=dict)
+            raise ValueError(f"its model_type is {record['model_type']!r}")
         return from_transformers(record), record
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path} is damaged, or not of this project and version ({type(e).__name__}: {e})."
         ) from e
 
 
 def weight_files(folder: Path | str) -> list[Path]:
-    """model.safetensors, or without it the shards that the index names. Raises: FileNotFoundError, ValueError."""
-    folder, names = Path(folder), {WEIGHTS}
+    """Returns the files of the weights: model.safetensors, or those that the index of several files names.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The index is damaged.
+    """
+    folder = Path(folder)
+    names = {WEIGHTS}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
-            names = {
-                Path(name).name
-                for name in json.loads((folder / INDEX).read_text())["weight_map"].values()
-            }
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+            # Only files of this folder.
+            names = {Path(file).name for file in weight_map.values()}
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(
                 f"{folder / INDEX} is damaged ({e}); convert the checkpoint again."
             ) from e
-    for name in sorted(names):
-        if not (folder / name).is_file():
+    files = [folder / name for name in sorted(names)]
+    for file in files:
+        if not file.is_file():
             raise FileNotFoundError(
-                f"{folder} lacks {name}; copy the whole folder again or convert again."
+                f"{folder} lacks {file.name}; copy the whole folder again or convert again."
             )
-    return [folder / name for name in sorted(names)]
+    return files
 
 
 def read_tensors(folder: Path | str) -> dict[str, Tensor]:
-    """The tensors of a folder by name, on the CPU, as stored. Raises: FileNotFoundError, ValueError."""
+    """Reads the tensors of an exported model to the CPU, as they are stored.
+
+    Returns:
+        The tensors by the names that the package's own model has for them.
+
+    Raises:
+        FileNotFoundError, ValueError: A file is missing or damaged.
+    """
     tensors = {}
-    for file in weight_files(folder):
+    for path in weight_files(folder):
         try:
-            with safe_open(file, framework="pt") as f:
-                tensors |= {name.removeprefix(BASE): f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors file cannot be iterated)
+                    tensors[name.removeprefix(BASE)] = file.get_tensor(name)
         except SafetensorError as e:
             raise ValueError(
-                f"{file} is truncated or damaged ({e}); copy the folder again or convert again."
+                f"{path} is truncated or damaged ({e}); copy the folder again or convert again."
             ) from e
     return tensors
 
 
 def check_tensors(folder: Path | str, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
-    """Check that names and shapes are exactly the model's, and the values floating point. Raises ValueError."""
-    expected = {
-        name: list(tensor.shape) for name, tensor in meta_model(config).state_dict().items()
-    }
-    stored = {
-        name: list(x.shape) if x.dtype in DTYPES.values() else x.dtype
-        for name, x in tensors.items()
-    }
-    wrong = [
-        f"{name} is {stored.get(name, 'missing')}, the configuration says {expected.get(name, 'nothing of it')}"
-        for name in sorted(expected.keys() | stored.keys())
-        if stored.get(name) != expected.get(name)
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(
-            f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}{more}."
-        )
+    """Checks that the tensors of an exported model are exactly the model's, and floating-point numbers.
+
+    Raises:
+        ValueError: The first tensor that is missing, unknown, or of another shape or type.
+    """
+    expected = meta_model(config).state_dict()
+    for name in sorted(expected.keys() | tensors.keys()):
+        if name not in tensors:
+            difference = f"{name} is missing"
+        elif name not in expected:
+            difference = f"the configuration has no {name}"
+        elif tensors[name].dtype not in DTYPES.values():
+            difference = f"{name} is {tensors[name].dtype}; allowed: {', '.join(DTYPES)}"
+        elif tensors[name].shape != expected[name].shape:
+            stored_shape = list(tensors[name].shape)
+            difference = (
+                f"{name} is {stored_shape}, the configuration says {list(expected[name].shape)}"
+            )
+        else:
+            continue
+        raise ValueError(f"the weights of {folder} do not fit its {CONFIG}: {difference}.")
 
 
 def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
-    """Raises ValueError unless every weight file is the one of `record`, byte for byte. transformers records no checksums."""
-    if (recorded := record.get("weights")) is None:
+    """Checks that every file of the weights has the bytes that `interdomain convert` wrote.
+
+    Args:
+        record: The contents of config.json. One that transformers wrote has no checksums, and passes.
+
+    Raises:
+        ValueError: A checksum differs.
+    """
+    recorded = record.get("weights")
+    if recorded is None:
         return
     for file, checksum in checksums(weight_files(folder)).items():
         if recorded.get(file) != checksum:
@@ -226,13 +284,17 @@ def load_model(
     backend: str = "auto",
     verify: bool = True,
 ) -> Transformer:
-    """The model of a standalone folder, in eval mode, without gradients.
+    """Loads an exported model, in eval mode and without gradients.
 
     Args:
-        dtype: of the weights. None: as stored. The dynamics are float32, or float64 in a model of that.
-        backend: of the scan, one of `interdomain.scan.BACKENDS`.
-        verify: compare the checksums of the weights, which reads them once more.
-    Raises: FileNotFoundError; ValueError for a file that is damaged, or does not belong to the others.
+        dtype: The data type of the weights; None for the one that is stored. SSM parameters are float32,
+            or float64 in a model of that type.
+        backend: The backend of the scan, one of `interdomain.scan.BACKENDS`.
+        verify: Compares the checksums of the weights, which reads them once more.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, or does not belong to the others.
     """
     config, record = read_config(folder)
     tensors = read_tensors(folder)
@@ -241,42 +303,51 @@ def load_model(
         check_weights(folder, record)
     with torch.device("meta"):
         model = Transformer(config, Execution(backend))
-    placed = {
-        name: x.to(device, storage_dtype(name, dtype or x.dtype)) for name, x in tensors.items()
-    }
+    placed = {}
+    for name, tensor in tensors.items():
+        placed[name] = tensor.to(device, storage_dtype(name, dtype or tensor.dtype))
     model.load_state_dict(placed, assign=True)
     return model.requires_grad_(False).eval()
 
 
-def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
-    """The model, in eval mode, and the tokenizer (`interdomain.data.Tokenizer`) of a folder that `interdomain convert` wrote.
+def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Tokenizer]:
+    """Loads the model, in eval mode, and the tokenizer of an exported model.
 
     Args:
-        options: device, dtype, backend and verify, as in `load_model`. Its errors may arise.
+        options: `device`, `dtype`, `backend` and `verify`, as in `load_model`, with its errors.
     """
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record)
     return load_model(folder, **options), tokenizer
 
 
-def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict[str, Any]) -> Any:
-    """The tokenizer of a folder or checkpoint, with the documents of its data. Raises ValueError unless it is the one of
-    `record`."""
-    folder, described = Path(folder), record.get("tokenizer") or {}
-    check_types(described, file=str | None, sha256=str | None)
-    file = Path(described.get("file") or TOKENIZER).name
-    if not (folder / file).is_file():  # perhaps there is another kind's, made for others to read
+def load_checked_tokenizer(
+    folder: Path | str, config: ModelConfig, record: dict[str, Any]
+) -> Tokenizer:
+    """Loads the tokenizer of an exported model or of a checkpoint, with the documents of its training data.
+
+    Args:
+        record: The contents of config.json or of interdomain.json.
+
+    Raises:
+        FileNotFoundError: The folder has no such file.
+        ValueError: The file is another tokenizer than the record's.
+    """
+    folder = Path(folder)
+    described = record.get("tokenizer", {})
+    # A folder may have other tokenizers beside it, which were made of it for other programs.
+    file = folder / Path(described.get("file", TOKENIZER)).name
+    if not file.is_file():
         raise FileNotFoundError(
-            f"{folder} has no {file}. Copy it from the folder that the model came from."
+            f"{folder} has no {file.name}. Copy it from the folder that the model came from."
         )
-    tokenizer = load_tokenizer(folder / file)
+    tokenizer = load_tokenizer(file)
     if tokenizer.sha256 != described.get("sha256"):
         raise ValueError(
-            f"{folder / file} is not the tokenizer of this model: its checksum differs from the record's."
+            f"{file} is not the tokenizer of this model: its checksum differs from the record's."
         )
     check_vocab(tokenizer.vocab_size, config.vocab_size)
-    # A checkpoint's record has "run" itself; a folder's has it among the facts.
-    run = record.get("run") or record.get("facts", {}).get("run") or {}
-    check_types({"run": run}, run=dict)
+    # interdomain.json has "run" itself, config.json has it among the facts.
+    run = record.get("run") or record.get("facts", {}).get("run", {})
     tokenizer.documents = recorded_documents(run, tokenizer)
     return tokenizer
