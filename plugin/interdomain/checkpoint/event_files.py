@@ -13,23 +13,18 @@ EVENTS = "events.out.tfevents.*"
 
 
 def open_events(folder: Path, first_step: int, max_queue: int = 10) -> "SummaryWriter":
-    """A writer whose file is read after all that are in the folder, whatever the clock says.
+    """Opens a writer whose file TensorBoard reads after all files in the folder, whatever the clock says.
 
     Args:
-        first_step: What the earlier files hold from this step on is dropped by TensorBoard.
-        max_queue: Events that are written at once.
+        first_step: The step from which on TensorBoard ignores what earlier files hold.
+        max_queue: The number of events that are written at once.
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    with event_files_after(_latest_stamp(folder)):
+    # The name of an event file begins with its time, in seconds.
+    latest = 0
+    for path in folder.glob(EVENTS):
+        if match := re.match(r"\D+(\d+)", path.name):
+            latest = max(latest, int(match.group(1)))
+    with event_files_after(latest):
         return SummaryWriter(folder, max_queue=max_queue, purge_step=first_step)
-
-
-def _latest_stamp(folder: Path) -> int:
-    """The latest time in the name of an event file, in seconds; 0 if there is none."""
-    stamps = [
-        int(match.group(1))
-        for path in folder.glob(EVENTS)
-        if (match := re.match(r"\D+(\d+)", path.name))
-    ]
-    return max(stamps, default=0)

@@ -1,4 +1,4 @@
-"""README.md of an exported model: a model card as the Hugging Face hub reads it, of what the run recorded."""
+"""README.md of an exported model: a model card as the Hugging Face hub reads it, from what the run recorded."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,8 @@ from interdomain.model import ModelConfig, count_parameters, meta_model
 
 TEMPLATE = Path(__file__).parent / "model_card.jinja"
 RECIPE = ("optimizer", "lr_scheduler", "training")  # sections of a run's configuration
-RESET = "reset_state_at_documents"  # the one setting of [data] that changes what the model computes
+# The one setting of the section [data] that changes what the model computes.
+RESET = "reset_state_at_documents"
 
 
 def write_card(
@@ -24,37 +25,41 @@ def write_card(
     configuration: dict[str, Any],
     license: str | None,
 ) -> None:
-    """Write README.md.
+    """Writes README.md.
 
     Args:
-        facts: of the run, as config.json has them.
-        configuration: of the run, empty where it is not recorded.
-        license: of the weights, an identifier of the Hugging Face hub, or None.
+        dtype: The name of the weights' data type.
+        facts: What is known of the run, as in config.json.
+        configuration: The run's resolved settings by section; empty if they are not recorded.
+        license: The licence of the weights as the Hugging Face hub names it, or None.
     """
     run = facts["run"]
     corpora = _corpora(run)
-    conditions = facts["condition"].partition(",")[0].split(" + ")
+
+    # The header that the hub reads. A condition is "softmax + interdomain, n_basis 32", for example.
+    tags = ["interdomain-attention", *facts["condition"].partition(",")[0].split(" + ")]
+    if len(config.mixers) > 1:
+        tags.append("hybrid")
+    datasets = [name for corpus in corpora for name in corpus["datasets"]]
     header = {
         "license": license,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "datasets": [*dict.fromkeys(name for corpus in corpora for name in corpus["datasets"])],
-        "tags": [
-            "interdomain-attention",
-            *dict.fromkeys(conditions),
-            *["hybrid"] * (len(config.mixers) > 1),
-        ],
+        "datasets": list(dict.fromkeys(datasets)),
+        "tags": list(dict.fromkeys(tags)),
     }
-    modules = meta_model(config).layers.named_modules()
-    linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
+
+    model = meta_model(config)
+    linears = set()
+    for name, module in model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            linears.add(name.rpartition(".")[2])
+
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["json"] = json.dumps  # JSON is YAML, and TOML's values
-    environment.filters["cell"] = lambda text: text.replace("|", "\\|")
-    environment.filters["commas"] = lambda number: (
-        "not recorded" if number is None else f"{number:,}"
-    )
+    environment.filters["json"] = json.dumps  # JSON's values are YAML's and TOML's, too
+    environment.filters["commas"] = _with_commas
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         header=header,
         config=config,
@@ -66,9 +71,8 @@ def write_card(
         run=run,
         validation=facts["validation"] or {},
         license=license,
-        parameters=count_parameters(meta_model(config)),
+        parameters=count_parameters(model),
         seq_len=run.get("seq_len", config.max_seq_len),
-        data=_data(run),
         corpora=corpora,
         origins=_origins(run),
         linears=sorted(linears),
@@ -78,25 +82,31 @@ def write_card(
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _data(run: dict[str, Any]) -> str:
-    """The data's fingerprint. TorchTitan's own data sets have none: their names."""
-    if fingerprint := run.get("data_fingerprint"):
-        return fingerprint
-    names = [corpus["name"] for corpus in run.get("corpora", ())]
-    return f"{', '.join(names)} (no fingerprint)" if names else "not recorded"
+def _with_commas(number: int | None) -> str:
+    if number is None:
+        return "not recorded"
+    return f"{number:,}"
 
 
 def _corpora(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The corpora of a run in the order in which it read them, each with `begins`, the step after which it was read."""
-    corpora, begins = [], 0
+    """Returns the corpora of a run in the order in which it read them.
+
+    Each has `begins`, the step after which the run began to read it.
+    """
+    corpora = []
+    begins = 0
     for data in [*run.get("earlier_data", []), run]:
-        corpora += [corpus | {"begins": begins} for corpus in data.get("corpora", ())]
+        for corpus in data.get("corpora", ()):
+            corpora.append(corpus | {"begins": begins})
         begins = data.get("ends")
     return corpora
 
 
 def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Models whose weights the run began with, the latest first; not those that `convert` made and nobody trained."""
+    """Returns the models whose weights the run began with, the latest first.
+
+    Models that `convert` made and that nobody trained, at step 0, are left out.
+    """
     origins = []
     while origin := run.get("started_from"):
         if origin["step"]:
@@ -108,16 +118,16 @@ def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
 def _settings(
     config: ModelConfig, configuration: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """TOML's tables of the model's settings and of the run's recipe."""
+    """Returns TOML's tables, as (heading, settings), of the model and of the run's recipe."""
     model = config.to_dict()
     mixers = model.pop("mixer")
     tables = [("[model]", model)]
-    tables += (
-        [("[[mixer]]", mixer) for mixer in mixers]
-        if isinstance(mixers, list)
-        else [("[mixer]", mixers)]
-    )
+    if isinstance(mixers, list):
+        tables += [("[[mixer]]", mixer) for mixer in mixers]
+    else:
+        tables.append(("[mixer]", mixers))
     tables += [(f"[{name}]", configuration[name]) for name in RECIPE if name in configuration]
-    if RESET in configuration.get("data", {}):
-        tables.append(("[data]", {RESET: configuration["data"][RESET]}))
+    data = configuration.get("data", {})
+    if RESET in data:
+        tables.append(("[data]", {RESET: data[RESET]}))
     return tables

@@ -1,17 +1,18 @@
-"""The Python files of an exported model: what transformers runs there, without this package.
+"""Writes the Python files of an exported model: what transformers runs there, without this package.
 
-Those of `interdomain.hf` are copied: configuration, cache, and transformers' classes. They import what the model is made of
-from `plain_interdomain`. In the package that file imports it from `interdomain.model`; in an exported model it is the text of
-MODULES, without the definitions and methods that nothing there names.
+The files of `interdomain.hf` are copied: the configuration, the cache and transformers' classes. They import the
+rest of the model from `plain_interdomain`. In the package that file imports it from `interdomain.model`. In an
+exported model it holds the text of MODULES, without the definitions and the methods that nothing there names.
 """
 
 import ast
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 PLAIN = "plain_interdomain.py"
-MODULES = (  # each needs only what stands before it
+MODULES = (  # each needs only those before it
     "scan/tables.py",
     "scan/plain.py",
     "scan/step.py",
@@ -33,25 +34,11 @@ MODULES = (  # each needs only what stands before it
     "model/mixers/softmax.py",
     "model/transformer.py",
 )
-IMPORTS = """\
-import hashlib
-import logging
-import math
-import re
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any, NamedTuple, Self, cast
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-"""
-CALLED_BY_TORCH = {"forward", "reset_parameters", "_apply"}  # methods
+CALLED_BY_TORCH = {"forward", "reset_parameters", "_apply"}  # methods of nn.Module
 
 
 def write_code(folder: Path) -> None:
-    """Write the files of interdomain/hf and the license to a folder; PLAIN with the text of MODULES."""
+    """Writes the files of interdomain/hf and the licence to a folder, with the text of MODULES in PLAIN."""
     code = PACKAGE / "hf"
     for file in (*code.glob("*_interdomain.py"), code / "LICENSE"):
         shutil.copyfile(file, folder / file.name)
@@ -59,98 +46,114 @@ def write_code(folder: Path) -> None:
 
 
 def plain() -> str:
-    """The source of the definitions in MODULES that the other files need, as one text."""
+    """Returns the source of the definitions in MODULES that the other files need, as one text."""
     texts = {name: (PACKAGE / name).read_text() for name in MODULES}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     used = set()
     for file in (PACKAGE / "hf").glob("*_interdomain.py"):
         used |= _uses(ast.parse(file.read_text()))
 
-    # Take what is used, then what that uses, until there is nothing more. Methods wait for their class.
-    kept: set[ast.AST] = set()
-    found = True
-    while found:
-        found = []
+    # Add the names that the definitions of these names use, until there are no more.
+    before = 0
+    while before != len(used):
+        before = len(used)
         for tree in trees.values():
-            found += [member for member in tree.body if _is_needed(member, used)]
-            for parent in tree.body:
-                if parent in kept and isinstance(parent, ast.ClassDef):
-                    methods = [
-                        member for member in parent.body if isinstance(member, ast.FunctionDef)
-                    ]
-                    found += [method for method in methods if _is_called(method.name, used)]
-        found = [member for member in found if member not in kept]
-        kept.update(found)
-        for member in found:
-            used |= _uses(member)
+            for statement in tree.body:
+                if _defines(statement) & used:
+                    used |= _uses(statement)
+                    for method in _methods(statement):
+                        if _is_called(method, used):
+                            used |= _uses(method)
 
     listed = "\n".join(f"    interdomain/{name}" for name in MODULES)
-    head = f'"""The model, from these files of the package interdomain, without what is not needed here.\n\n{listed}\n"""\n'
-    parts = [head, IMPORTS]
+    head = (
+        "The model, from these files of the package interdomain, without what is not needed here."
+    )
+    parts = [f'"""{head}\n\n{listed}\n"""\n', *_imports(trees.values(), used)]
     for name, tree in trees.items():
-        lines = _lines_of(texts[name].splitlines(), tree, 0, kept)
-        parts += [f"\n# ---- interdomain/{name}", *lines]
+        parts += [f"\n# ---- interdomain/{name}", *_kept_lines(texts[name], tree, used)]
     return "\n".join(parts) + "\n"
 
 
-def _is_called(method: str, used: set[str]) -> bool:
-    return f".{method}" in used or method in CALLED_BY_TORCH or method.startswith("__")
+def _methods(statement: ast.AST) -> list[ast.FunctionDef]:
+    """Returns the methods of a class; no methods for other statements."""
+    if not isinstance(statement, ast.ClassDef):
+        return []
+    return [member for member in statement.body if isinstance(member, ast.FunctionDef)]
 
 
-def _is_needed(statement: ast.AST, used: set[str]) -> bool:
-    """True if a statement at the top level of a file defines a name in use."""
+def _is_called(method: ast.FunctionDef, used: set[str]) -> bool:
+    """Returns whether a method may be called, judged by its name."""
+    name = method.name
+    return f".{name}" in used or name in CALLED_BY_TORCH or name.startswith("__")
+
+
+def _defines(statement: ast.AST) -> set[str]:
+    """Returns the names that a statement at the top level of a file defines, imports apart."""
     match statement:
-        case (
-            ast.FunctionDef(name=name)
-            | ast.ClassDef(name=name)
-            | ast.AnnAssign(target=ast.Name(id=name))
-        ):
-            return name in used
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
         case ast.Assign(targets=targets):
-            return any(
-                name.id in used
-                for target in targets
-                for name in ast.walk(target)
-                if isinstance(name, ast.Name)
-            )
-        case ast.Try(body=body):
-            return any(_is_needed(inner, used) for inner in body)
-    return False
+            nodes = [node for target in targets for node in ast.walk(target)]
+            return {node.id for node in nodes if isinstance(node, ast.Name)}
+        case ast.AnnAssign(target=ast.Name(id=name)) | ast.AugAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.Try(body=body) | ast.If(body=body):
+            return set().union(*map(_defines, body))
+    return set()
 
 
 def _uses(tree: ast.AST) -> set[str]:
-    """The names in a text, and its attributes as ".attribute". A class's methods are asked by themselves."""
+    """Returns the names in a tree, and its attributes as ".attribute". The methods of a class are left out."""
     used = set()
-    left = [tree]
-    while left:
-        node = left.pop()
+    methods = _methods(tree)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Name):
             used.add(node.id)
         elif isinstance(node, ast.Attribute):
             used.add(f".{node.attr}")
         elif isinstance(node, ast.alias):
             used.add(node.name)
-        children = ast.iter_child_nodes(node)
-        methods = isinstance(tree, ast.ClassDef) and node is tree
-        left += [
-            child for child in children if not (methods and isinstance(child, ast.FunctionDef))
-        ]
+        waiting += [child for child in ast.iter_child_nodes(node) if child not in methods]
     return used
 
 
-def _lines_of(
-    lines: list[str], parent: ast.Module | ast.ClassDef, begin: int, kept: set[ast.AST]
-) -> list[str]:
-    """The text of what is kept of a file or a class, from line `begin` on, each with what stands above it."""
-    text = []
-    for member in parent.body:
-        end = member.end_lineno or 0
-        if isinstance(member, ast.ClassDef) and member in kept:
-            head = member.body[0].lineno - 1
-            text += lines[begin:head] + _lines_of(lines, member, head, kept)
-        elif member in kept or (
-            isinstance(parent, ast.ClassDef) and not isinstance(member, ast.FunctionDef)
-        ):
-            text += lines[begin:end]
-        begin = end
-    return text
+def _imports(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
+    """Returns the lines that import the names in use from other packages, one name per line."""
+    lines = set()
+    for tree in trees:
+        for statement in tree.body:
+            if isinstance(statement, ast.Import):
+                source = "import"
+            elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+                source = f"from {statement.module} import"
+            else:
+                continue
+            if not source.startswith("from interdomain"):
+                for alias in statement.names:
+                    if (alias.asname or alias.name) in used:
+                        lines.add(f"{source} {ast.unparse(alias)}")
+    return sorted(lines)
+
+
+def _kept_lines(text: str, tree: ast.Module, used: set[str]) -> list[str]:
+    """Returns the lines of a file that define names in use, each definition with the comment above it."""
+    lines = text.splitlines()
+    kept = []
+    begin = 0
+    for statement in tree.body:
+        if _defines(statement) & used:
+            methods = _methods(statement)
+            members = [statement]
+            if isinstance(statement, ast.ClassDef):
+                kept += lines[begin : statement.lineno]
+                begin = statement.lineno
+                members = statement.body
+            for member in members:
+                if member not in methods or _is_called(member, used):
+                    kept += lines[begin : member.end_lineno]
+                begin = member.end_lineno
+        begin = statement.end_lineno
+    return kept

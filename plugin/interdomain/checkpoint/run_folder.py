@@ -1,7 +1,7 @@
-"""The folder of a run (job.dump_folder): where its checkpoints and its TensorBoard events lie.
+"""The folder of a run (job.dump_folder): the places of its checkpoints and its TensorBoard events.
 
-A run notes both in `folders.json` at each start, since their names are settings and may lead out of the run's folder. The tools
-take them from here. Without the file, which earlier versions do not write, they are those of the defaults.
+Both places are settings, and may lead out of the run's folder. So a run writes them to `folders.json` at each
+start, and the tools read them here. Without this file the defaults count: earlier versions did not write it.
 """
 
 import json
@@ -16,7 +16,7 @@ DEFAULTS = {CHECKPOINTS: "checkpoint", EVENTS: "tb"}
 
 
 def note_folders(run: Path, checkpoints: str, events: str) -> None:
-    """Write the note into a run's folder.
+    """Writes folders.json into a run's folder.
 
     Args:
         checkpoints: The setting checkpoint.folder.
@@ -27,26 +27,31 @@ def note_folders(run: Path, checkpoints: str, events: str) -> None:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """The folder of a run's checkpoints. Raises: ValueError for a damaged note."""
-    return run / _folders_of(run)[CHECKPOINTS]
+    """Returns the folder of a run's checkpoints.
+
+    Raises:
+        ValueError: folders.json is damaged.
+    """
+    return _noted_folder(run, CHECKPOINTS)
 
 
 def events_of(run: Path) -> Path:
-    """The folder of a run's TensorBoard events. Raises: ValueError for a damaged note."""
-    return run / _folders_of(run)[EVENTS]
+    """Returns the folder of a run's TensorBoard events.
+
+    Raises:
+        ValueError: folders.json is damaged.
+    """
+    return _noted_folder(run, EVENTS)
 
 
-def _folders_of(run: Path) -> dict[str, str]:
+def _noted_folder(run: Path, setting: str) -> Path:
     path = run / NOTE
-    if not path.is_file():
-        return DEFAULTS
+    folders = DEFAULTS
     try:
-        folders = json.loads(path.read_text())
-        for name in DEFAULTS:
-            if not isinstance(folders[name], str):
-                raise TypeError(f"{name} is no text")
+        if path.is_file():
+            folders = json.loads(path.read_text())
+        return run / folders[setting]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path} is damaged ({e}). Remove it: the run's next start writes it anew."
         ) from e
-    return folders

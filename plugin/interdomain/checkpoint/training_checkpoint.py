@@ -1,41 +1,61 @@
-"""A training checkpoint of this project, and its tokenizer."""
+"""A training checkpoint of this project, opened with its tokenizer."""
 
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from interdomain.data import Tokenizer
 from interdomain.model import meta_model
 
-from . import step_folder as checkpoints
+from . import step_folder
 from .index import check_bytes, read_tensors, tensor_index
 from .pretrained import load_checked_tokenizer
 
 
-class Checkpoint:
-    """A training checkpoint of this project: its model, and what is recorded of it. `MegatronCheckpoint` has the
-    same attributes and methods."""
+class TrainingCheckpoint:
+    """A checkpoint of this project. `MegatronCheckpoint` has the same attributes and methods.
+
+    Attributes:
+        folder: The folder of the checkpoint.
+        config: The model's configuration.
+        record: The contents of interdomain.json.
+
+    Raises:
+        FileNotFoundError, ValueError: The checkpoint is incomplete or damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config, self.record = checkpoints.read_sidecar(folder)
-        self.index = tensor_index(folder)
+        self.config, self.record = step_folder.read_sidecar(folder)
+        index = tensor_index(folder)
         for name, tensor in meta_model(self.config).state_dict().items():
-            shape = list(self.index[name].size) if name in self.index else "missing"
-            if shape != list(tensor.shape):
+            stored = "missing"
+            if name in index:
+                stored = list(index[name].size)
+            if stored != list(tensor.shape):
                 raise ValueError(
-                    f"{folder} is damaged: {name} is {shape}, but the record has {list(tensor.shape)}. Take another checkpoint."
+                    f"{folder} is damaged: {name} is {stored}, but the record has "
+                    f"{list(tensor.shape)}. Take another checkpoint."
                 )
 
-    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Reads tensors of the model by name."""
         return read_tensors(self.folder, names)
 
     def check_bytes(self, names: list[str]) -> None:
+        """Raises ValueError unless these tensors are stored as they were saved."""
         check_bytes(self.folder, names)
 
 
-def open_checkpoint(source: Path) -> tuple[Checkpoint, Tokenizer]:
-    """The checkpoint at `source`, or a run's newest complete one, and its tokenizer."""
-    checkpoint = Checkpoint(checkpoints.latest_checkpoint(source))
-    record = checkpoints.record_folder(checkpoint.folder)
-    return checkpoint, load_checked_tokenizer(record, checkpoint.config, checkpoint.record)
+def open_checkpoint(source: Path) -> tuple[TrainingCheckpoint, Tokenizer]:
+    """Opens a checkpoint, or a run's newest complete one, and its tokenizer.
+
+    Args:
+        source: The folder of a checkpoint, or of a run.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no complete checkpoint, or it is damaged.
+    """
+    checkpoint = TrainingCheckpoint(step_folder.latest_checkpoint(source))
+    folder = step_folder.record_folder(checkpoint.folder)
+    return checkpoint, load_checked_tokenizer(folder, checkpoint.config, checkpoint.record)
