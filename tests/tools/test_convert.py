@@ -177,8 +177,7 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
     assert f"| started from | {origin} |" in (tmp_path / "again" / "README.md").read_text()
 
 
-def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer, refused):
-    refused(checkpoint, "give an identifier of the Hugging Face hub", "--license", "CC BY 4.0")
+def test_the_card_says_what_the_run_recorded(checkpoint, output):
     (checkpoint / checkpoints.VALIDATION).write_text(
         '{"step": 100, "loss": 3.0, "perplexity": 20.25}'
     )
@@ -328,11 +327,11 @@ DAMAGE = {
     "shard elsewhere": (shard_elsewhere, "no shard beside it"),
     "another size": (
         lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)),
-        "[421, 32]",
+        "do not fit its config.json",
     ),
     "another depth": (
         lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)),
-        "is missing, but the record",
+        "has no tensor layers.2.",
     ),
     "another tokenizer": (another_tokenizer, "checksum differs"),
     "no folder": (shutil.rmtree, "There is no folder"),

@@ -41,6 +41,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .step_folder import METADATA
 
+# Said at each load and save of one process, such as all of these.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
 # What a pickled index may refer to: these types themselves, PyTorch's dtypes, and descriptions in
 # place of everything in these modules.
 _TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
@@ -353,13 +356,8 @@ def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
     Raises:
         CheckpointException: The checkpoint could not be read. This is a BaseException.
     """
-    with _one_process():
-        load(
-            states,
-            storage_reader=_Reader(checkpoint),
-            planner=_PartialPlanner(index),
-            no_dist=True,
-        )
+    planner = _PartialPlanner(index)
+    load(states, storage_reader=_Reader(checkpoint), planner=planner, no_dist=True)
 
 
 def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
@@ -380,11 +378,13 @@ def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: The folder is not a complete checkpoint.
-        ValueError: The index or a tensor is damaged.
+        ValueError: A tensor is missing, or the index or a tensor is damaged.
     """
     index = read_index(checkpoint)
     tensors = {}
     for name in names:
+        if name not in index.entries:
+            raise ValueError(f"{checkpoint} has no tensor {name}. Take another checkpoint.")
         entry = index.entries[name]
         tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
@@ -402,20 +402,12 @@ def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
         OSError: The disk is full, or the folder cannot be written.
     """
     try:
-        with _system_errors(), _one_process():
+        with _system_errors():
             save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
     except OSError as e:
         raise OSError(
             f"writing {checkpoint} failed ({e}). Check the free space and the permissions."
         ) from e
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Context of a load or a save by one process, of which PyTorch would warn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 @contextmanager

@@ -60,10 +60,8 @@ def plain() -> str:
         for tree in trees.values():
             for statement in tree.body:
                 if _defines(statement) & used:
-                    used |= _uses(statement)
-                    for method in _methods(statement):
-                        if _is_called(method, used):
-                            used |= _uses(method)
+                    for part in _parts(statement, used):
+                        used |= _uses(part)
 
     listed = "\n".join(f"    interdomain/{name}" for name in MODULES)
     head = (
@@ -75,17 +73,17 @@ def plain() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _methods(statement: ast.AST) -> list[ast.FunctionDef]:
-    """Returns the methods of a class; no methods for other statements."""
-    if not isinstance(statement, ast.ClassDef):
-        return []
-    return [member for member in statement.body if isinstance(member, ast.FunctionDef)]
-
-
-def _is_called(method: ast.FunctionDef, used: set[str]) -> bool:
-    """Returns whether a method may be called, judged by its name."""
-    name = method.name
-    return f".{name}" in used or name in CALLED_BY_TORCH or name.startswith("__")
+def _parts(statement: ast.AST, used: set[str]) -> list[ast.AST]:
+    """Returns the parts of a statement, without the methods of a class that nothing calls, judged by their names."""
+    parts = []
+    for part in ast.iter_child_nodes(statement):
+        if isinstance(statement, ast.ClassDef) and isinstance(part, ast.FunctionDef):
+            name = part.name
+            is_called = f".{name}" in used or name in CALLED_BY_TORCH or name.startswith("__")
+            if not is_called:
+                continue
+        parts.append(part)
+    return parts
 
 
 def _defines(statement: ast.AST) -> set[str]:
@@ -104,19 +102,15 @@ def _defines(statement: ast.AST) -> set[str]:
 
 
 def _uses(tree: ast.AST) -> set[str]:
-    """Returns the names in a tree, and its attributes as ".attribute". The methods of a class are left out."""
+    """Returns the names in a tree, and its attributes as ".attribute"."""
     used = set()
-    methods = _methods(tree)
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             used.add(node.id)
         elif isinstance(node, ast.Attribute):
             used.add(f".{node.attr}")
         elif isinstance(node, ast.alias):
             used.add(node.name)
-        waiting += [child for child in ast.iter_child_nodes(node) if child not in methods]
     return used
 
 
@@ -145,14 +139,14 @@ def _kept_lines(text: str, tree: ast.Module, used: set[str]) -> list[str]:
     begin = 0
     for statement in tree.body:
         if _defines(statement) & used:
-            methods = _methods(statement)
             members = [statement]
             if isinstance(statement, ast.ClassDef):
                 kept += lines[begin : statement.lineno]
                 begin = statement.lineno
                 members = statement.body
+            needed = [statement, *_parts(statement, used)]
             for member in members:
-                if member not in methods or _is_called(member, used):
+                if member in needed:
                     kept += lines[begin : member.end_lineno]
                 begin = member.end_lineno
         begin = statement.end_lineno
