@@ -102,6 +102,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only",
     )
     args = p.parse_args(argv)
+
+    # Options of the other direction would be ignored: refuse them.
     is_back = args.to_checkpoint or args.to_megatron
     if is_back and (args.dtype or args.tokenizer or args.license):
         raise ValueError(
@@ -116,6 +118,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
     """Converts a checkpoint into a standalone folder, and returns a summary."""
+    # Open the checkpoint, and compare its bytes with their checksums.
     if megatron_folder := megatron.find_checkpoint(source):
         checkpoint, tokenizer = megatron.open_checkpoint(megatron_folder, args.tokenizer)
     elif args.tokenizer:
@@ -162,7 +165,7 @@ def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
         if validation.is_file():
             facts["validation"] = json.loads(validation.read_text())
 
-        # Configuration, code and card.
+        # Configuration, code and card. Then read the whole folder back.
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
@@ -197,6 +200,7 @@ def check_folder(
     Raises:
         ValueError: Something differs, or a value is not finite.
     """
+    # Loading compares the files with their checksums, and the tensors' shapes with the configuration.
     model, _ = pretrained.load_pretrained(folder)
     if model.config != checkpoint.config:
         raise ValueError(
@@ -245,6 +249,7 @@ def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
     if hybrid:
         pattern = f' --hybrid-layer-pattern "{megatron.hybrid_pattern(config)}"'
     with new_folder(output) as folder:
+        # Each layer's record in the checkpoint has the tokenizer's checksum and the documents.
         documents = documents_of(tokenizer)
         megatron.write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid, documents)
         written = megatron.MegatronCheckpoint(folder / "release")
@@ -260,6 +265,8 @@ def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
     copied = f"{len(tensors)} tensors"
     if args.uptrain:
         config, tensors, copied = uptrained(args.uptrain, config, tensors)
+
+    # The record of a run that has not taken a step.
     record = {
         "format_version": step_folder.SIDECAR_VERSION,
         "model": config.to_dict(),
@@ -274,6 +281,8 @@ def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
         },
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
+
+    # Write the checkpoint, and read every tensor back.
     with new_folder(output) as folder:
         step_folder.write_record(folder, record, tokenizer)
         write_tensors(folder, tensors)
@@ -303,6 +312,7 @@ def uptrained(
     from interdomain.titan.plan.run_plan import model_config  # of the extra `train`
     from interdomain.titan.settings.job_config import job_config_of, read_toml
 
+    # The two models may differ in their mixers and in the length of their sequences.
     job = job_config_of(read_toml(run))
     config = model_config(job)
     source = replace(source, mixers=config.mixers, max_seq_len=config.max_seq_len)
@@ -314,6 +324,7 @@ def uptrained(
                 "the models must be alike but for their mixers: "
                 f"{field.name} {of_folder} in the folder, {of_run} in {run}. Change [model]."
             )
+
     started = {}
     copied = 0
     for name, tensor in meta_model(config).state_dict().items():

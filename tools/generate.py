@@ -103,6 +103,7 @@ def show(text: str, end: str = "") -> None:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    # Read the options and the prompts before the model, which takes long to load.
     args = parse(argv)
     _cli.require_at_least(args, max_tokens=1, top_k=0)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))
     _cli.note_documents(args.folder, tokenizer)
 
-    # A text begins as a document in training.
+    # Encode the prompts. A text begins as a document in training.
     texts = [tokenizer.documents.start + tokenizer.encode(prompt) for prompt in prompts]
     if not all(texts):
         raise ValueError(
@@ -133,6 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     if len(prompts) == 1:
         stream = StreamDecoder(tokenizer, after=texts[0])
         show(prompts[0])
+
+    # Each step gives one token per text. Ctrl-C ends the loop, and what was written is shown.
     status = 0
     written = 0
     began = time.perf_counter()
@@ -153,6 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
             show(f"=== {number}: {prompt!r}\n{tokenizer.decode(text)}\n", end="\n")
+
     seconds = time.perf_counter() - began
     print(f"[{written} tokens in {seconds:.1f} s]", file=sys.stderr)
     return status

@@ -197,6 +197,7 @@ def check_lengths(folder: Path, index: Index) -> None:
     Raises:
         ValueError: A file is missing or too short.
     """
+    # The end of the last piece in each file.
     ends = np.zeros(len(index.files), np.int64)
     np.maximum.at(ends, index.pieces["file"], index.pieces["first"] + index.pieces["length"])
     for name, end in zip(index.files, ends.tolist(), strict=True):
@@ -225,6 +226,7 @@ def altered_entry(
     Returns:
         A sentence about the first piece that differs; None if there is none.
     """
+    # The pieces that this rank compares. Neighbours are in the same file.
     fqns = list(index.entries)
     pieces = index.pieces
     if names is not None:
@@ -292,12 +294,13 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
                 low[number, :dims] = chunk.offsets
                 high[number, :dims] = np.add(chunk.offsets, chunk.sizes)
 
-    # The pieces that overlap the box of their entry in every dimension.
+    # Choose the pieces that overlap the box of their entry in every dimension.
     begin = index.pieces["begin"]
     end = begin + index.pieces["size"]
     number = index.pieces["entry"]
     overlaps = ((begin < high[number]) & (end > low[number])).all(axis=1)
 
+    # Describe them as PyTorch does.
     names = list(index.entries)
     places = {}
     for piece in index.pieces[overlaps]:

@@ -49,12 +49,14 @@ def write_card(
         "tags": list(dict.fromkeys(tags)),
     }
 
+    # The last names of the linear layers, which LoRA adapts.
     model = meta_model(config)
     linears = set()
     for name, module in model.layers.named_modules():
         if isinstance(module, nn.Linear):
             linears.add(name.rpartition(".")[2])
 
+    # Fill in the template. It fails on a name that is not given.
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
@@ -119,6 +121,7 @@ def _settings(
     config: ModelConfig, configuration: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
     """Returns TOML's tables, as (heading, settings), of the model and of the run's recipe."""
+    # The model, with a table for each mixer of a hybrid's pattern.
     model = config.to_dict()
     mixers = model.pop("mixer")
     tables = [("[model]", model)]
@@ -126,6 +129,7 @@ def _settings(
         tables += [("[[mixer]]", mixer) for mixer in mixers]
     else:
         tables.append(("[mixer]", mixers))
+    # The recipe, as far as it is recorded.
     tables += [(f"[{name}]", configuration[name]) for name in RECIPE if name in configuration]
     data = configuration.get("data", {})
     if RESET in data:

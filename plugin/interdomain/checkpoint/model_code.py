@@ -47,6 +47,7 @@ def write_code(folder: Path) -> None:
 
 def plain() -> str:
     """Returns the source of the definitions in MODULES that the other files need, as one text."""
+    # Begin with the names in the files that are copied.
     texts = {name: (PACKAGE / name).read_text() for name in MODULES}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     used = set()
@@ -63,6 +64,7 @@ def plain() -> str:
                     for part in _parts(statement, used):
                         used |= _uses(part)
 
+    # Write what defines these names, file by file.
     listed = "\n".join(f"    interdomain/{name}" for name in MODULES)
     head = (
         "The model, from these files of the package interdomain, without what is not needed here."
@@ -96,6 +98,7 @@ def _defines(statement: ast.AST) -> set[str]:
             return {node.id for node in nodes if isinstance(node, ast.Name)}
         case ast.AnnAssign(target=ast.Name(id=name)) | ast.AugAssign(target=ast.Name(id=name)):
             return {name}
+        # A definition under a condition, such as whether a package can be imported.
         case ast.Try(body=body) | ast.If(body=body):
             return set().union(*map(_defines, body))
     return set()
@@ -139,6 +142,7 @@ def _kept_lines(text: str, tree: ast.Module, used: set[str]) -> list[str]:
     begin = 0
     for statement in tree.body:
         if _defines(statement) & used:
+            # A class is kept by its members, any other statement as a whole.
             members = [statement]
             if isinstance(statement, ast.ClassDef):
                 kept += lines[begin : statement.lineno]

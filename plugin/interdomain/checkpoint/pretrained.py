@@ -98,10 +98,13 @@ def write_weights(
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
+    # Plan the files before any tensor is read.
     expected = meta_model(config).state_dict()
     dtypes = {name: storage_dtype(name, dtype) for name in expected}
     sizes = {name: x.numel() * dtypes[name].itemsize for name, x in expected.items()}
     shards = shard_names(sizes, max_shard_bytes)
+
+    # Write them one by one, so that only the tensors of one file are in memory.
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = folder / WEIGHTS
@@ -121,6 +124,8 @@ def write_weights(
             ) from e
         file.chmod(mode)
         weight_map |= dict.fromkeys(tensors, file.name)
+
+    # The index says in which file each tensor is.
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -142,6 +147,7 @@ def write_config(
         facts: What is known of the run.
     """
     record = {
+        # What transformers' Auto classes read.
         "model_type": "interdomain",
         "architectures": ["InterdomainForCausalLM"],
         "auto_map": AUTO_MAP,
@@ -150,7 +156,9 @@ def write_config(
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
         "pad_token_id": padding_id(tokenizer),
+        # The model's settings.
         **to_transformers(config),
+        # What this package compares when it loads the model.
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "weights": checksums(sorted(folder.glob("*.safetensors"))),
         "facts": facts,
@@ -268,6 +276,7 @@ def load_model(
     """
     config, record = read_config(folder)
     tensors = read_tensors(folder)
+    # The model takes the tensors as they are: nothing is allocated and initialised before.
     with torch.device("meta"):
         model = Transformer(config, Execution(backend))
     placed = {}
@@ -275,7 +284,7 @@ def load_model(
         placed[name] = tensor.to(device, storage_dtype(name, dtype or tensor.dtype))
     try:
         model.load_state_dict(placed, assign=True)
-    except RuntimeError as e:
+    except RuntimeError as e:  # it lists the tensors that are missing, unknown or of another shape
         differences = " ".join(str(e).split())
         raise ValueError(f"the weights of {folder} do not fit its {CONFIG}: {differences}") from e
     if verify:

@@ -10,6 +10,7 @@ from pathlib import Path
 from interdomain.folders import write_whole
 
 NOTE = "folders.json"
+# The settings that it holds, and their defaults.
 CHECKPOINTS = "checkpoint.folder"
 EVENTS = "metrics.save_tb_folder"
 DEFAULTS = {CHECKPOINTS: "checkpoint", EVENTS: "tb"}

@@ -64,6 +64,7 @@ def is_unfinished(folder: Path) -> bool:
     """Returns whether a folder is what a run left when its save or its removal was interrupted."""
     if folder.is_symlink() or not folder.is_dir() or (folder / METADATA).is_file():
         return False
+    # A milestone's KEEP may be there before the first file of the save.
     names = {path.name for path in folder.iterdir()}
     return INCOMPLETE in names or names <= {KEEP}
 
@@ -104,6 +105,7 @@ def latest_checkpoint(folder: Path | str) -> Path:
         )
     if (folder / METADATA).is_file() or step_of(folder) is not None:
         return folder
+    # A folder of checkpoints has them itself, a run's folder in the folder that it notes.
     steps = finished_steps(folder) | finished_steps(checkpoints_of(folder))
     if not steps:
         raise FileNotFoundError(
@@ -162,9 +164,6 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
             raise ValueError(
                 f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}"
             )
-        for name in (*SIDECAR_FACTS, "tokenizer"):
-            if name not in record:
-                raise ValueError(f"it lacks {name}")
         return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(

@@ -45,6 +45,7 @@ def open_checkpoint(source: Path) -> tuple[TrainingCheckpoint, Tokenizer]:
     Raises:
         FileNotFoundError, ValueError: There is no complete checkpoint, or it is damaged.
     """
+    # TorchTitan's own trainer writes the tokenizer once for all checkpoints of a run.
     checkpoint = TrainingCheckpoint(step_folder.latest_checkpoint(source))
     folder = step_folder.record_folder(checkpoint.folder)
     return checkpoint, load_checked_tokenizer(folder, checkpoint.config, checkpoint.record)

@@ -64,13 +64,17 @@ class InterdomainConfig(PretrainedConfig):
         layer_types: list | None = None,
         **settings: Any,
     ) -> None:
+        # Every setting is an attribute, under transformers' names.
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.head_dim = head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         super().__init__(**{"tie_word_embeddings": False, **settings})
+        # They are always there, because transformers 5 has no defaults for them.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
+
+        # What follows from the settings.
         model = self.checked()
         self.intermediate_size = intermediate_size or model.ffn_hidden
         self.layer_types = []
