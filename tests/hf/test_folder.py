@@ -30,7 +30,7 @@ def test_what_a_reader_finds(exported):
     files, package = sorted(folder.glob("*.py")), REPOSITORY / "plugin" / "interdomain"
     assert len(files) == 4
     trees = {file: ast.parse(file.read_text()) for file in files}
-    assert sum(len([*ast.walk(tree)]) for tree in trees.values()) <= 28_000
+    assert sum(len([*ast.walk(tree)]) for tree in trees.values()) <= 30_000
     for file, tree in trees.items():
         if (
             file.name == PLAIN
