@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from interdomain.files.event_files import EVENTS
-from interdomain.files.run_folder import events_of
+from interdomain.checkpoint.event_files import EVENTS
+from interdomain.checkpoint.run_folder import events_of
 
 Curves = dict[str, dict[int, float]]  # {tag: {step: value}}
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from interdomain.files.run_folder import events_of
+from interdomain.checkpoint.run_folder import events_of
 from interdomain.model import CONDITIONS
 from interdomain.tools import launch
 from interdomain.tools._bench import results

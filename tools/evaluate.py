@@ -25,10 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from interdomain.data import Tokenizer
-from interdomain.data.readers import find_inputs, list_spans
-from interdomain.environment import versions
-from interdomain.files.pretrained import (
+from interdomain.checkpoint.pretrained import (
     CONFIG,
     DTYPES,
     check_weights,
@@ -36,6 +33,9 @@ from interdomain.files.pretrained import (
     load_model,
     read_config,
 )
+from interdomain.data import Tokenizer
+from interdomain.data.readers import find_inputs, list_spans
+from interdomain.environment import versions
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.tools import _cli

@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from interdomain.checkpoint.pretrained import load_pretrained
 from interdomain.data import StreamDecoder
-from interdomain.files.pretrained import load_pretrained
 from interdomain.folders import new_folder, require_empty
 from interdomain.markdown import cell_text, markdown_rows
 from interdomain.model import pairing

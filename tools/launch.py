@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.checkpoint.step_folder import finished_steps
 from interdomain.removed import removal_of
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files.event_files import open_events
-from interdomain.files.run_folder import checkpoints_of, events_of
+from interdomain.checkpoint import step_folder as checkpoints
+from interdomain.checkpoint.event_files import open_events
+from interdomain.checkpoint.run_folder import checkpoints_of, events_of
 from interdomain.folders import kept_folder, write_whole
 from interdomain.tools import _cli, convert, evaluate
 from interdomain.tools._evaluate import harness, task_table

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.files.distributed_checkpoint import SIDECAR_FACTS
+from interdomain.checkpoint.step_folder import SIDECAR_FACTS
 from interdomain.model import build_config
 from interdomain.titan.host import translate
 from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from interdomain.files.checkpoint_index import altered_entry, read_index
-from interdomain.files.distributed_checkpoint import finished_steps, half_copies, milestones
+from interdomain.checkpoint.index import altered_entry, read_index
+from interdomain.checkpoint.step_folder import finished_steps, half_copies, milestones
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import NAME, RunLock
 from interdomain.titan.resume.resume_from import OTHER_STATE, ResumePoint, require_same_run

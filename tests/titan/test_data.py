@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from interdomain.checkpoint.step_folder import read_sidecar
 from interdomain.data import (
     IndexedDatasetWriter,
     MixtureDataset,
@@ -15,7 +16,6 @@ from interdomain.data import (
     TokenCorpus,
     read_manifest,
 )
-from interdomain.files.distributed_checkpoint import read_sidecar
 from interdomain.titan.data.dataloader import PackedLoader, open_data
 from interdomain.titan.errors import user_errors
 from interdomain.titan.plan.run_plan import make_plan

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from interdomain.files.distributed_checkpoint import read_sidecar
+from interdomain.checkpoint.step_folder import read_sidecar
 from interdomain.titan.step.guard import StepGuard
 
 from ..common import NothingReadBack

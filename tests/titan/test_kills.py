@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from interdomain.files.distributed_checkpoint import (
+from interdomain.checkpoint.step_folder import (
     VALIDATION,
     finished_steps,
     milestones,

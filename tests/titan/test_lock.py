@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from interdomain.files.distributed_checkpoint import SIDECAR, SIDECAR_FACTS
-from interdomain.files.run_folder import checkpoints_of, events_of
+from interdomain.checkpoint.run_folder import checkpoints_of, events_of
+from interdomain.checkpoint.step_folder import SIDECAR, SIDECAR_FACTS
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, RunLock, hold_folder, owner_of, require_shared

@@ -9,7 +9,7 @@ import sys
 import pytest
 from torch.distributed import fsdp
 
-from interdomain.files.distributed_checkpoint import milestones
+from interdomain.checkpoint.step_folder import milestones
 from interdomain.removed import NO_ZERO_BUBBLE
 from interdomain.tools import convert
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain.files.pretrained import load_model
+from interdomain.checkpoint.pretrained import load_model
 from interdomain.model import maps as _maps
 from interdomain.model.pairing import LAGS, by_head
 from interdomain.tools import convert

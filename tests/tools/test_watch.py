@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from interdomain.files.distributed_checkpoint import KEEP
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.run_folder import note_folders
+from interdomain.checkpoint.step_folder import KEEP
 from interdomain.folders import kept_folder
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.files.pretrained import to_transformers
+from interdomain.checkpoint.pretrained import to_transformers
 from interdomain.model import Transformer
 from interdomain.model.transformer import mixer_class
 from interdomain.vllm.config import (

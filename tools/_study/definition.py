@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
-from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
-from interdomain.files.run_folder import CHECKPOINTS, checkpoints_of, events_of
-from interdomain.files.run_folder import EVENTS as EVENTS_FOLDER
+from interdomain.checkpoint.run_folder import CHECKPOINTS, checkpoints_of, events_of
+from interdomain.checkpoint.run_folder import EVENTS as EVENTS_FOLDER
+from interdomain.checkpoint.step_folder import DOCUMENTS, finished_steps
+from interdomain.checkpoint.step_folder import VALIDATION as RESULT
 from interdomain.folders import expand_path, write_whole
 from interdomain.removed import removal_of
 from interdomain.titan.plan.run_plan import RunPlan, make_plan

@@ -19,13 +19,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
-from interdomain.files.checkpoint_index import (
+from interdomain.checkpoint.index import (
     check_bytes,
     read_tensors,
     tensor_index,
     write_tensors,
 )
+from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
 from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from interdomain.files.distributed_checkpoint import write_record
-from interdomain.files.pretrained import BASE, stored_name
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.pretrained import BASE, stored_name
+from interdomain.checkpoint.run_folder import note_folders
+from interdomain.checkpoint.step_folder import write_record
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
 from interdomain.model.state import ModelState

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from interdomain.files.pretrained import from_transformers
+from interdomain.checkpoint.pretrained import from_transformers
 from interdomain.hf import InterdomainConfig
 from interdomain.model.config import FIXED_STATE, ModelConfig, state_shape
 from interdomain.model.transformer import mixer_class

@@ -23,8 +23,8 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from interdomain.checkpoint.pretrained import BASE, storage_dtype
 from interdomain.features import input_features
-from interdomain.files.pretrained import BASE, storage_dtype
 from interdomain.model import Transformer
 from interdomain.model.config import ModelConfig
 from interdomain.model.layers import rope_of

@@ -37,9 +37,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import interdomain
-from interdomain.data import Tokenizer
-from interdomain.files.checkpoint_index import altered_entry, load_part
-from interdomain.files.distributed_checkpoint import (
+from interdomain.checkpoint.index import altered_entry, load_part
+from interdomain.checkpoint.step_folder import (
     DOCUMENTS,
     INCOMPLETE,
     KEEP,
@@ -55,6 +54,7 @@ from interdomain.files.distributed_checkpoint import (
     step_of,
     write_record,
 )
+from interdomain.data import Tokenizer
 from interdomain.folders import write_whole
 
 from ..errors import stop, user_errors

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.run_folder import note_folders
 
 from ..errors import user_errors
 from ..host import logger

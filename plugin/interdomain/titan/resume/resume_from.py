@@ -15,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from interdomain.files.checkpoint_index import Index, check_lengths, read_index
-from interdomain.files.distributed_checkpoint import (
+from interdomain.checkpoint.index import Index, check_lengths, read_index
+from interdomain.checkpoint.run_folder import checkpoints_of
+from interdomain.checkpoint.step_folder import (
     METADATA,
     finished_steps,
     half_copies,
@@ -24,7 +25,6 @@ from interdomain.files.distributed_checkpoint import (
     read_sidecar,
     step_folders,
 )
-from interdomain.files.run_folder import checkpoints_of
 from interdomain.model import ModelConfig, cell_of
 
 from ..errors import user_errors

@@ -18,7 +18,7 @@ another.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import (

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from interdomain.checkpoint.event_files import open_events
 from interdomain.environment import environment
-from interdomain.files.event_files import open_events
 from interdomain.folders import write_whole
 
 from ..host import BaseLogger, logger
