@@ -57,7 +57,7 @@ def recurrence(
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
     backend: str = "auto",
-    shard: Part | None = None,
+    cp_rank: Part | None = None,
     beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
@@ -67,9 +67,9 @@ def recurrence(
         shard: of the sequences, where the ranks of a group have the others; then there is no initial_state.
         beside: called while the ranks exchange their states.
     """
-    if shard is not None:
+    if cp_rank is not None:
         assert beside is not None
-        return _sharded_recurrence(backend, q, k, v, log_decay, beta, documents, shard, beside)
+        return _sharded_recurrence(backend, q, k, v, log_decay, beta, documents, cp_rank, beside)
     B, T, H, V = v.shape
     if T == 1 or not chosen(v.device, v.dtype, backend)[0]:
         return plain_recurrence(
