@@ -29,7 +29,7 @@ def test_what_a_reader_finds(exported):
     folder = exported("interdomain")[1]
     files, package = sorted(folder.glob("*.py")), REPOSITORY / "plugin" / "interdomain"
     assert len(files) == 4
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 3150
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 4500
     for file in files:
         tree = ast.parse(file.read_text())
         if (

@@ -98,7 +98,7 @@ class Mixer(nn.Module):
             dtype: The dtype of the hidden states.
             cp_rank: This rank's place in context parallelism.
         """
-        raise NotImplementedError
+        raise NotImplementedError("this mixer has no method `packing`")
 
     @staticmethod
     def continuing(mixer: MixerConfig, state: Any, tokens: int, dtype: torch.dtype) -> Any:
@@ -120,7 +120,7 @@ class Mixer(nn.Module):
             device: The device of the state.
             dynamics: This mixer's entry in the result of `dynamics`.
         """
-        raise NotImplementedError
+        raise NotImplementedError("this mixer has no method `init_state`")
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
@@ -132,7 +132,7 @@ class Mixer(nn.Module):
             config: Configuration of the layer.
             ranks: The number of tensor-parallel ranks that share the heads.
         """
-        raise NotImplementedError
+        raise NotImplementedError("this mixer has no method `state_shapes`")
 
     @staticmethod
     def state_grows(config: ModelConfig) -> bool:
@@ -147,7 +147,7 @@ class Mixer(nn.Module):
         `model.flops` counts those. The key "mixer" is the core; "linear" is products with matrices
         that are no `Linear`.
         """
-        raise NotImplementedError
+        raise NotImplementedError("this mixer has no method `macs`")
 
     @classmethod
     def state_size(cls, config: ModelConfig) -> int:
@@ -165,7 +165,7 @@ class Mixer(nn.Module):
         The first number counts the inputs of the features and of the core. The second counts the
         scan's scores, which are saved only if `Execution.recompute` is False.
         """
-        raise NotImplementedError
+        raise NotImplementedError("this mixer has no method `kept`")
 
     @classmethod
     def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class Mixer(nn.Module):
             context: The number of context-parallel ranks.
             tensor: The number of tensor-parallel ranks.
         """
-        raise NotImplementedError
+        raise NotImplementedError("this mixer has no method `received`")
 
 
 class Recurrence(Mixer):

@@ -146,7 +146,7 @@ class FixedStateMixer(Recurrence):
         """Mixes tokens: x [B, T, dim] -> [B, T, dim].
 
         Args:
-            x: Hidden states after the layer's norm.
+            x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: Ignored: no baseline rotates queries or keys.
             dynamics: This layer's entry in the result of `dynamics`. None means that it is computed
                 here.

@@ -114,7 +114,7 @@ class InterdomainMixer(Recurrence):
         """Mixes tokens: x [B, T, dim] -> [B, T, dim].
 
         Args:
-            x: Hidden states after the layer's norm.
+            x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2].
             dynamics: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
                 `dynamics`. None means that they are computed here.
@@ -123,8 +123,8 @@ class InterdomainMixer(Recurrence):
         """
         if not self.config.rope:
             rope = None
-        one_token = x.shape[1] == 1 and state is not None and state.prepared is not None
-        if one_token and not torch.is_grad_enabled():
+        has_step = state is not None and state.prepared is not None
+        if has_step and x.shape[1] == 1 and not torch.is_grad_enabled():
             o = self._step(x, rope, state)
             gate = self._gate(x)
         else:
