@@ -70,7 +70,12 @@ class Mixer(nn.Module):
         """
         return [()] * len(mixers)
 
-    def call_core(self, core: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def call_core(
+        self,
+        core: Callable[..., Any],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Calls the mixer's core: the function of queries, keys and values, which is linear in the
         values.
 
@@ -101,7 +106,12 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer has no method `packing`")
 
     @staticmethod
-    def continuing(mixer: MixerConfig, state: Any, tokens: int, dtype: torch.dtype) -> Any:
+    def continuing(
+        mixer: MixerConfig,
+        state: Any,
+        tokens: int,
+        dtype: torch.dtype,
+    ) -> Any:
         """Returns the argument `packing` of `forward` for `tokens` tokens that continue from a
         `ModelState`.
 
@@ -109,7 +119,12 @@ class Mixer(nn.Module):
         """
 
     def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dynamics: Any,
     ) -> Any:
         """Returns the layer's state before the first token.
 
@@ -168,7 +183,12 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer has no method `kept`")
 
     @classmethod
-    def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
+    def received(
+        cls,
+        config: ModelConfig,
+        context: int,
+        tensor: int,
+    ) -> tuple[int, int]:
         """Returns the elements that a context-parallel rank receives for one layer in the forward
         pass.
 
@@ -193,7 +213,12 @@ class Recurrence(Mixer):
     layer: ModelConfig
 
     def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        dynamics: Any,
     ) -> MixerState:
         shapes = self.state_shapes(self.layer)
         exact = torch.promote_types(dtype, torch.float32)
@@ -232,7 +257,12 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.expand(*index.shape[:2], *trailing))
 
 
-def last_inputs(past: Tensor, x: Tensor, n: int, lengths: Tensor | None) -> Tensor:
+def last_inputs(
+    past: Tensor,
+    x: Tensor,
+    n: int,
+    lengths: Tensor | None,
+) -> Tensor:
     """Returns the last n inputs of the convolutions, [B, n, E].
 
     Args:
@@ -248,7 +278,10 @@ def last_inputs(past: Tensor, x: Tensor, n: int, lengths: Tensor | None) -> Tens
 
 
 def counted_from_starts(
-    positions: Tensor, batch: int, tokens: int, cp_rank: "Part | None"
+    positions: Tensor,
+    batch: int,
+    tokens: int,
+    cp_rank: "Part | None",
 ) -> Tensor:
     """Returns the place of each token in its document, counted from the document's first token, [B,
     T] int64.

@@ -109,7 +109,13 @@ class FixedStateMixer(Recurrence):
         return self.shape.value_width
 
     def _core(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, dynamics: Any, **options: Any
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dynamics: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Calls `recurrence` with the baseline's decay and beta.
 
@@ -206,7 +212,12 @@ class FixedStateMixer(Recurrence):
             state.advance(state.conv if conv_inputs is None else conv_inputs, final_state)
         return self.wo(self._gate(o, gate))
 
-    def _convolved(self, y: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
+    def _convolved(
+        self,
+        y: Tensor,
+        past: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
         """Convolves y [B, T, E] after the inputs `past` [B, W - 1, E], within documents [B, T]."""
         assert self.conv is not None
         weight, bias = self.conv()
@@ -302,7 +313,12 @@ class FixedStateMixer(Recurrence):
         return token, 0
 
     @classmethod
-    def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
+    def received(
+        cls,
+        config: ModelConfig,
+        context: int,
+        tensor: int,
+    ) -> tuple[int, int]:
         """Counts two all-to-alls of 1 / context of the rows: of A and B, and of states
         (`fla_kernels`).
         """

@@ -81,7 +81,12 @@ def first_tokens(documents: Tensor) -> Tensor:
 
 
 def _one_token(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    S: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Computes one token as the recurrence is written. Arguments and results are those of
     `_by_chunks`.
@@ -97,7 +102,12 @@ def _one_token(
 
 
 def _by_chunks(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    S: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Computes all tokens chunk by chunk (Yang et al., 2024, section 4.1).
 
@@ -162,7 +172,11 @@ def _by_chunks(
     return o[:, :T], S
 
 
-def _decayed_scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+def _decayed_scores(
+    q: Tensor,
+    k: Tensor,
+    decay: Tensor,
+) -> Tensor:
     """Returns q_i . k_j with each channel decayed over the tokens j + 1 to i, and 0 for j > i.
 
     A decay for all channels is a factor of the product. With a decay per channel, blocks of one

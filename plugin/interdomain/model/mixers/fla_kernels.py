@@ -35,7 +35,11 @@ INSTALLED = importlib.util.find_spec("fla") is not None  # not in `chosen`: torc
 PLAIN = ("chunkwise-torch", "reference")
 
 
-def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tuple[bool, str]:
+def chosen(
+    device: torch.device | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[bool, str]:
     """Decides if flash-linear-attention's kernels compute.
 
     Args:

@@ -367,7 +367,12 @@ class InterdomainMixer(Recurrence):
             tables["mixing"] = table
         return features, tables
 
-    def _step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, state: Any) -> Tensor:
+    def _step(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        state: Any,
+    ) -> Tensor:
         """Computes one token by the step kernels, which write into the state.
 
         Args:
@@ -467,7 +472,12 @@ class InterdomainMixer(Recurrence):
         return token, scores
 
     @classmethod
-    def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
+    def received(
+        cls,
+        config: ModelConfig,
+        context: int,
+        tensor: int,
+    ) -> tuple[int, int]:
         """Counts two all-to-alls of 1 / context of a state's rows, and a flag: a document
         begins.
         """
@@ -476,7 +486,12 @@ class InterdomainMixer(Recurrence):
         return (context - 1) * (2 * 2 * rows * P + 1), 0
 
 
-def _state_after(z: Tensor, log_decay: Tensor, state: Tensor, lengths: Tensor) -> Tensor:
+def _state_after(
+    z: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+) -> Tensor:
     """Returns X after each row's own tokens: Lambda^n X_0 + sum_j Lambda^(n - 1 - j) z_j, n =
     lengths.
 

@@ -44,7 +44,13 @@ def runs_package() -> bool:
     return HAS_PACKAGE and not is_exporting()
 
 
-def input_features(x: Tensor, head_dim: int, *, execution: Any = None, **options: Any) -> Tensor:
+def input_features(
+    x: Tensor,
+    head_dim: int,
+    *,
+    execution: Any = None,
+    **options: Any,
+) -> Tensor:
     """Calls `interdomain.features.input_features` for documents whose numbers are known to be
     valid.
     """
@@ -58,7 +64,11 @@ def input_features(x: Tensor, head_dim: int, *, execution: Any = None, **options
 
 
 def input_features_step(
-    x: Tensor, head_dim: int, *, execution: Any = None, **options: Any
+    x: Tensor,
+    head_dim: int,
+    *,
+    execution: Any = None,
+    **options: Any,
 ) -> Tensor:
     """Calls `interdomain.features.input_features_step`, which overwrites `past`."""
     if runs_package():
@@ -69,7 +79,10 @@ def input_features_step(
 
 
 def _separate_tensors(
-    conv: Any = None, rope: Any = None, norm: Any = None, **options: Any
+    conv: Any = None,
+    rope: Any = None,
+    norm: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Names the tensors of each pair, for the functions of `features/plain.py`."""
     if conv is not None:
@@ -144,7 +157,12 @@ def interdomain_step(
 
 
 def linear_step(
-    z: Tensor, *, log_decay: Tensor, decay: Tensor, readout: Tensor, state: Tensor
+    z: Tensor,
+    *,
+    log_decay: Tensor,
+    decay: Tensor,
+    readout: Tensor,
+    state: Tensor,
 ) -> Tensor:
     """Returns the output of `interdomain.scan.linear_step`, which overwrites the state."""
     if runs_package():

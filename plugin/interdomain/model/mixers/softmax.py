@@ -230,7 +230,10 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def continuing(
-        mixer: MixerConfig, state: "ModelState", tokens: int, dtype: torch.dtype
+        mixer: MixerConfig,
+        state: "ModelState",
+        tokens: int,
+        dtype: torch.dtype,
     ) -> Attended:
         window = mixer.window
         order = torch.arange(tokens, device=state.position.device)
@@ -296,7 +299,11 @@ class SoftmaxMixer(Mixer):
         return token, 0
 
     @staticmethod
-    def received(config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
+    def received(
+        config: ModelConfig,
+        context: int,
+        tensor: int,
+    ) -> tuple[int, int]:
         """Counts the keys and values of all other ranks."""
         return 0, (context - 1) * 2 * config.n_kv_heads * config.head_dim // tensor
 
@@ -335,7 +342,12 @@ def additive_mask(attended: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(attended, dtype=dtype).masked_fill_(~attended, -math.inf)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+) -> Tensor:
     """Computes softmax attention: q [B, H, T, R]; k, v [B, G, S, R] -> [B, H, T, R]."""
     # PyTorch's causal bias is a tensor subclass without numbers; only it has `variant`.
     if isinstance(mask, Tensor) and not hasattr(mask, "variant"):
@@ -346,7 +358,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     )
 
 
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, blocks: Tensor, window: int) -> Tensor:
+def _in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    blocks: Tensor,
+    window: int,
+) -> Tensor:
     """Computes sliding-window attention for T > W and S <= T + W, with T x 2W scores, not T x S.
 
     Args:

@@ -135,7 +135,14 @@ class SSMDynamics(KeptInFloat32):
         linear: True for the linear readout.
     """
 
-    def __init__(self, n_heads: int, n_basis: int, *, c_form: str, linear: bool) -> None:
+    def __init__(
+        self,
+        n_heads: int,
+        n_basis: int,
+        *,
+        c_form: str,
+        linear: bool,
+    ) -> None:
         super().__init__()
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -158,7 +165,11 @@ class SSMDynamics(KeptInFloat32):
         return Dynamics(copied(self.log_dt), copied(self.log_A_real), copied(self.A_imag), C, c)
 
 
-def local_parameters(ssm: nn.Module, tp_rank: "Part | None", dtype: torch.dtype) -> list[Any]:
+def local_parameters(
+    ssm: nn.Module,
+    tp_rank: "Part | None",
+    dtype: torch.dtype,
+) -> list[Any]:
     """Returns the parameters that a module returns when called, for this rank's heads.
 
     Args:
