@@ -186,7 +186,15 @@ class InterdomainMixer(Recurrence):
         if state is not None:
             conv_inputs.append(k[:, kept])
         is_mapped = mixer.dual_input
-        k = self._features(k, self.k_conv, k_past, documents, rope, is_mapped, self.k_norm)
+        k = self._features(
+            k,
+            self.k_conv,
+            k_past,
+            documents,
+            rope=rope,
+            is_mapped=is_mapped,
+            norm=self.k_norm,
+        )
         if is_mapped and self.feature_map is not None:
             k = self.feature_map(k, self.heads)  # [B, T, G, R]
 
@@ -194,7 +202,7 @@ class InterdomainMixer(Recurrence):
         v = self.wv(x)
         if state is not None and self.v_conv is not None:
             conv_inputs.append(v[:, kept])
-        v = self._features(v, self.v_conv, v_past, documents, None, False, self.v_norm)
+        v = self._features(v, self.v_conv, v_past, documents, norm=self.v_norm)
         if mixer.normalize:
             v = _with_ones(v)  # [B, T, G, D]
 
@@ -214,7 +222,7 @@ class InterdomainMixer(Recurrence):
             q = self.wq(x)
             if state is not None:
                 conv_inputs.insert(0, q[:, kept])
-            q = self._features(q, self.q_conv, q_past, documents, rope, True)
+            q = self._features(q, self.q_conv, q_past, documents, rope=rope, is_mapped=True)
             if self.feature_map is not None:
                 q = self.feature_map(q, self.heads, query=True)  # [B, T, H, R]
             core = interdomain_scan
@@ -264,8 +272,9 @@ class InterdomainMixer(Recurrence):
         conv: ShortConv | None,
         past: Tensor | None,
         documents: Tensor | None,
-        rope: tuple[Tensor, Tensor] | None,
-        is_mapped: bool,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        is_mapped: bool = False,
         norm: InputNorm | None = None,
     ) -> Tensor:
         """Turns a projection into features by one kernel: SC, RoPE, SiLU with l2 norm, N+b, in this
