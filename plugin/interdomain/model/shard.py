@@ -20,7 +20,7 @@ c10d = torch.ops._c10d_functional  # asynchronous; a group is given by its name
 # The parameters that tensor-parallel ranks slice, by the name of the module, and the dimension.
 # They are the large ones. All others are whole on every rank, and their gradients must be summed
 # over the ranks; so are those of a module of such a name with the attribute `whole`.
-SHARDED = {
+SLICED = {
     "tok_embeddings": 0,
     "output": 0,
     "wq": 0,
@@ -47,7 +47,7 @@ def split_dimension(model: nn.Module, name: str) -> int | None:
     """
     if getattr(model.get_submodule(name), "whole", False):
         return None
-    return SHARDED.get(name.rpartition(".")[2])
+    return SLICED.get(name.rpartition(".")[2])
 
 
 class Part(NamedTuple):

@@ -37,7 +37,7 @@ from .kernels import (
     linear_scan,
     linear_step,
 )
-from .ssm import Dynamics, SSMDynamics, fold, local_parameters
+from .ssm import Dynamics, SSMDynamics, discretize, local_parameters
 
 # Shapes: B batch, T tokens, H query heads, G heads of keys, values and state (n_kv_heads),
 #         R key features, D value width (both head_dim, D one more with `normalize`), P = R + D,
@@ -313,11 +313,13 @@ class InterdomainMixer(Recurrence):
     def dynamics(
         mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns (log_decay, mixing or readout) of each mixer's heads on this rank; see `fold`."""
+        """Returns (log_decay, mixing or readout) of each mixer's heads on this rank; see
+        `discretize`.
+        """
         layers = []
         for mixer in mixers:
             layers.append(Dynamics(*local_parameters(mixer.ssm, mixer.heads, dtype)))
-        return fold(layers, mixers[0].config.readout)
+        return discretize(layers, mixers[0].config.readout)
 
     # Decoding: steps of one token.
 

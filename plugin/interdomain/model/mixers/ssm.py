@@ -10,7 +10,7 @@ exactly 1. Complex numbers are stored as pairs of real ones. The paper's learned
 here, as in the paper's counts: a diagonal B does what scaling the columns of C does.
 
 The module takes no activations. A parallelisation can therefore keep its parameters whole and
-float32 on every rank, and hand `fold`'s result to the layers.
+float32 on every rank, and hand `discretize`'s result to the layers.
 """
 
 from typing import Any, NamedTuple
@@ -186,8 +186,9 @@ def local_parameters(
     return parameters
 
 
-def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
-    """Computes the two tensors that the scan reads, for each layer, in float32 or float64.
+def discretize(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
+    """Discretizes the SSM of each layer: computes the two tensors that the scan reads, float32 or
+    float64.
 
     Lambda = exp(Delta A), the input gain is the zero-order hold's, and the gain, C and the readout
     become one matrix or vector. The heads of all layers are computed at once: these are some two
