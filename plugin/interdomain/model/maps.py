@@ -117,6 +117,7 @@ def read_layers(
     with register_module_forward_pre_hook(record):
         model(tokens[None])
 
+    # A second pass through each wanted mixer records the call of its core.
     layers = {}
     for i in wanted:
         attention: Any = model.layers[str(i)].attention

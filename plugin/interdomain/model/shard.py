@@ -88,9 +88,10 @@ class Part(NamedTuple):
         Returns:
             The argument `sent` of `receive_tail`.
         """
-        parts = [x]
         if isinstance(x, dict):
             parts = [x[name] for name in CONVOLVED if name in x]
+        else:
+            parts = [x]
         tail = torch.cat([part[:, -n:] for part in parts], dim=-1)
         return send(tail, *self._ring(len(tail)), self)
 
@@ -108,6 +109,7 @@ class Part(NamedTuple):
             back: How many of the tokens belong to the document of this rank's first token, [B]; the
                 others become zeros. None means all.
         """
+        # [B, n, E], or the projections side by side.
         past = receive(sent, *self._ring(len(sent)), self)
         if self.rank == 0:
             # The last rank's tokens arrived: in a ring all ranks exchange the same shapes.
@@ -115,6 +117,8 @@ class Part(NamedTuple):
         if back is not None:
             distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
             past = past.masked_fill(distance > back[:, None, None], 0)
+
+        # Separate the projections again.
         if not isinstance(x, dict):
             return past
         names = [name for name in CONVOLVED if name in x]

@@ -72,6 +72,7 @@ class State:
 
     def replaced(self, **attributes: Any) -> Self:
         """Returns a state like this one, but with these attributes."""
+        # No constructor is called: subclasses have different arguments.
         other = object.__new__(type(self))
         vars(other).update(vars(self), made_in=backward_pass(), **attributes)
         return other
@@ -172,6 +173,7 @@ class KVCache(State):
             The keys and values in the first `before` + T slots.
         """
         check_not_recomputed(self.made_in)
+        # Grow to the longest row after the new tokens.
         slots = before + k.shape[2]
         if slots > self.k.shape[2]:
             self.reserve(slots)
@@ -190,6 +192,7 @@ class KVCache(State):
         index = _slot_index(slots, k)
         k = k.to(self.k.dtype)
         v = v.to(self.v.dtype)
+        # A gradient's history needs the old tensors.
         if writable(self.k, k):
             self.k.scatter_(2, index, k)
             self.v.scatter_(2, index, v)
@@ -326,6 +329,7 @@ class ModelState(State):
         length = max(state.length for state in states)
         layers = []
         for parts in zip(*[state.layers for state in states], strict=True):
+            # Join one layer's tensors. Caches of different lengths are padded.
             joined = {}
             for name in parts[0].tensors():
                 tensors = [part.tensors()[name] for part in parts]

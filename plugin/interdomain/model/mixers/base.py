@@ -243,6 +243,7 @@ class Recurrence(Mixer):
     ) -> Packing | None:
         if positions is None:
             return None
+        # A document begins at position 0; what comes before the first of them is document 0.
         documents = (positions == 0).cumsum(1, dtype=torch.int32)
         back = None
         if cp_rank is not None:
@@ -307,12 +308,16 @@ def counted_from_starts(
             f"positions are {got}; expected integers {[batch, tokens]}, a tensor: the number of "
             "tokens before each token in its document."
         )
+
+    # The index of the token with which each token's document begins.
     positions = positions.long()
     begins = (positions[:, 1:] == 0) | (positions[:, 1:] != positions[:, :-1] + 1)
     begins = F.pad(begins, (1, 0), value=True)
     order = torch.arange(tokens, device=positions.device)
     start = order.where(begins, 0).cummax(1).values
     counted = order - start
+
+    # The first document may have begun on a previous rank.
     if cp_rank is None or cp_rank.rank == 0:
         return counted
     return torch.where(start == 0, counted + positions[:, :1], counted)

@@ -204,7 +204,14 @@ class FixedStateMixer(Recurrence):
         if state is not None:
             options["initial_state"] = state.ssm
         o, final_state = self._core(
-            x, q, k, v, dynamics, cp_rank=self.shard, beside=compute_gate, **options
+            x,
+            q,
+            k,
+            v,
+            dynamics,
+            cp_rank=self.shard,
+            beside=compute_gate,
+            **options,
         )
         if self.shard is None:
             compute_gate()
@@ -346,6 +353,7 @@ class GLAMixer(LocalParameters, FixedStateMixer):
         self.gate_bias = nn.Parameter(torch.empty(self.widths[0]))
 
     def _core(self, x, q, k, v, dynamics, **options):
+        # A low-rank gate per channel of the keys, [B, T, H K].
         gate = widened(self.gate_up(self.gate_down(x))) + self.local("gate_bias")
         log_decay = F.logsigmoid(shard_of(gate, self.heads, -1)) / LOW_RANK
         log_decay = log_decay.unflatten(-1, (-1, k.shape[-1]))  # [B, T, H, K]
@@ -370,7 +378,15 @@ class DeltaNetMixer(FixedStateMixer):
         beta = torch.sigmoid(self._per_head(self.wb(x)))  # [B, T, H]
         log_decay = self._log_decay(x, dynamics)
         q = q * q.shape[-1] ** -0.5
-        return self.call_core(recurrence, q, k, v, log_decay, beta, **options)
+        return self.call_core(
+            recurrence,
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            **options,
+        )
 
     def _log_decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor | None:
         return None
@@ -417,7 +433,14 @@ class Mamba2Mixer(FixedStateMixer):
         dt = F.softplus(self._per_head(self.wa(x)) + dt_bias)  # [B, T, H]
         scaled = (v * dt[..., None]).to(v.dtype)
         log_decay = -A_log.exp() * dt
-        o, final_state = self.call_core(recurrence, q, k, scaled, log_decay, **options)
+        o, final_state = self.call_core(
+            recurrence,
+            q,
+            k,
+            scaled,
+            log_decay,
+            **options,
+        )
         return (o + D[:, None] * v).to(v.dtype), final_state
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:

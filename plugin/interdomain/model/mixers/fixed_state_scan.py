@@ -63,7 +63,14 @@ def plain_recurrence(
         if beta is not None:
             beta = beta.to(dtype)[..., None]  # [B, T, H, 1]
         compute = _one_token if T == 1 else _by_chunks
-        o, S = compute(q.to(dtype), k.to(dtype), v.to(dtype), decay, beta, S)
+        o, S = compute(
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            decay,
+            beta,
+            S,
+        )
         return o.to(v.dtype), S
 
 

@@ -90,16 +90,40 @@ def recurrence(
     """
     if cp_rank is not None:
         assert beside is not None
-        return _context_parallel(backend, q, k, v, log_decay, beta, documents, cp_rank, beside)
+        return _context_parallel(
+            backend,
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            documents,
+            cp_rank,
+            beside,
+        )
     if v.shape[1] == 1 or not chosen(v.device, v.dtype, backend)[0]:
         return plain_recurrence(
-            q, k, v, log_decay, beta, initial_state=initial_state, documents=documents
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            initial_state=initial_state,
+            documents=documents,
         )
     if initial_state is None:
         shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
         initial_state = v.new_zeros(shape, dtype=torch.promote_types(v.dtype, torch.float32))
     with torch.autocast(v.device.type, enabled=False):
-        return fla_recurrence(q, k, v, log_decay, beta, initial_state, documents)
+        return fla_recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            initial_state,
+            documents,
+        )
 
 
 def _context_parallel(
@@ -147,7 +171,14 @@ def _context_parallel(
         B, A = S.split([V, K], dim=-1)
     else:
         assert log_decay is not None
-        o, B = recurrence(q, k, v, log_decay, documents=documents, backend=backend)
+        o, B = recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            documents=documents,
+            backend=backend,
+        )
         decay = log_decay.to(dtype).view(*v.shape[:3], -1)  # [B, T, H, D]
         if documents is not None:
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
@@ -307,7 +338,11 @@ def recurrence_backward(
         outputs = _run(*inputs, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
     present = [x for x in inputs if x is not None]
     gradients = torch.autograd.grad(
-        outputs, present, (d_o, d_state), allow_unused=True, materialize_grads=True
+        outputs,
+        present,
+        (d_o, d_state),
+        allow_unused=True,
+        materialize_grads=True,
     )
     return [gradient.clone() for gradient in gradients]
 

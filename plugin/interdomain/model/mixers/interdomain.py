@@ -106,7 +106,7 @@ class InterdomainMixer(Recurrence):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor] | None,
         dynamics: tuple[Tensor, Tensor] | None = None,
         state: MixerState | None = None,
         packing: Packing | None = None,
@@ -115,7 +115,8 @@ class InterdomainMixer(Recurrence):
 
         Args:
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
-            rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2].
+            rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2]. A mixer
+                without `rope` ignores them.
             dynamics: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
                 `dynamics`. None means that they are computed here.
             state: The state to continue from. It is advanced past the last token, in place.
@@ -123,6 +124,7 @@ class InterdomainMixer(Recurrence):
         """
         if not self.config.rope:
             rope = None
+        # The step kernels compute one token. They record no gradients.
         has_step = state is not None and state.prepared is not None
         if has_step and x.shape[1] == 1 and not torch.is_grad_enabled():
             o = self._step(x, rope, state)
@@ -130,7 +132,15 @@ class InterdomainMixer(Recurrence):
         else:
             if dynamics is None:
                 (dynamics,) = self.dynamics([self])
-            o, gate = self._sequence(x, rope, dynamics, state, packing or Packing())
+            o, gate = self._sequence(
+                x,
+                rope,
+                dynamics,
+                state,
+                packing or Packing(),
+            )
+
+        # The output norm and the output gate, which the paper's scaling runs do not have, and Wo.
         if self.o_norm is not None:
             o = self.o_norm(o)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, G * P] for the linear readout
@@ -164,15 +174,18 @@ class InterdomainMixer(Recurrence):
 
         # A convolution reads W - 1 inputs before x. A state has them, [q | k | v]. Under context
         # parallelism they are projections of the previous rank's last hidden states: sent now.
-        q_past = k_past = v_past = None
+        q_past = None
+        k_past = None
+        v_past = None
         tail = None
         if self.k_conv is not None and state is not None:
             q_past, k_past, v_past = state.conv.split(self._conv_widths(), dim=2)
         elif self.k_conv is not None and self.shard is not None:
             tail = self.shard.send_tail(x, mixer.conv_past)
-        # The inputs that the new state takes; if rows have padding, these are not the last ones.
+        # The new state takes the last inputs of the convolutions, [q | k | v]. With padding they
+        # are not in the last places, so all inputs are collected.
         conv_inputs = []
-        kept = slice(-mixer.conv_past, None) if lengths is None else slice(None)
+        last = slice(-mixer.conv_past, None) if lengths is None else slice(None)
 
         # Keys. The previous rank's tail arrives beside the first projection.
         k = self.wk(x)
@@ -184,7 +197,7 @@ class InterdomainMixer(Recurrence):
             if self.v_conv is not None:
                 v_past = self.wv(hidden)
         if state is not None:
-            conv_inputs.append(k[:, kept])
+            conv_inputs.append(k[:, last])
         is_mapped = mixer.dual_input
         k = self._features(
             k,
@@ -201,8 +214,14 @@ class InterdomainMixer(Recurrence):
         # Values.
         v = self.wv(x)
         if state is not None and self.v_conv is not None:
-            conv_inputs.append(v[:, kept])
-        v = self._features(v, self.v_conv, v_past, documents, norm=self.v_norm)
+            conv_inputs.append(v[:, last])
+        v = self._features(
+            v,
+            self.v_conv,
+            v_past,
+            documents,
+            norm=self.v_norm,
+        )
         if mixer.normalize:
             v = _with_ones(v)  # [B, T, G, D]
 
@@ -221,8 +240,15 @@ class InterdomainMixer(Recurrence):
         if self.wq is not None:
             q = self.wq(x)
             if state is not None:
-                conv_inputs.insert(0, q[:, kept])
-            q = self._features(q, self.q_conv, q_past, documents, rope=rope, is_mapped=True)
+                conv_inputs.insert(0, q[:, last])
+            q = self._features(
+                q,
+                self.q_conv,
+                q_past,
+                documents,
+                rope=rope,
+                is_mapped=True,
+            )
             if self.feature_map is not None:
                 q = self.feature_map(q, self.heads, query=True)  # [B, T, H, R]
             core = interdomain_scan
@@ -292,6 +318,7 @@ class InterdomainMixer(Recurrence):
         Returns:
             [B, T, H, R], or [B, T, G, R] for keys and values.
         """
+        # Tensor-parallel ranks slice what has one entry per channel or per head.
         options: dict[str, Any] = {}
         if conv is not None:
             weight, bias = conv()
@@ -367,6 +394,7 @@ class InterdomainMixer(Recurrence):
             features["norm"] = torch.cat([k_scale, v_scale]), shifts
             features["eps"] = self.k_norm.eps
 
+        # Lambda, and the matrix or vector of the readout.
         log_decay, table = [tensor.detach() for tensor in dynamics]
         tables = dict(log_decay=log_decay, decay=decay_factor(log_decay))
         if not mixer.query_readout:
@@ -393,6 +421,7 @@ class InterdomainMixer(Recurrence):
         Returns:
             The readout, [B, 1, H, D] or [B, 1, G, P].
         """
+        # All projections side by side through one kernel: [B, 1, H + 2 G, R] as q, k, v.
         features, tables = state.prepared
         projections = [self.wk(x), self.wv(x)]
         if self.wq is not None:
@@ -406,18 +435,25 @@ class InterdomainMixer(Recurrence):
             execution=self.execution,
             **features,
         )
-        # [B, 1, H + 2 G, R] -> q, k, v
         q, k, v = y[:, None].split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
         if self.feature_map is not None and self.config.dual_input:
             k = self.feature_map(k)
         if self.config.normalize:
             v = _with_ones(v)
+
+        # The recurrence and its readout, as in `_sequence`; the state is overwritten.
         if self.wq is None:
             z = torch.cat([k, v], dim=-1)
             return linear_step(z[:, 0], state=state.ssm, **tables)[:, None]
         if self.feature_map is not None:
             q = self.feature_map(q, query=True)
-        o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, **tables)[:, None]
+        o = interdomain_step(
+            q[:, 0],
+            k[:, 0],
+            v[:, 0],
+            state=state.ssm,
+            **tables,
+        )[:, None]
         if self.config.normalize:
             o = divided(o, v)
         return o

@@ -22,6 +22,7 @@ from .fixed_state_scan import plain_recurrence
 INTERFACE = 1  # version of the package's functions that are called here
 HAS_PACKAGE = False
 
+# In an exported model the package may be missing, or be of another version.
 try:
     import interdomain.features
     import interdomain.scan
@@ -57,7 +58,11 @@ def input_features(
     if runs_package():
         backend = "auto" if execution is None else execution.features
         return interdomain.features.input_features(
-            x, head_dim, backend=backend, check_documents=False, **options
+            x,
+            head_dim,
+            backend=backend,
+            check_documents=False,
+            **options,
         )
     with torch.autocast(x.device.type, enabled=False):
         return features(x, head_dim, **_separate_tensors(**options))
@@ -110,7 +115,13 @@ def interdomain_scan(
         if execution is not None:
             options.update(backend=execution.backend, recompute=execution.recompute)
         return interdomain.scan.interdomain_scan(
-            q, k, v, log_decay, mixing, initial_state=initial_state, **options
+            q,
+            k,
+            v,
+            log_decay,
+            mixing,
+            initial_state=initial_state,
+            **options,
         )
     with torch.autocast(k.device.type, enabled=False):
         return plain_scan(q, k, v, log_decay, mixing, initial_state)
@@ -130,10 +141,21 @@ def linear_scan(
         if execution is not None:
             options.update(backend=execution.backend)
         return interdomain.scan.linear_scan(
-            z, log_decay, readout, initial_state=initial_state, **options
+            z,
+            log_decay,
+            readout,
+            initial_state=initial_state,
+            **options,
         )
     with torch.autocast(z.device.type, enabled=False):
-        return plain_scan(None, z, z[..., :0], log_decay, readout, initial_state)
+        return plain_scan(
+            None,
+            z,
+            z[..., :0],
+            log_decay,
+            readout,
+            initial_state,
+        )
 
 
 def interdomain_step(
@@ -149,7 +171,14 @@ def interdomain_step(
     """Returns the output of `interdomain.scan.interdomain_step`, which overwrites the state."""
     if runs_package():
         o, _ = interdomain.scan.interdomain_step(
-            q, k, v, log_decay, mixing, state, decay=decay, inplace=True
+            q,
+            k,
+            v,
+            log_decay,
+            mixing,
+            state,
+            decay=decay,
+            inplace=True,
         )
         return o
     with torch.autocast(k.device.type, enabled=False):
@@ -166,7 +195,14 @@ def linear_step(
 ) -> Tensor:
     """Returns the output of `interdomain.scan.linear_step`, which overwrites the state."""
     if runs_package():
-        o, _ = interdomain.scan.linear_step(z, log_decay, readout, state, decay=decay, inplace=True)
+        o, _ = interdomain.scan.linear_step(
+            z,
+            log_decay,
+            readout,
+            state,
+            decay=decay,
+            inplace=True,
+        )
         return o
     with torch.autocast(z.device.type, enabled=False):
         return linear_one_step(z, decay, readout, state)
@@ -201,7 +237,21 @@ def recurrence(
     options.update(initial_state=initial_state, documents=documents)
     if runs_package():
         backend = "auto" if execution is None else execution.backend
-        return fla_kernels.recurrence(q, k, v, log_decay, beta, backend=backend, **options)
+        return fla_kernels.recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            backend=backend,
+            **options,
+        )
     return plain_recurrence(
-        q, k, v, log_decay, beta, initial_state=initial_state, documents=documents
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        initial_state=initial_state,
+        documents=documents,
     )

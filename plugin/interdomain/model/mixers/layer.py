@@ -86,18 +86,28 @@ class InterdomainAttention(nn.Module):
         """
         if state is not None and positions is not None:
             raise ValueError(
-                "positions are for whole sequences, and a state counts its own: leave one of the two "
-                "out."
+                "positions are for whole sequences, and a state counts its own: leave one of the "
+                "two out."
             )
         order = torch.arange(x.shape[1], device=x.device)
+
+        # A piece that continues from a state.
         if state is not None:
             rope = rope_of(self.config, state.position[:, None] + order, x.dtype)
             y = self.mixer(x, rope, state.dynamics[0], state.layers[0])
             state.advance(x.shape[1])
             return y
+
+        # Whole sequences; a position restarts in each document.
         if positions is not None:
             positions = counted_from_starts(positions, x.shape[0], x.shape[1], None)
-        packing = self.mixer.packing(self.config.mixer, order, positions, x.dtype, None)
+        packing = self.mixer.packing(
+            self.config.mixer,
+            order,
+            positions,
+            x.dtype,
+            None,
+        )
         rope = rope_of(self.config, order if positions is None else positions, x.dtype)
         return self.mixer(x, rope, packing=packing)
 
@@ -108,6 +118,12 @@ class InterdomainAttention(nn.Module):
         """
         weight = self.mixer.wo.weight
         dynamics = self.mixer.dynamics([self.mixer])
-        layer = self.mixer.init_state(batch, 0, weight.dtype, weight.device, dynamics[0])
+        layer = self.mixer.init_state(
+            batch,
+            0,
+            weight.dtype,
+            weight.device,
+            dynamics[0],
+        )
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return ModelState([layer], position, [*dynamics])

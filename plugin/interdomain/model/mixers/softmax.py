@@ -99,7 +99,13 @@ class Attended(NamedTuple):
         if before or first is not None:
             keys = torch.arange(before + min(T, W), device=order.device)
             first_of_these = None if first is None else first[:, :W]
-            mask = _mask(before + order[:W], keys, dtype, first_of_these, W)
+            mask = _mask(
+                before + order[:W],
+                keys,
+                dtype,
+                first_of_these,
+                W,
+            )
         if T <= W:
             return cls(mask, token, before)
 
@@ -168,7 +174,15 @@ class SoftmaxMixer(Mixer):
         if blocks is None:
             o = self.call_core(_attention, q, k, v, mask)
         else:
-            o = self.call_core(_in_blocks, q, k, v, mask, blocks, self.window)
+            o = self.call_core(
+                _in_blocks,
+                q,
+                k,
+                v,
+                mask,
+                blocks,
+                self.window,
+            )
         return self.wo(o.transpose(1, 2).flatten(2))
 
     def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -220,7 +234,13 @@ class SoftmaxMixer(Mixer):
             near = min(before, mixer.window)  # the keys that `_with_previous_ranks` leaves
             if first is not None:
                 first = first - (before - near)
-            return Attended.within(mixer.window, near, first, order - before, dtype)
+            return Attended.within(
+                mixer.window,
+                near,
+                first,
+                order - before,
+                dtype,
+            )
         if first is not None:
             keys = torch.arange(before + T, device=order.device)
             return Attended(_mask(order, keys, dtype, first))
@@ -244,7 +264,13 @@ class SoftmaxMixer(Mixer):
         # A cache of all tokens: token i of a row is in slot i.
         if window is None:
             if same_length:
-                return Attended.after(state.length, tokens, order.device, dtype, token)
+                return Attended.after(
+                    state.length,
+                    tokens,
+                    order.device,
+                    dtype,
+                    token,
+                )
             before = state.length
             if state.captured:
                 before = (state.capacity or 0) - tokens  # all slots: a CUDA graph's size is fixed
@@ -258,7 +284,14 @@ class SoftmaxMixer(Mixer):
             first = None
             if not same_length:
                 first = (before - state.position)[:, None].expand(-1, tokens)
-            return Attended.within(window, before, first, order, dtype, token)
+            return Attended.within(
+                window,
+                before,
+                first,
+                order,
+                dtype,
+                token,
+            )
         # One token reads its slots as they are: token i of a row is in slot i mod W.
         if same_length and state.length + 1 >= window:
             return Attended(None, token)
@@ -354,7 +387,12 @@ def _attention(
         mask = mask.to(q.dtype)
     is_causal = mask is None and bool(q.shape[2] > 1)  # torch.export's T is not an int
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=is_causal,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 

@@ -162,7 +162,13 @@ class SSMDynamics(KeptInFloat32):
         self.check_float32()
         C = None if self.C is None else copied(self.C)
         c = None if self.c is None else copied(self.c)
-        return Dynamics(copied(self.log_dt), copied(self.log_A_real), copied(self.A_imag), C, c)
+        return Dynamics(
+            copied(self.log_dt),
+            copied(self.log_A_real),
+            copied(self.A_imag),
+            C,
+            c,
+        )
 
 
 def local_parameters(
