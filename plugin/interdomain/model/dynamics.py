@@ -1,6 +1,4 @@
-"""The SSM tensors of a model's layers, computed once for the forward passes of several
-micro-batches.
-"""
+"""The SSM tensors of a model's layers, computed once for several micro-batches."""
 
 import torch
 from torch import Tensor

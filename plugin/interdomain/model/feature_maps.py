@@ -1,6 +1,4 @@
-"""Functions of queries and keys in plain PyTorch: rotary angles, feature maps, gates, output norms
-and the ratio of eq. 9.
-"""
+"""Rotary angles, feature maps, gates, output norms and the ratio of eq. 9, in plain PyTorch."""
 
 import math
 from typing import Any
@@ -303,8 +301,7 @@ def normed(
 
 
 def divided(o: Tensor, v: Tensor) -> Tensor:
-    """Divides the readout by the Nadaraya-Watson denominator (paper eq. 9): [B, T, H, D + 1] -> [B,
-    T, H, D].
+    """Divides the readout by the Nadaraya-Watson denominator (paper eq. 9).
 
     A kernel average lies between its values, but an estimate of one need not: its denominator can
     vanish. If the quotient were larger than MAX_GAIN times the token's own value, both as means of
@@ -312,8 +309,10 @@ def divided(o: Tensor, v: Tensor) -> Tensor:
     features and of C cancel, and no state is needed.
 
     Args:
-        o: The readout; its last channel is the denominator.
+        o: The readout, [B, T, H, D + 1]; its last channel is the denominator.
         v: The token's own values with the ones channel, [B, T, H_kv, D + 1].
+    Returns:
+        [B, T, H, D] in o's dtype.
     """
     numerator = widened(o[..., :-1])
     denominator = widened(o[..., -1:])

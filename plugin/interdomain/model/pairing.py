@@ -1,9 +1,8 @@
-"""The values that a readout pairs with a key: weights of the mixer's parameters only, for
-`inspect-model`.
+"""The values that a readout pairs with a key, for `inspect-model`.
 
-The output of the interdomain mixer is a sum over pairs of tokens,
-o_t = sum_ij (q_t . k_i) w(t - i, t - j) v_j. A query that matches only the key of s tokens ago
-reads the value of r tokens ago with the weight w(s, r): docs/pairing.md.
+They follow from the mixer's parameters only. The output of the interdomain mixer is a sum over
+pairs of tokens, o_t = sum_ij (q_t . k_i) w(t - i, t - j) v_j. A query that matches only the key of
+s tokens ago reads the value of r tokens ago with the weight w(s, r): docs/pairing.md.
 """
 
 import torch

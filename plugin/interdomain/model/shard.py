@@ -163,9 +163,7 @@ def shard_of(
     part: "Part | None",
     dim: int = 0,
 ) -> Tensor:
-    """Returns this rank's slice of x along a dimension, a view. If `part` is None, it is x
-    itself.
-    """
+    """Returns this rank's slice of x along a dimension, a view; x itself if `part` is None."""
     if part is None:
         return x
     return x.chunk(part.size, dim)[part.rank]
@@ -201,9 +199,7 @@ def receive(
 
 
 class _Send(torch.autograd.Function):
-    """Starts an all-to-all. The backward pass waits for the all-to-all that `_Receive` started
-    there.
-    """
+    """Starts an all-to-all. The backward pass waits for the one that `_Receive` started."""
 
     @staticmethod
     def forward(
@@ -260,9 +256,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Sums x over the ranks and gives each its slice along a dimension. Its adjoint is
-    `_Gather`.
-    """
+    """Sums x over the ranks and slices it along a dimension. Its adjoint is `_Gather`."""
 
     @staticmethod
     def forward(

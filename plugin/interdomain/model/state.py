@@ -186,9 +186,7 @@ class KVCache(State):
         v: Tensor,
         slots: Tensor,
     ) -> None:
-        """Writes keys and values [B, H, T, R] into slots [B, T], in place unless autograd records
-        them.
-        """
+        """Writes keys and values [B, H, T, R] into slots [B, T]."""
         index = _slot_index(slots, k)
         k = k.to(self.k.dtype)
         v = v.to(self.v.dtype)

@@ -22,8 +22,7 @@ from ..state import MixerState
 
 
 class Packing(NamedTuple):
-    """The documents and the padding in the rows of a batch, as a recurrence reads them; the same in
-    all layers.
+    """Documents and padding in the rows of a batch, for the recurrences of all layers.
 
     Attributes:
         documents: The number of each token's document, [B, T]. Document 0 continues from the state,
@@ -40,8 +39,9 @@ class Packing(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """Base of the token mixers: `forward(x, rope, dynamics, state, packing)` maps x [B, T, dim] to
-    [B, T, dim].
+    """Base of the token mixers.
+
+    `forward(x, rope, dynamics, state, packing)` maps x [B, T, dim] to [B, T, dim].
 
     Attributes:
         shard: This rank's place in context parallelism: x holds its part of each sequence. None
@@ -57,11 +57,10 @@ class Mixer(nn.Module):
 
     @staticmethod
     def dynamics(mixers: list[Any], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
-        """Returns the SSM tensors of each mixer: what its recurrence reads of its parameters,
-        constant over the sequence.
+        """Returns the SSM tensors of each mixer: what its recurrence reads of its parameters.
 
-        They are computed once per forward pass, or once per training step, outside the layers. By
-        default there are none.
+        They are constant over the sequence, and computed once per forward pass or training step,
+        outside the layers. By default there are none.
 
         Args:
             mixers: Mixers with the same settings.
@@ -76,8 +75,7 @@ class Mixer(nn.Module):
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Calls the mixer's core: the function of queries, keys and values, which is linear in the
-        values.
+        """Calls the mixer's core: the function of q, k and v, which is linear in v.
 
         The inspector (`model/maps.py`) replaces this method for one forward pass to record the
         call.
@@ -92,8 +90,7 @@ class Mixer(nn.Module):
         dtype: torch.dtype,
         cp_rank: "Part | None",
     ) -> Any:
-        """Returns the argument `packing` of `forward` for whole sequences: the same in all layers
-        with this mixer.
+        """Returns the argument `packing` of `forward` for whole sequences, for all layers.
 
         Args:
             mixer: Settings of the layers.
@@ -112,8 +109,7 @@ class Mixer(nn.Module):
         tokens: int,
         dtype: torch.dtype,
     ) -> Any:
-        """Returns the argument `packing` of `forward` for `tokens` tokens that continue from a
-        `ModelState`.
+        """Returns the argument `packing` of `forward` for tokens that continue from a state.
 
         By default it is None: the layer's state holds everything that the tokens need.
         """
@@ -156,20 +152,19 @@ class Mixer(nn.Module):
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
-        """Returns the multiply-adds per token of one layer's mixer, without its `Linear` and
-        `ShortConv` modules.
+        """Returns the multiply-adds per token of one layer's mixer.
 
-        `model.flops` counts those. The key "mixer" is the core; "linear" is products with matrices
-        that are no `Linear`.
+        The modules `Linear` and `ShortConv` are not counted: `model.flops` counts them. The key
+        "mixer" is the core; "linear" is products with matrices that are no `Linear`.
         """
         raise NotImplementedError("this mixer has no method `macs`")
 
     @classmethod
     def state_size(cls, config: ModelConfig) -> int:
-        """Returns the number of elements in one layer's state per sequence, without the
-        convolutions' inputs.
+        """Returns the number of elements in one layer's state per sequence.
 
-        For a growing state it is the number per token.
+        The inputs of the convolutions are not counted. For a growing state it is the number per
+        token.
         """
         return math.prod(cls.state_shapes(config)["ssm"])
 
@@ -189,11 +184,10 @@ class Mixer(nn.Module):
         context: int,
         tensor: int,
     ) -> tuple[int, int]:
-        """Returns the elements that a context-parallel rank receives for one layer in the forward
-        pass.
+        """Returns the elements that a context-parallel rank receives for one layer.
 
-        The backward pass receives as many. The first number is per sequence, in float32. The second
-        is per token of this rank, in the dtype of the activations.
+        The backward pass receives as many as the forward pass. The first number is per sequence, in
+        float32. The second is per token of this rank, in the dtype of the activations.
 
         Args:
             config: Configuration of the layer.
@@ -229,9 +223,7 @@ class Recurrence(Mixer):
         )
 
     def _prepare_step(self, dynamics: Any) -> Any:
-        """Returns `MixerState.prepared`, which a mixer with step kernels makes of its
-        parameters.
-        """
+        """Returns `MixerState.prepared`; None if the mixer has no step kernels."""
 
     @staticmethod
     def packing(
@@ -284,8 +276,7 @@ def counted_from_starts(
     tokens: int,
     cp_rank: "Part | None",
 ) -> Tensor:
-    """Returns the place of each token in its document, counted from the document's first token, [B,
-    T] int64.
+    """Counts each token's place in its document from the document's first token, [B, T] int64.
 
     A token begins a document if its position is 0, or is not the position before it plus one. On a
     context-parallel rank after the first, the positions of the first document stay as given: only

@@ -1,5 +1,4 @@
-"""Baselines with a state of fixed size: gated linear attention, Mamba-2, DeltaNet and gated
-DeltaNet.
+"""Baselines of fixed state: gated linear attention, Mamba-2, DeltaNet and gated DeltaNet.
 
 Each is a layer around `recurrence`, after its paper and its authors' implementation
 (flash-linear-attention, mamba). With the default heads all have as many numbers of state as
@@ -35,11 +34,10 @@ LOW_RANK = 16
 
 
 class StepSize(KeptInFloat32):
-    """Parameters of the decay exp(A softplus(x + dt_bias)) per head, A = -exp(A_log), and Mamba-2's
-    skip D.
+    """Parameters of the decay per head, and Mamba-2's skip D.
 
-    Called, it returns (A_log, dt_bias) or (A_log, dt_bias, D), each [H], as copies
-    (`SSMDynamics` says why).
+    The decay is exp(A softplus(x + dt_bias)), A = -exp(A_log). Called, it returns (A_log, dt_bias)
+    or (A_log, dt_bias, D), each [H], as copies (`SSMDynamics` says why).
     """
 
     def __init__(self, n_heads: int, *, skip: bool) -> None:
@@ -55,10 +53,11 @@ class StepSize(KeptInFloat32):
 
 
 class FixedStateMixer(Recurrence):
-    """Base of the baselines: projections, a convolution with SiLU, the recurrence, a norm and an
-    output gate.
+    """Base of the baselines.
 
-    A subclass sets the attributes below and computes its decay and step sizes in `_core`.
+    All have projections, a convolution with SiLU, the recurrence, a norm and an output gate, as
+    far as the attributes say. A subclass sets the attributes below and computes its decay and step
+    sizes in `_core`.
 
     Attributes:
         conv_bias: True if the convolution has a bias.
@@ -132,9 +131,7 @@ class FixedStateMixer(Recurrence):
         raise NotImplementedError
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """Normalises each head and multiplies by SiLU of the gate: o [B, T, H, V] -> [B, T, H
-        V].
-        """
+        """Normalises each head and applies the gate: o [B, T, H, V] -> [B, T, H V]."""
         # PyTorch's norm is one kernel only if both tensors have one dtype.
         o = self.norm(o.to(self.norm.weight.dtype)).flatten(2)
         if gate is None:
@@ -326,9 +323,7 @@ class FixedStateMixer(Recurrence):
         context: int,
         tensor: int,
     ) -> tuple[int, int]:
-        """Counts two all-to-alls of 1 / context of the rows: of A and B, and of states
-        (`fla_kernels`).
-        """
+        """Counts two all-to-alls of a share of the rows: A and B, and states (`fla_kernels`)."""
         H, K, V = state_shape(config.mixer, config.dim)
         rows = H // tensor
         per_row = K * (2 * V + K)
@@ -410,8 +405,9 @@ class GatedDeltaNetMixer(DeltaNetMixer):
 
 
 class Mamba2Mixer(FixedStateMixer):
-    """Mamba-2 by its duality with attention (Dao & Gu, 2024, section 7:
-    https://arxiv.org/abs/2405.21060).
+    """Mamba-2 (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060).
+
+    It is computed by its duality with attention.
 
     q is C, k is B (one head for all), v is dt x and log_decay is A dt, with
     dt = softplus(Wa x + dt_bias). D x is added to the output. The gate comes before the norm, which

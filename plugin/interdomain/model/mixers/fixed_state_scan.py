@@ -1,5 +1,4 @@
-"""The recurrence of the fixed-state baselines in plain PyTorch: a state that decays, is corrected
-and is added to.
+"""The recurrence of the fixed-state baselines in plain PyTorch.
 
     S_t = A_t S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,   A_t = diag(exp(log_decay_t))
     u_t = v_t                                    gated linear attention (Yang et al., 2024, eq. 3)
@@ -95,9 +94,7 @@ def _one_token(
     beta: Tensor | None,
     S: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token as the recurrence is written. Arguments and results are those of
-    `_by_chunks`.
-    """
+    """Computes one token as the recurrence is written; arguments as in `_by_chunks`."""
     S = decay[:, 0, :, :, None].exp() * S
     k = k[:, 0, :, :, None]  # [B, G, K, 1]
     u = v[:, 0]  # [B, H, V]

@@ -1,7 +1,7 @@
-"""The recurrence of the fixed-state baselines by flash-linear-attention's kernels (the extra
-`fla`).
+"""The recurrence of the fixed-state baselines by flash-linear-attention's kernels.
 
-It is one `torch.library` op, and one for its backward pass:
+The extra `fla` installs them. The recurrence is one `torch.library` op, and one for its backward
+pass:
 
     torch.ops.interdomain.fla_recurrence.default
     torch.ops.interdomain.fla_recurrence_backward.default
@@ -78,8 +78,7 @@ def recurrence(
     cp_rank: Part | None = None,
     beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `plain_recurrence`, on CUDA by flash-linear-attention's kernels if they can
-    (`chosen`).
+    """Computes `plain_recurrence`, by flash-linear-attention's kernels if they can (`chosen`).
 
     Args:
         q: As in `plain_recurrence`, and so are all arguments up to `documents`.
@@ -137,12 +136,12 @@ def _context_parallel(
     cp_rank: Part,
     beside: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
-    """Computes `recurrence` for this rank's tokens; document 0 continues from the previous rank.
-    Collective.
+    """Computes `recurrence` for the tokens of a context-parallel rank. Collective.
 
-    The recurrence over a rank's tokens is affine in the state S before them. The state after them
-    is A S + B, and C_t S is added to the output that a state of zeros gives. A is a decay per
-    channel, or a K x K matrix for the delta rules. A and B have the same size for every T.
+    Document 0 continues from the previous rank. The recurrence over a rank's tokens is affine in
+    the state S before them. The state after them is A S + B, and C_t S is added to the output that
+    a state of zeros gives. A is a decay per channel, or a K x K matrix for the delta rules. A and B
+    have the same size for every T.
 
     The rows of S that do not mix, (h, k) of a decay or heads of the delta rules, are divided among
     the ranks. One all-to-all gives each rank its rows of every A and B. It computes the states of
@@ -231,9 +230,7 @@ def _states_before(rows: Tensor, V: int) -> Tensor:
 
 
 def _apply(A: Tensor, S: Tensor) -> Tensor:
-    """Applies A, a decay [..., K, 1] or a matrix [..., K, K], to a state or to another A [..., K,
-    n].
-    """
+    """Applies A, [..., K, 1] or [..., K, K], to a state or to another A, [..., K, n]."""
     if A.shape[-1] == 1:
         return A * S
     return A @ S
@@ -270,9 +267,7 @@ def _run(
     state: Any,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Calls the package's kernel, whose tensors have one dtype and as many heads of keys as of
-    values.
-    """
+    """Calls the package's kernel. It wants one dtype, and as many heads of keys as of values."""
     rows = len(v)
     q = q.to(v.dtype).expand(-1, -1, v.shape[2], -1)
     k = k.to(v.dtype).expand(-1, -1, v.shape[2], -1)

@@ -10,7 +10,8 @@ convolution, N+b the input norm of eq. 12, and xi the feature map of eq. 10 with
     readout   o_t = Re(q_t^T U_t^T Gamma_t)         `query_readout` (eq. 13)
               o_t = Re(sum_m c_m (C x_t)_m)         else: S4D's linear readout
 
-RoPE is the third switch, `rope`. With a single input the projections a and b of the paper take the
+RoPE is the third switch, `rope`. Feature maps other than SiLU have no N+b. With a single input the
+projections a and b of the paper take the
 places, and the names, of k and v. The scan keeps the unit-gain state X: the paper's state is
 x = beta X, and beta, C and the kind of readout are folded into one matrix per head (`ssm.py`).
 """
@@ -140,7 +141,8 @@ class InterdomainMixer(Recurrence):
                 packing or Packing(),
             )
 
-        # The output norm and the output gate, which the paper's scaling runs do not have, and Wo.
+        # The output norm (not in the paper), the output gate (disabled in its scaling runs), and
+        # Wo.
         if self.o_norm is not None:
             o = self.o_norm(o)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, G * P] for the linear readout
@@ -163,7 +165,8 @@ class InterdomainMixer(Recurrence):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes any number of tokens by the scan.
 
-        The projections are computed one after the other, so that none lives longer than needed.
+        The projections are computed one after the other, so that none lives longer than needed. The
+        arguments are those of `forward`.
 
         Returns:
             The readout, [B, T, H, D] or [B, T, G, P], and the output gate (None without one).
@@ -303,8 +306,7 @@ class InterdomainMixer(Recurrence):
         is_mapped: bool = False,
         norm: InputNorm | None = None,
     ) -> Tensor:
-        """Turns a projection into features by one kernel: SC, RoPE, SiLU with l2 norm, N+b, in this
-        order.
+        """Turns a projection into features by one kernel: SC, RoPE, SiLU with l2 norm, N+b.
 
         Args:
             x: A projection, [B, T, E].
@@ -340,9 +342,7 @@ class InterdomainMixer(Recurrence):
     def dynamics(
         mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns (log_decay, mixing or readout) of each mixer's heads on this rank; see
-        `discretize`.
-        """
+        """Returns `discretize` of each mixer, for the heads on this rank."""
         layers = []
         for mixer in mixers:
             layers.append(Dynamics(*local_parameters(mixer.ssm, mixer.heads, dtype)))
@@ -525,9 +525,7 @@ class InterdomainMixer(Recurrence):
         context: int,
         tensor: int,
     ) -> tuple[int, int]:
-        """Counts two all-to-alls of 1 / context of a state's rows, and a flag: a document
-        begins.
-        """
+        """Counts two all-to-alls of a share of the state's rows, and one flag for documents."""
         G, M, P, _ = cls.state_shapes(config, tensor)["ssm"]
         rows = -(-G * M // context)
         return (context - 1) * (2 * 2 * rows * P + 1), 0
@@ -539,10 +537,10 @@ def _state_after(
     state: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """Returns X after each row's own tokens: Lambda^n X_0 + sum_j Lambda^(n - 1 - j) z_j, n =
-    lengths.
+    """Returns the state X after each row's own tokens, without the padding.
 
-    The scan's own final state has also decayed over the padding behind the tokens.
+    It is Lambda^n X_0 + sum_j Lambda^(n - 1 - j) z_j for a row of n tokens. The scan's own final
+    state has also decayed over the padding behind the tokens.
 
     Args:
         z: [B, T, G, P].

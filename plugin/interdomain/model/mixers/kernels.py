@@ -52,9 +52,7 @@ def input_features(
     execution: Any = None,
     **options: Any,
 ) -> Tensor:
-    """Calls `interdomain.features.input_features` for documents whose numbers are known to be
-    valid.
-    """
+    """Calls `interdomain.features.input_features`; the documents' numbers are valid."""
     if runs_package():
         backend = "auto" if execution is None else execution.features
         return interdomain.features.input_features(

@@ -16,13 +16,13 @@ from .interdomain import InterdomainMixer
 
 
 class InterdomainAttention(nn.Module):
-    """Causal attention through a state of fixed size: x [B, T, dim] -> [B, T, dim] (paper eqs. 10
-    to 13).
+    """Causal attention through a state of fixed size (paper eqs. 10 to 13).
 
-    It takes the place of causal self-attention. Norm and residual connection belong to the model
-    around it. Initial values come from PyTorch's global generator. The SSM parameters (`mixer.ssm`)
-    stay float32 in `.bfloat16()` and `.half()`. The paper trains them, and those of `k_norm` and
-    `v_norm`, without weight decay and with a learning rate of at most 1e-3.
+    It maps x [B, T, dim] to [B, T, dim], and takes the place of causal self-attention. Norm and
+    residual connection belong to the model around it. Initial values come from PyTorch's global
+    generator. The SSM parameters (`mixer.ssm`) stay float32 in `.bfloat16()` and `.half()`. The
+    paper trains them, and those of `k_norm` and `v_norm`, without weight decay and with a learning
+    rate of at most 1e-3.
 
     Args:
         dim: The width of the model.

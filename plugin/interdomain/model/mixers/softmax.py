@@ -121,8 +121,9 @@ class Attended(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
-    """Multi-head softmax attention with RoPE on queries and keys; `n_kv_heads` shares keys and
-    values.
+    """Multi-head softmax attention with RoPE on queries and keys.
+
+    Groups of query heads share the keys and values of `n_kv_heads` heads.
 
     Args:
         config: Configuration of the layer (an entry of `ModelConfig.layers`).

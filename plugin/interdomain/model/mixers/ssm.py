@@ -1,5 +1,4 @@
-"""The SSM parameters of a mixer, Delta, A, C (and c) per head, and the two tensors that the scan
-reads.
+"""The SSM parameters of a mixer, Delta, A, C (and c), and the two tensors that the scan reads.
 
 The paper's equations read Lambda = exp(Delta A) (eq. 11) and U, Gamma from C x. They become
 log_decay = log Lambda, and one matrix or vector per head that holds the input gain, C and the kind
@@ -60,9 +59,7 @@ class Dynamics(NamedTuple):
 
     @torch.no_grad()
     def decay(self) -> tuple[Tensor, Tensor]:
-        """Returns log|Lambda| per token, [H, M], and where `decay_exponent` bounds it, [H, M]
-        bool.
-        """
+        """Returns log|Lambda| per token, and where `decay_exponent` bounds it (bool), each [H, M]."""
         dt = self.log_dt.exp()
         log_abs = decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
         unbounded = dt[:, None] * self.log_A_real.exp()
@@ -70,9 +67,7 @@ class Dynamics(NamedTuple):
 
     @torch.no_grad()
     def c_rms(self) -> Tensor:
-        """Returns the root mean square of |C_mn|, which `mixer.c_scale` sets at the start; 1
-        without C.
-        """
+        """Returns the root mean square of |C_mn|, initially `mixer.c_scale`; 1 without C."""
         if self.C is None:
             return self.log_dt.new_ones(())
         return self.C.square().sum(-1).mean().sqrt()
@@ -108,11 +103,11 @@ def scalars(signs: Tensor) -> dict[str, float]:
 
 
 def copied(parameter: Tensor) -> Tensor:
-    """Copies a parameter. A DTensor must be whole on every rank; its gradient is then this rank's
-    share.
+    """Copies a parameter for a module to return.
 
-    FSDP2 puts a hook on every tensor that a module returns. On a parameter the hook would stay, and
-    for a view FSDP2 warns.
+    A DTensor must be whole on every rank; its gradient is then this rank's share. FSDP2 puts a hook
+    on every tensor that a module returns. On a parameter the hook would stay, and for a view FSDP2
+    warns.
     """
     # The attribute, not the class: importing DTensor takes a second.
     if hasattr(parameter, "placements"):
@@ -193,8 +188,7 @@ def local_parameters(
 
 
 def discretize(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
-    """Discretizes the SSM of each layer: computes the two tensors that the scan reads, float32 or
-    float64.
+    """Computes the two tensors that the scan reads, for each layer.
 
     Lambda = exp(Delta A), the input gain is the zero-order hold's, and the gain, C and the readout
     become one matrix or vector. The heads of all layers are computed at once: these are some two
