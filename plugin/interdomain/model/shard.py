@@ -53,8 +53,7 @@ def split_dimension(model: nn.Module, name: str) -> int | None:
 class Part(NamedTuple):
     """This rank's place in context or tensor parallelism, and the collectives of its group.
 
-    Rank r of the group has part r of `size` equal parts, of the tokens or of the heads. Mixers only
-    call methods of this class, so a model on one rank needs nothing of this module.
+    Rank r of the group has part r of `size` equal parts, of the tokens or of the heads.
 
     Attributes:
         group: The name of the process group (`ProcessGroup.group_name`).
@@ -127,11 +126,11 @@ class Part(NamedTuple):
 
     def _ring(self, rows: int) -> tuple[list[int], list[int]]:
         """Returns the rows for and from each rank if all rows go to the next rank."""
-        to = [0] * self.size
-        of = [0] * self.size
-        to[(self.rank + 1) % self.size] = rows
-        of[self.rank - 1] = rows
-        return to, of
+        rows_to = [0] * self.size
+        rows_from = [0] * self.size
+        rows_to[(self.rank + 1) % self.size] = rows
+        rows_from[self.rank - 1] = rows
+        return rows_to, rows_from
 
     def send_state(
         self,
@@ -171,31 +170,31 @@ def shard_of(
 
 def send(
     x: Tensor,
-    to: list[int],
-    of: list[int],
+    rows_to: list[int],
+    rows_from: list[int],
     part: Part,
 ) -> Tensor:
     """Starts an all-to-all of rows of x.
 
     Args:
         x: The rows, in the order of the ranks that get them.
-        to: The number of rows for each rank.
-        of: The number of rows from each rank.
+        rows_to: The number of rows for each rank.
+        rows_from: The number of rows from each rank.
         part: This rank's place in the group.
     Returns:
         The argument `sent` of `receive`. Nothing else may read it.
     """
-    return _Send.apply(x, to, of, part.group)
+    return _Send.apply(x, rows_to, rows_from, part.group)
 
 
 def receive(
     sent: Tensor,
-    to: list[int],
-    of: list[int],
+    rows_to: list[int],
+    rows_from: list[int],
     part: Part,
 ) -> Tensor:
     """Waits for the rows of an all-to-all. The arguments are those of `send`."""
-    return _Receive.apply(sent, to, of, part.group)
+    return _Receive.apply(sent, rows_to, rows_from, part.group)
 
 
 class _Send(torch.autograd.Function):
@@ -205,11 +204,11 @@ class _Send(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        to: list[int],
-        of: list[int],
+        rows_to: list[int],
+        rows_from: list[int],
         group: str,
     ) -> Tensor:
-        return c10d.all_to_all_single(x.contiguous(), of, to, group)
+        return c10d.all_to_all_single(x.contiguous(), rows_from, rows_to, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
@@ -223,18 +222,23 @@ class _Receive(torch.autograd.Function):
     def forward(
         ctx: Any,
         sent: Tensor,
-        to: list[int],
-        of: list[int],
+        rows_to: list[int],
+        rows_from: list[int],
         group: str,
     ) -> Tensor:
-        ctx.to = to
-        ctx.of = of
+        ctx.rows_to = rows_to
+        ctx.rows_from = rows_from
         ctx.group = group
         return c10d.wait_tensor(sent)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        return c10d.all_to_all_single(d.contiguous(), ctx.to, ctx.of, ctx.group), None, None, None
+        return (
+            c10d.all_to_all_single(d.contiguous(), ctx.rows_to, ctx.rows_from, ctx.group),
+            None,
+            None,
+            None,
+        )
 
 
 class _Gather(torch.autograd.Function):
