@@ -82,6 +82,8 @@ def features(mixer, x, query=False):
             return torch.log1p(torch.exp(x)) / math.sqrt(R)
         case "favor":
             return positive_features(x, mixer.feature_map.frequencies, query)
+        case name:
+            raise AssertionError(f"this test has no formula for the feature map {name}")
 
 
 def input_norm(x, norm):

@@ -132,9 +132,9 @@ class PointwiseFeatures(FeatureMap):
         *,
         query: bool = False,
     ) -> Tensor:
-        return (self.positive(widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
+        return (self.f(widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
 
-    def positive(self, y: Tensor) -> Tensor:
+    def f(self, y: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -143,7 +143,7 @@ class EluFeatures(PointwiseFeatures):
 
     about = "elu + 1, positive"
 
-    def positive(self, y: Tensor) -> Tensor:
+    def f(self, y: Tensor) -> Tensor:
         # F.elu(y) + 1 would round to zero below -17.
         return F.relu(y) + y.clamp(max=0).exp()
 
@@ -151,7 +151,7 @@ class EluFeatures(PointwiseFeatures):
 class SoftplusFeatures(PointwiseFeatures):
     about = "positive"
 
-    def positive(self, y: Tensor) -> Tensor:
+    def f(self, y: Tensor) -> Tensor:
         return F.softplus(y)
 
 
