@@ -239,7 +239,8 @@ class PositiveRandomFeatures(RandomFeatures):
         if query:
             exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
         else:
-            exponent = exponent - widened(x).square().sum(-1, keepdim=True) / (2 * R**0.5)
+            square = widened(x).square().sum(-1, keepdim=True)
+            exponent = exponent - square / (2 * R**0.5)
             # Cut off near overflow: 62 in bfloat16 and float32.
             exponent = exponent.clamp(max=0.7 * math.log(torch.finfo(x.dtype).max))
         return (exponent.exp() * R**-0.5).to(x.dtype)
@@ -297,7 +298,9 @@ def normed(
     floor: Any = eps
     if soft:
         floor = w.square() + 1e-12  # a weight of 0 gives 0
-    return (o32 * w * torch.rsqrt(o32.square().mean(-1, keepdim=True) + floor)).to(o.dtype)
+    mean_square = o32.square().mean(-1, keepdim=True)
+    normalized = o32 * w * torch.rsqrt(mean_square + floor)
+    return normalized.to(o.dtype)
 
 
 def divided(o: Tensor, v: Tensor) -> Tensor:

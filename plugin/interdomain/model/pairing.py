@@ -26,7 +26,8 @@ def pairing(mixer: InterdomainMixer, lags: int = LAGS) -> Tensor:
     """
     log_decay, mixing = mixer.dynamics([mixer])[0]
     one_hot = torch.eye(lags, dtype=log_decay.dtype, device=log_decay.device)
-    keys = one_hot[None, :, None].expand(lags, -1, len(log_decay), -1).contiguous()  # [B, T, H, R]
+    H = len(log_decay)
+    keys = one_hot[None, :, None].expand(lags, -1, H, -1).contiguous()  # [B, T, H, R]
     queries = torch.zeros_like(keys)
     queries[:, -1] = one_hot[:, None]
     o, _ = interdomain_scan(queries, keys, keys, log_decay, mixing)
@@ -43,8 +44,9 @@ def by_head(weights: Tensor) -> dict[str, list[float]]:
     """
     own = weights.diagonal(dim1=1, dim2=2)
     scale = weights.square().mean((1, 2)).sqrt()
+    relative = own.mean(1) / scale
     positive = (own > 0).to(weights.dtype)
     return {
-        "own value": (own.mean(1) / scale).tolist(),
+        "own value": relative.tolist(),
         "own value positive": positive.mean(1).tolist(),
     }

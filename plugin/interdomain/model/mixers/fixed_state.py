@@ -437,7 +437,8 @@ class Mamba2Mixer(FixedStateMixer):
             log_decay,
             **options,
         )
-        return (o + D[:, None] * v).to(v.dtype), final_state
+        skipped = o + D[:, None] * v
+        return skipped.to(v.dtype), final_state
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
@@ -448,7 +449,8 @@ class Mamba2Mixer(FixedStateMixer):
         squares = widened(y).square().sum(-1, keepdim=True)
         mean = self.heads.gather(squares).sum(0) / self._norm_width()
         weight = shard_of(self.norm.local(), self.heads)
-        return (widened(y) * (mean + self.layer.norm_eps).rsqrt() * weight).to(y.dtype)
+        normalized = widened(y) * (mean + self.layer.norm_eps).rsqrt() * weight
+        return normalized.to(y.dtype)
 
 
 MIXERS: dict[str, type[FixedStateMixer]] = {

@@ -99,7 +99,8 @@ def _one_token(
     k = k[:, 0, :, :, None]  # [B, G, K, 1]
     u = v[:, 0]  # [B, H, V]
     if beta is not None:
-        u = beta[:, 0] * (u - (k * S).sum(-2))
+        read = (k * S).sum(-2)
+        u = beta[:, 0] * (u - read)
     S = S + k * u[:, :, None]
     o = q[:, 0, :, None] @ S  # [B, H, 1, V]
     return o.transpose(1, 2), S
@@ -195,7 +196,9 @@ def _decayed_scores(
         [..., L, L].
     """
     if decay.shape[-1] == 1:
-        between = decay.expand(*decay.shape[:-1], decay.shape[-2]).tril(-1).cumsum(-2)
+        # Entry (i, j) of the square matrix becomes the sum of the log-decays of tokens j + 1 to i.
+        square = decay.expand(*decay.shape[:-1], decay.shape[-2])
+        between = square.tril(-1).cumsum(-2)
         return (q @ k.mT) * between.exp().tril()
 
     # Blocks of h tokens: scores within each, [..., L / h, h, h], and each token's decay from the
@@ -213,7 +216,9 @@ def _decayed_scores(
         earlier_scores, later_scores = scores.unflatten(-3, (-1, 2)).unbind(-3)
 
         # Scores of the joined block: [[earlier, 0], [across, later]].
-        across = (later_q * later_to_token.exp()) @ (earlier_k * earlier_to_end.exp()).mT
+        queries_at_border = later_q * later_to_token.exp()
+        keys_at_border = earlier_k * earlier_to_end.exp()
+        across = queries_at_border @ keys_at_border.mT
         upper = torch.cat([earlier_scores, torch.zeros_like(earlier_scores)], dim=-1)
         lower = torch.cat([across, later_scores], dim=-1)
         scores = torch.cat([upper, lower], dim=-2)

@@ -208,7 +208,8 @@ def _context_parallel(
             S = S.view(H, K, batch, V).permute(2, 0, 1, 3)
         else:
             S = S.transpose(0, 1)  # [B, H, K, V]
-        o = o + (C.to(dtype).transpose(1, 2) @ S).transpose(1, 2)
+        read = C.to(dtype).transpose(1, 2) @ S  # [B, H, T, V]
+        o = o + read.transpose(1, 2)
         return o.to(v.dtype), B + _apply(A, S)
 
 
