@@ -54,7 +54,8 @@ def test_the_map_times_the_values_is_what_the_mixer_computes():
     attention.wo.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     layer = read(model, [0])[0]
     x, o = seen[:2]
-    values = layer.mixer._value(layer.mixer.wv(x), None, None)[0]
+    mixer = layer.mixer
+    values = mixer._features(mixer.wv(x), None, None, None, norm=mixer.v_norm)[0]
     made = (layer.weights @ values.movedim(1, 0)).movedim(0, 1).flatten(1)
     torch.testing.assert_close(made, o[0], rtol=1e-9, atol=1e-11 * o.abs().max().item())
     assert layer.output_rms == pytest.approx(o.square().mean().sqrt().item())

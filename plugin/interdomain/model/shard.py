@@ -1,11 +1,11 @@
-"""A model over several ranks: each computes its part of the tokens or of the heads, and gets from the others what it needs.
+"""A model over several ranks: each computes its part of the tokens or of the heads.
 
-All functions are collective, forward and backward: every rank of the group must call them, the first and the last too. They are
-PyTorch's functional collectives with a gradient, so torch.compile and CommDebugMode see them. What `send` starts runs beside
-all that is computed before `receive`; in the backward pass the other way round.
+All functions here are collective, in the forward and in the backward pass: every rank of the group
+must call them, the first and the last too. They are PyTorch's functional collectives with a
+gradient, which torch.compile and CommDebugMode see. What `send` starts runs beside everything that
+is computed before `receive`; in the backward pass it is the other way round.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from interdomain.scan import SentState, send_state
 
-c10d = torch.ops._c10d_functional  # asynchronous; take the name of a group
+# Shapes: B batch, T tokens, E width of hidden states or of a projection.
 
-# Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
-# large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks; so is a
-# module of such a name with the attribute `whole`.
-SHARDED = {
+c10d = torch.ops._c10d_functional  # asynchronous; a group is given by its name
+
+# The parameters that tensor-parallel ranks slice, by the name of the module, and the dimension.
+# They are the large ones. All others are whole on every rank, and their gradients must be summed
+# over the ranks; so are those of a module of such a name with the attribute `whole`.
+SLICED = {
     "tok_embeddings": 0,
     "output": 0,
     "wq": 0,
@@ -30,25 +32,33 @@ SHARDED = {
     "wo": 1,
     "w2": 1,
 }
+# The projections that convolutions follow (some of them), in a dict of Megatron's.
+CONVOLVED = ("wq", "wk", "wv")
 
 
 def split_dimension(model: nn.Module, name: str) -> int | None:
-    """The dimension along which the ranks of tensor parallelism have parts of a module's parameters; None: each has all."""
-    return (
-        None
-        if getattr(model.get_submodule(name), "whole", False)
-        else SHARDED.get(name.rpartition(".")[2])
-    )
+    """Returns the dimension along which tensor-parallel ranks slice a module's parameters.
+
+    Args:
+        model: The model, or a part of it.
+        name: The module's name in it.
+    Returns:
+        None if every rank has the whole parameters.
+    """
+    if getattr(model.get_submodule(name), "whole", False):
+        return None
+    return SLICED.get(name.rpartition(".")[2])
 
 
 class Part(NamedTuple):
-    """The part, of `size` equal ones, that a rank has; the ranks of a process group have the parts in order.
+    """This rank's place in context or tensor parallelism, and the collectives of its group.
 
-    The mixers call its methods, so that a model without parts needs nothing of this module.
+    Rank r of the group has part r of `size` equal parts, of the tokens or of the heads.
 
     Attributes:
-        group: the group's name (`ProcessGroup.group_name`).
-        rank: this rank's place in it.
+        group: The name of the process group (`ProcessGroup.group_name`).
+        rank: This rank's place in the group.
+        size: The number of ranks in the group.
     """
 
     group: str
@@ -56,63 +66,89 @@ class Part(NamedTuple):
     size: int
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """The tokens of all ranks, [B, T / size, E] -> [B, T, E]."""
-        return _Collective.apply(x, True, 1, self)
+        """Gathers the tokens of all ranks: [B, T / size, E] -> [B, T, E]."""
+        return _Gather.apply(x, 1, self)
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
-        """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]."""
-        return _Collective.apply(x, False, 1, self)
+        """Sums x over the ranks and keeps this rank's tokens: [B, T, E] -> [B, T / size, E]."""
+        return _Scatter.apply(x, 1, self)
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of all ranks, one after the other: [size, *x.shape]. A rank's gradient is the sum of what all ranks have for its
-        x."""
-        return _Collective.apply(x[None], True, 0, self)
+        """Stacks x of all ranks, [size, *x.shape]. The gradient of x is summed over the ranks."""
+        return _Gather.apply(x[None], 0, self)
 
     def send_tail(self, x: Tensor | dict[str, Tensor], n: int) -> Tensor:
-        """Send the last n tokens of a shard x [B, T, E] to the rank after it. `receive_tail` takes the result.
+        """Starts to send the last n tokens of this rank to the next rank.
 
         Args:
-            x: Hidden states; or projections of them by name (Megatron), of which those of convolutions are sent.
+            x: Hidden states, [B, T, E]. Megatron gives a dict of their projections, of which those
+                that convolutions read are sent.
+            n: The number of tokens.
+        Returns:
+            The argument `sent` of `receive_tail`.
         """
-        parts = _of_convolutions(x).values() if isinstance(x, dict) else [x]
+        if isinstance(x, dict):
+            parts = [x[name] for name in CONVOLVED if name in x]
+        else:
+            parts = [x]
         tail = torch.cat([part[:, -n:] for part in parts], dim=-1)
         return send(tail, *self._ring(len(tail)), self)
 
-    def receive_tail(self, sent: Tensor, x: Tensor | dict[str, Tensor], back: Tensor | None) -> Any:
-        """The last n tokens of the shard before, as x.
+    def receive_tail(
+        self,
+        sent: Tensor,
+        x: Tensor | dict[str, Tensor],
+        back: Tensor | None,
+    ) -> Any:
+        """Returns the last n tokens of the previous rank, in the form of x. Rank 0 gets zeros.
 
         Args:
-            back: How many of the last tokens are of the first token's document, [B]; the others are zeros. None: all. The first
-                rank gets zeros.
+            sent: The result of `send_tail`.
+            x: As in `send_tail`.
+            back: How many of the tokens belong to the document of this rank's first token, [B]; the
+                others become zeros. None means all.
         """
+        # [B, n, E], or the projections side by side.
         past = receive(sent, *self._ring(len(sent)), self)
-        if (
-            self.rank == 0
-        ):  # these are the last rank's, as those of a ring: all ranks have the same shapes
+        if self.rank == 0:
+            # The last rank's tokens arrived: in a ring all ranks exchange the same shapes.
             back = torch.zeros(len(past), dtype=torch.int64, device=past.device)
         if back is not None:
             distance = torch.arange(past.shape[1], 0, -1, device=past.device)[:, None]
             past = past.masked_fill(distance > back[:, None, None], 0)
+
+        # Separate the projections again.
         if not isinstance(x, dict):
             return past
-        projections = _of_convolutions(x)
-        widths = [y.shape[-1] for y in projections.values()]
-        return dict(zip(projections, past.split(widths, dim=-1), strict=True))
+        names = [name for name in CONVOLVED if name in x]
+        widths = [x[name].shape[-1] for name in names]
+        return dict(zip(names, past.split(widths, dim=-1), strict=True))
 
     def _ring(self, rows: int) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank, and how many come from each: all to the next, all from the one before."""
-        to = [0] * self.size
-        of = [0] * self.size
-        to[(self.rank + 1) % self.size] = rows
-        of[self.rank - 1] = rows
-        return to, of
+        """Returns the rows for and from each rank if all rows go to the next rank."""
+        rows_to = [0] * self.size
+        rows_from = [0] * self.size
+        rows_to[(self.rank + 1) % self.size] = rows
+        rows_from[self.rank - 1] = rows
+        return rows_to, rows_from
 
     def send_state(
-        self, parts: Iterable[Tensor], log_decay: Tensor, documents: Tensor | None, backend: str
+        self,
+        inputs: list[Tensor],
+        log_decay: Tensor,
+        documents: Tensor | None,
+        backend: str,
     ) -> SentState:
-        """Start the exchange of a scan's states (`interdomain.scan.send_state`). parts: keys and values, or z."""
+        """Starts the exchange of a scan's states (`interdomain.scan.send_state`).
+
+        Args:
+            inputs: Keys and values, or z for the linear readout.
+            log_decay: As in the scan.
+            documents: As in the scan.
+            backend: As in the scan.
+        """
         return send_state(
-            *parts,
+            *inputs,
             log_decay=log_decay,
             group=self.group,
             documents=documents,
@@ -121,30 +157,58 @@ class Part(NamedTuple):
         )
 
 
-def shard_of(x: Tensor, part: "Part | None", dim: int = 0) -> Tensor:
-    """This rank's part of x along a dimension, a view; x itself where part is None."""
-    return x if part is None else x.chunk(part.size, dim)[part.rank]
+def shard_of(
+    x: Tensor,
+    part: "Part | None",
+    dim: int = 0,
+) -> Tensor:
+    """Returns this rank's slice of x along a dimension, a view; x itself if `part` is None."""
+    if part is None:
+        return x
+    return x.chunk(part.size, dim)[part.rank]
 
 
-def _of_convolutions(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: y for name, y in x.items() if name in ("wq", "wk", "wv")}
+def send(
+    x: Tensor,
+    rows_to: list[int],
+    rows_from: list[int],
+    part: Part,
+) -> Tensor:
+    """Starts an all-to-all of rows of x.
+
+    Args:
+        x: The rows, in the order of the ranks that get them.
+        rows_to: The number of rows for each rank.
+        rows_from: The number of rows from each rank.
+        part: This rank's place in the group.
+    Returns:
+        The argument `sent` of `receive`. Nothing else may read it.
+    """
+    return _Send.apply(x, rows_to, rows_from, part.group)
 
 
-def send(x: Tensor, to: list[int], of: list[int], part: Part) -> Tensor:
-    """Send to[i] rows of x to rank i, in order, and get of[i] rows of rank i. The result has arrived after `receive`, which
-    takes it, and nothing else does before."""
-    return _Send.apply(x, to, of, part.group)
-
-
-def receive(sent: Tensor, to: list[int], of: list[int], part: Part) -> Tensor:
-    """The rows that arrived; `to` and `of` as in `send`."""
-    return _Receive.apply(sent, to, of, part.group)
+def receive(
+    sent: Tensor,
+    rows_to: list[int],
+    rows_from: list[int],
+    part: Part,
+) -> Tensor:
+    """Waits for the rows of an all-to-all. The arguments are those of `send`."""
+    return _Receive.apply(sent, rows_to, rows_from, part.group)
 
 
 class _Send(torch.autograd.Function):
+    """Starts an all-to-all. The backward pass waits for the one that `_Receive` started."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
-        return c10d.all_to_all_single(x.contiguous(), of, to, group)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows_to: list[int],
+        rows_from: list[int],
+        group: str,
+    ) -> Tensor:
+        return c10d.all_to_all_single(x.contiguous(), rows_from, rows_to, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
@@ -152,38 +216,87 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
+    """Waits for an all-to-all. The backward pass starts the opposite one."""
+
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, to: list[int], of: list[int], group: str) -> Tensor:
-        ctx.to, ctx.of, ctx.group = to, of, group
+    def forward(
+        ctx: Any,
+        sent: Tensor,
+        rows_to: list[int],
+        rows_from: list[int],
+        group: str,
+    ) -> Tensor:
+        ctx.rows_to = rows_to
+        ctx.rows_from = rows_from
+        ctx.group = group
         return c10d.wait_tensor(sent)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        return c10d.all_to_all_single(d.contiguous(), ctx.to, ctx.of, ctx.group), None, None, None
+        return (
+            c10d.all_to_all_single(d.contiguous(), ctx.rows_to, ctx.rows_from, ctx.group),
+            None,
+            None,
+            None,
+        )
 
 
-class _Collective(torch.autograd.Function):
-    """`_gathered` or `_scattered`; backward the other one, its adjoint."""
+class _Gather(torch.autograd.Function):
+    """Puts x of all ranks side by side along a dimension. Its adjoint is `_Scatter`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: bool, dim: int, part: Part) -> Tensor:
-        ctx.gather, ctx.dim, ctx.part = gather, dim, part
-        return (_gathered if gather else _scattered)(x, dim, part)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        part: Part,
+    ) -> Tensor:
+        ctx.arguments = dim, part
+        return _gathered(x, dim, part)
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        return (_scattered if ctx.gather else _gathered)(d, ctx.dim, ctx.part), None, None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(d, *ctx.arguments), None, None
 
 
-def _gathered(x: Tensor, dim: int, part: Part) -> Tensor:
-    """x of all ranks, side by side along a dimension."""
-    everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))
-    return everyone if dim == 0 else torch.cat(everyone.chunk(part.size), dim)
+class _Scatter(torch.autograd.Function):
+    """Sums x over the ranks and slices it along a dimension. Its adjoint is `_Gather`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        part: Part,
+    ) -> Tensor:
+        ctx.arguments = dim, part
+        return _scattered(x, dim, part)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(d, *ctx.arguments), None, None
 
 
-def _scattered(x: Tensor, dim: int, part: Part) -> Tensor:
-    """The sum over the ranks, of which each gets its piece along a dimension."""
-    x = x if dim == 0 else torch.cat(x.chunk(part.size, dim))
-    return c10d.wait_tensor(
-        c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group)
-    )
+# The collectives work along the first dimension.
+
+
+def _gathered(
+    x: Tensor,
+    dim: int,
+    part: Part,
+) -> Tensor:
+    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))
+    if dim == 0:
+        return stacked
+    return torch.cat(stacked.chunk(part.size), dim)
+
+
+def _scattered(
+    x: Tensor,
+    dim: int,
+    part: Part,
+) -> Tensor:
+    if dim != 0:
+        x = torch.cat(x.chunk(part.size, dim))
+    own = c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group)
+    return c10d.wait_tensor(own)

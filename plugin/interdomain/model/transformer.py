@@ -248,7 +248,7 @@ class Transformer(nn.Module):
         if state is not None:
             dynamics = state.dynamics
         elif self.shared is not None:
-            h, dynamics = self.shared.enter(h)
+            dynamics = self.shared.layers
         else:
             dynamics = self.dynamics()
 
