@@ -36,7 +36,7 @@ from interdomain.checkpoint.pretrained import (
 from interdomain.data import Tokenizer
 from interdomain.data.readers import find_inputs, list_spans
 from interdomain.environment import versions
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.tools import _cli
 from interdomain.tools._bench import results
@@ -290,7 +290,7 @@ def save(report: results.Report) -> None:
         )
         report.table("perplexity by context length", list(rows[0]), rows)
     report.write()
-    write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
+    write_atomically(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
 
 
 def corpus_groups(corpora: list[str]) -> dict[str, list[str]]:

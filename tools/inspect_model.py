@@ -29,7 +29,7 @@ from interdomain.folders import new_folder, require_empty
 from interdomain.markdown import cell_text, markdown_rows
 from interdomain.model import pairing
 from interdomain.model.maps import Layer, by_head, read_layers
-from interdomain.model.mixers.ssm import BINDS, SSMDynamics
+from interdomain.model.mixers.ssm import BOUND_SHARE, SSM
 from interdomain.tools import _cli
 from interdomain.tools._maps import draw_maps, draw_pairing
 
@@ -43,7 +43,7 @@ share of negative weights. By layer means over heads.
 own value: a query matches one key of the last {pairing.LAGS}: the mean weight of that key's value
 over the RMS of all weights.
 timescale: 1 / |log|Lambda|| in tokens.
-at bound: share of modes whose decay the bound reduces by more than {BINDS:.0%}."""
+at bound: share of modes whose decay the bound reduces by more than {BOUND_SHARE:.0%}."""
 
 Row = dict[str, Any]
 
@@ -139,7 +139,7 @@ def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> Row:
         row[name] = sum(values) / len(values)
     # What a recurrence learned.
     ssm = getattr(layer.mixer, "ssm", None)
-    if isinstance(ssm, SSMDynamics):
+    if isinstance(ssm, SSM):
         dynamics = ssm()
         log_abs, bound = dynamics.decay()
         timescales = -1 / log_abs

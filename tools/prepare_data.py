@@ -40,7 +40,7 @@ from interdomain.data.readers import (
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
-from interdomain.folders import kept_folder, new_folder, write_whole
+from interdomain.folders import new_folder, resumable_folder, write_atomically
 from interdomain.tools._cli import (
     OUTPUT,
     argument_parser,
@@ -217,7 +217,7 @@ def write_manifest(
         "splits": splits,
     }
     text = json.dumps(manifest, indent=2) + "\n"
-    write_whole(folder / MANIFEST, text.encode())
+    write_atomically(folder / MANIFEST, text.encode())
 
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
@@ -245,7 +245,7 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
     bar = progress_bar(total=examples, unit=" examples")
     with new_folder(args.output) as folder, bar:
         tokenizer_file = folder / JsonTokenizer.file
-        write_whole(tokenizer_file, tokenizer_json(task.words()))
+        write_atomically(tokenizer_file, tokenizer_json(task.words()))
         splits = write_examples(task, folder, counts, args.shard_tokens, bar.update)
         write_manifest(folder, load_tokenizer(tokenizer_file), request, splits, answers=answers)
 
@@ -271,7 +271,7 @@ def prepare_text(args: argparse.Namespace) -> None:
 
     # The work is done in a hidden folder, which stays if this process is killed. The corpus appears
     # when it is complete.
-    with kept_folder(args.output) as work:
+    with resumable_folder(args.output) as work:
         megabytes = sum(file.size for file in inputs.files) / 1e6
         print(f"reading {len(inputs.files):,} files ({megabytes:,.1f} MB)", flush=True)
         # Listing all spans first finds missing columns before the long work.
@@ -308,7 +308,7 @@ def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> 
     # Validation text stays unseen by the tokenizer, too.
     training = (text for text in bar if not in_validation(text, args.validation_fraction))
     path = work / SentencePieceTokenizer.file
-    write_whole(path, train_sentencepiece(training, args.vocab_size))
+    write_atomically(path, train_sentencepiece(training, args.vocab_size))
     return load_tokenizer(path)
 
 

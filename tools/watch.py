@@ -25,7 +25,7 @@ from typing import Any
 from interdomain.checkpoint import step_folder as checkpoints
 from interdomain.checkpoint.event_files import open_events
 from interdomain.checkpoint.run_folder import checkpoints_of, events_of
-from interdomain.folders import kept_folder, write_whole
+from interdomain.folders import resumable_folder, write_atomically
 from interdomain.tools import _cli, convert, evaluate
 from interdomain.tools._evaluate import harness, task_table
 
@@ -155,7 +155,7 @@ class Watcher:
             "tasks": contents["tasks"].get(str(folder), {}),
             "perplexity": contents["perplexity"],
         }
-        write_whole(milestone / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
+        write_atomically(milestone / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
         self.evaluated += 1
         figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(results).items())
         print(f"{milestone.name}: {figures}", flush=True)
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         harness.load_tasks(args.tasks, args.include_path)
     # The folder of temporary files is locked, so that a run has one watcher.
     try:
-        with kept_folder(args.run / "watch") as work:
+        with resumable_folder(args.run / "watch") as work:
             for remains in work.iterdir():  # of a watcher that was killed
                 shutil.rmtree(remains)
             print(Watcher(args, work).run())

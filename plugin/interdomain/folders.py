@@ -89,7 +89,7 @@ def new_folder(output: Path | str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def kept_folder(output: Path | str) -> Iterator[Path]:
+def resumable_folder(output: Path | str) -> Iterator[Path]:
     """Opens a hidden folder for work that a later process can continue.
 
     The folder is `.<name>.unfinished` beside `output`. It is removed when the block ends, and kept
@@ -183,7 +183,7 @@ def private_folder(path: Path | str) -> Path:
     return path
 
 
-def write_whole(path: Path | str, data: bytes) -> None:
+def write_atomically(path: Path | str, data: bytes) -> None:
     """Writes a file that appears complete or not at all.
 
     If several processes write it at once, the last one's stays.

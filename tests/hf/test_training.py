@@ -74,7 +74,7 @@ def test_torch_compile(loaded, monkeypatch):
 @pytest.mark.parametrize("options", [None, dict(use_reentrant=True)], ids=str)
 @each_kind
 def test_gradient_checkpointing(there, options):
-    """Layers are computed twice, with the same gradients, also behind padding, and of the dynamics."""
+    """Layers are computed twice, with the same gradients, also behind padding, and of the SSM parameters."""
     there = copy.deepcopy(there).double().train()
     calls = []
     there.model.layers[1].feed_forward.w1.register_forward_hook(lambda *_: calls.append(1))

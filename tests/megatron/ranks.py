@@ -231,7 +231,7 @@ def train(folder, name, seen, source, until, *, case="interdomain", **options) -
     while run.step < max(until, 1):
         tokens = tokens_of(run.step, folder / "corpus" if case == "torchtitan" else None)
         with mock.patch.object(
-            InterdomainMixer, "dynamics", side_effect=InterdomainMixer.dynamics
+            InterdomainMixer, "ssm_tensors", side_effect=InterdomainMixer.ssm_tensors
         ) as folds:
             loss = run.gradients(batches_of(tokens))
         seen["folds"].setdefault(name, []).append(folds.call_count)

@@ -59,7 +59,7 @@ def test_memory_by_category():
     one, eight = estimate(), estimate(ranks=8)
     n = count_parameters(meta_model(build_config("1.3B", "interdomain")))
     assert (one["parameters"], one["gradients"], one["optimizer"]) == (4 * n, 4 * n, 8 * n)
-    assert 1 / 8 < eight["parameters"] / one["parameters"] < 1 / 7  # the dynamics are whole
+    assert 1 / 8 < eight["parameters"] / one["parameters"] < 1 / 7  # the SSM parameters are whole
     assert eight["gradients"] - eight["parameters"] == pytest.approx(4 * n, rel=0.02)
     each = estimate("--training.reduce_gradients micro-batch", ranks=8)
     assert each["gradients"] == each["parameters"]

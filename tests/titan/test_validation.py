@@ -130,7 +130,7 @@ class Guessing(torch.nn.Module):
         torch.nn.init.eye_(self.output.weight)
         self.seen = []
 
-    def dynamics(self):
+    def ssm_tensors(self):
         return []
 
     def forward(self, tokens, labels):

@@ -66,7 +66,7 @@ def test_the_map_times_the_values_is_what_the_mixer_computes():
 def test_pairing(readout):
     """w(s, r) of docs/pairing.md, with phi_n = C beta Lambda^n."""
     layer = read(lively(small_config("interdomain", readout=readout)), [0])[0]
-    exponents, _ = layer.mixer.dynamics([layer.mixer])[0]
+    exponents, _ = layer.mixer.ssm_tensors([layer.mixer])[0]
     log_decay, C = (torch.view_as_complex(x.contiguous()) for x in (exponents, layer.mixer.ssm.C))
     beta = (log_decay.exp() - 1) / (log_decay / layer.mixer.ssm.log_dt.exp()[:, None])
     powers = (

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.checkpoint.run_folder import note_folders
 from interdomain.checkpoint.step_folder import KEEP
-from interdomain.folders import kept_folder
+from interdomain.folders import resumable_folder
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_before_anything_is_evaluated(ran, refused, tm
     assert "the data of gone cannot be read" in gone[-1]
     assert not evaluated(options + gone)
     text = ["--perplexity", path / "text.md", "--lengths", 60, "--once"]
-    with kept_folder(path / "run" / "watch"):
+    with resumable_folder(path / "run" / "watch"):
         refused(watch.main, [path / "run", *text], "another watcher evaluates")
     refused(watch.main, [path / "nowhere", *text], "There is no folder")
     shutil.copytree(path / "run" / "checkpoint" / "step-150", tmp_path / "checkpoint" / "step-150")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interdomain.environment import environment
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 from interdomain.markdown import cell_text
 from interdomain.scan.triton_support import cannot_launch
 from interdomain.tools import _cli
@@ -190,7 +190,7 @@ class Report:
         """Writes the file. A process that is killed meanwhile leaves the file as it was."""
         self.contents["seconds"] = round(time.monotonic() - self.started, 1)
         text = json.dumps(self.contents, indent=1)
-        write_whole(self.json, f"{text}\n".encode())
+        write_atomically(self.json, f"{text}\n".encode())
 
 
 def reason(e: BaseException) -> str:

@@ -18,7 +18,7 @@ from interdomain.checkpoint.run_folder import CHECKPOINTS, checkpoints_of, event
 from interdomain.checkpoint.run_folder import EVENTS as EVENTS_FOLDER
 from interdomain.checkpoint.step_folder import DOCUMENTS, finished_steps
 from interdomain.checkpoint.step_folder import VALIDATION as RESULT
-from interdomain.folders import expand_path, write_whole
+from interdomain.folders import expand_path, write_atomically
 from interdomain.removed import removal_of
 from interdomain.titan.plan.run_plan import RunPlan, make_plan
 from interdomain.titan.settings.job_config import job_config_of, pairs, read_toml
@@ -121,7 +121,7 @@ class StudyRun:
         if by_document.is_file():
             record["documents"] = json.loads(by_document.read_text())
         self.record.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.record, dumped(record))
+        write_atomically(self.record, dumped(record))
 
     def _check_settings(self, path: Path, settings: Table) -> None:
         """Raises ValueError if the settings in a file of this run are not those of the study."""
@@ -149,7 +149,7 @@ class StudyRun:
         # If the curve of a finished run was lost, the start repeats its last validation.
         (self._last_checkpoint / RESULT).unlink(missing_ok=True)
         path = self.folder / CONFIG
-        write_whole(path, toml(self.settings).encode())
+        write_atomically(path, toml(self.settings).encode())
         return path
 
 

@@ -25,7 +25,7 @@ MODULES = (  # each needs only those before it
     "model/mixers/fixed_state_scan.py",
     "model/mixers/kernels.py",
     "model/initialize.py",
-    "model/shard.py",
+    "model/parallel.py",
     "model/layers.py",
     "model/mixers/base.py",
     "model/mixers/ssm.py",

@@ -7,7 +7,7 @@ start, and the tools read them here. Without this file the defaults count: earli
 import json
 from pathlib import Path
 
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 
 NOTE = "folders.json"
 # The settings that it holds, and their defaults.
@@ -24,7 +24,7 @@ def note_folders(run: Path, checkpoints: str, events: str) -> None:
         events: The setting metrics.save_tb_folder.
     """
     folders = {CHECKPOINTS: checkpoints, EVENTS: events}
-    write_whole(run / NOTE, (json.dumps(folders) + "\n").encode())
+    write_atomically(run / NOTE, (json.dumps(folders) + "\n").encode())
 
 
 def checkpoints_of(run: Path) -> Path:

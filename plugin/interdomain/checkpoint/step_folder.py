@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from interdomain.data import Tokenizer
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 from interdomain.model.config import ModelConfig
 
 from .run_folder import checkpoints_of
@@ -118,7 +118,7 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Tokenizer) -> 
     """Writes interdomain.json and the tokenizer into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.write(folder)
-    write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+    write_atomically(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def record_folder(checkpoint: Path) -> Path:

@@ -23,12 +23,12 @@ from .plain_interdomain import (
 )
 
 
-def dynamics_of(mixer: Any, x: Tensor) -> Any:
-    """Returns the tables of a mixer's SSM parameters, as `Mixer.dynamics` does.
+def ssm_tensors_of(mixer: Any, x: Tensor) -> Any:
+    """Returns the tables of a mixer's SSM parameters, as `Mixer.ssm_tensors` does.
 
     They are float64 if the hidden states x are, else float32.
     """
-    return mixer.dynamics([mixer], torch.promote_types(x.dtype, torch.float32))[0]
+    return mixer.ssm_tensors([mixer], torch.promote_types(x.dtype, torch.float32))[0]
 
 
 class Slots:
@@ -70,7 +70,7 @@ class InterdomainCache(Cache):
             padding.
         states: The state of each layer by its index: the last inputs of the convolutions [B, W - 1, E] and the
             recurrence's state, or keys and values [B, H, S, head_dim].
-        tables: What each mixer reads of its parameters, by its layer's index: `Mixer.dynamics`, and the forms of it
+        tables: What each mixer reads of its parameters, by its layer's index: `Mixer.ssm_tensors`, and the forms of it
             that a decode step reads. They are computed once.
         masks: The passes with padding, as (length before the pass, mask [B, T] with False for padding).
         made_in: `backward_pass` when the cache was made.
@@ -133,19 +133,19 @@ class InterdomainCache(Cache):
 
         tables = self.tables.get(layer_idx)
         if stored is None or tables is None:
-            dynamics = dynamics_of(mixer, x)
-            state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, dynamics)
+            ssm_tensors = ssm_tensors_of(mixer, x)
+            state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, ssm_tensors)
             if is_exporting():
                 state.prepared = None
-            tables = dynamics, state.prepared
+            tables = ssm_tensors, state.prepared
         if not is_exporting():
             self.tables[layer_idx] = tables
-        dynamics, prepared = tables
+        ssm_tensors, prepared = tables
         if stored is not None:
             # Copies, because a mixer may write into its state.
             convolution_inputs, ssm = stored
             state = MixerState(convolution_inputs.clone(), ssm.clone(), prepared)
-        return state, dynamics
+        return state, ssm_tensors
 
     def take_over(self, layer_idx: int, state: Any, stay: Tensor | None) -> None:
         """Keeps the state that a mixer has advanced.

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from .cache_interdomain import InterdomainCache, Rows, dynamics_of, token_order
+from .cache_interdomain import InterdomainCache, Rows, ssm_tensors_of, token_order
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import (
     FeedForward,
@@ -71,10 +71,10 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
         if rows.order is not None:
             x = take(x, rows.order)
         if cache is None:
-            y = self.attention(x, rope, dynamics_of(self.attention, x), None, rows.packing)
+            y = self.attention(x, rope, ssm_tensors_of(self.attention, x), None, rows.packing)
         else:
-            state, dynamics = cache.state_of(self.layer_idx, self.attention, x)
-            y = self.attention(x, rope, dynamics, state, rows.packing)
+            state, ssm_tensors = cache.state_of(self.layer_idx, self.attention, x)
+            y = self.attention(x, rope, ssm_tensors, state, rows.packing)
             cache.take_over(self.layer_idx, state, rows.stay)
         if rows.back is not None:
             y = take(y, rows.back)

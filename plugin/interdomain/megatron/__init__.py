@@ -6,7 +6,7 @@ layer_spec, block_spec for GPTModel's transformer_layer_spec; `--spec interdomai
 interdomain` transformer_config Megatron's settings for a ModelConfig
 overrides                  the parameter group of the SSM parameters, for get_megatron_optimizer
 Schedule                   the paper's learning rates, in place of OptimizerParamScheduler
-DynamicsOnce               for finalize_model_grads_func: SSM parameters computed once a step
+SSMTensorsOnce               for finalize_model_grads_func: SSM parameters computed once a step
 contiguous                 a context-parallel rank's piece of a batch
 
 Megatron is imported when one of these is read, because `checkpoint` reads and writes its files
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .spec import block_spec, layer_spec, transformer_config
-    from .training import DynamicsOnce, Schedule, contiguous, overrides
+    from .training import Schedule, SSMTensorsOnce, contiguous, overrides
 
 __all__ = [
-    "DynamicsOnce",
+    "SSMTensorsOnce",
     "Schedule",
     "block_spec",
     "contiguous",

@@ -28,12 +28,12 @@ from interdomain.model.config import FIXED_STATE, Execution, MixerConfig, ModelC
 from interdomain.model.feature_maps import KeptInFloat32
 from interdomain.model.initialize import initial_value
 from interdomain.model.layers import InputNorm, Linear, rope_of
-from interdomain.model.shard import Part
+from interdomain.model.parallel import GroupRank
 from interdomain.model.transformer import mixer_class
 
 from .checkpoint import RECORD, read_record, record_of
 from .settings import check_settings
-from .training import DynamicsOnce
+from .training import SSMTensorsOnce
 
 # Parameters that all heads share, so that every rank has them; interdomain attention has all others
 # per head.
@@ -122,7 +122,7 @@ class InterdomainAttention(MegatronModule):
     `core` is the plain model's mixer for this rank's heads, without its projections. Those of
     queries, keys, values and gate are one column-parallel product, `in_proj`, whose rows on a rank
     are [wq | wk | wv | wg] of its heads. A fixed-state baseline has all its other parameters on
-    every rank, and computes this rank's part of the heads (`Mixer.heads`).
+    every rank, and computes this rank's part of the heads (`Mixer.tp_rank`).
 
     Args:
         config: Megatron's TransformerConfig.
@@ -193,7 +193,7 @@ class InterdomainAttention(MegatronModule):
         with torch.device("meta"):
             core: Any = mixer_class(local.mixer)(local, execution)
             if has_fixed_state and ranks > 1:
-                core.heads = Part(self.tp_group.group_name, self.tp_group.rank(), ranks)
+                core.tp_rank = GroupRank(self.tp_group.group_name, self.tp_group.rank(), ranks)
 
             # Take its projections out: their products are computed by in_proj,
             # `_products_of_all_heads` and out_proj. By name, the rows of in_proj on this rank, and
@@ -222,7 +222,7 @@ class InterdomainAttention(MegatronModule):
         self.core = core.to_empty(device=device)
         if config.context_parallel_size > 1:
             cp = pg_collection.cp
-            core.shard = Part(cp.group_name, cp.rank(), cp.size())
+            core.cp_rank = GroupRank(cp.group_name, cp.rank(), cp.size())
 
         # The projections.
         same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
@@ -325,7 +325,7 @@ class InterdomainAttention(MegatronModule):
 
         # The place of each token in its document.
         order = torch.arange(x.shape[0], device=x.device)
-        shard = self.core.shard
+        shard = self.core.cp_rank
         if shard is not None:
             order = order + shard.rank * len(order)
         positions = None
@@ -375,15 +375,17 @@ class InterdomainAttention(MegatronModule):
                     shared[name] = tensor_parallel.copy_to_tensor_model_parallel_region(
                         p, group=self.tp_group
                     )
-        dynamics = None
-        dynamics_once = self.config.finalize_model_grads_func
-        if self.training and isinstance(dynamics_once, DynamicsOnce):
-            x, dynamics = dynamics_once.enter(self, x)
+        ssm_tensors = None
+        ssm_tensors_once = self.config.finalize_model_grads_func
+        if self.training and isinstance(ssm_tensors_once, SSMTensorsOnce):
+            x, ssm_tensors = ssm_tensors_once.enter(self, x)
         rows = self.in_proj_rows | self.shared_rows
         # One split, so that the backward pass makes one copy.
         parts = x.transpose(0, 1).split(list(rows.values()), dim=-1)
         products = dict(zip(rows, parts, strict=True))
-        o = torch.func.functional_call(self.core, shared, (products, rope, dynamics, None, packing))
+        o = torch.func.functional_call(
+            self.core, shared, (products, rope, ssm_tensors, None, packing)
+        )
         return o.to(x.dtype).transpose(0, 1).contiguous()
 
     def backward_dw(self) -> None:

@@ -15,7 +15,7 @@ from interdomain.model.flops import train_flops_per_token
 from .arguments import add_arguments, check, key_heads, layers_of, params_of
 from .mixer import plain_config
 from .spec import RMSNorm
-from .training import DynamicsOnce, Schedule, contiguous, overrides
+from .training import Schedule, SSMTensorsOnce, contiguous, overrides
 
 
 def install() -> None:
@@ -28,7 +28,7 @@ def install() -> None:
     add_arguments_to_parser(arguments)
     use_recipe(training)
     count_flops(training)
-    compute_dynamics_once(training)
+    compute_ssm_tensors_once(training)
 
 
 def cut_batches_contiguously() -> None:
@@ -127,7 +127,7 @@ def flops(
     return tokens * train_flops_per_token(config, args.seq_length)
 
 
-def compute_dynamics_once(training: Any) -> None:
+def compute_ssm_tensors_once(training: Any) -> None:
     """Computes the SSM parameters once a step.
 
     One backward pass goes through them before Megatron finalizes the gradients.
@@ -135,4 +135,4 @@ def compute_dynamics_once(training: Any) -> None:
     It can go when Megatron-LM's scripts leave a `finalize_model_grads_func` that is set; those of
     0.19 set their own.
     """
-    training.finalize_model_grads = DynamicsOnce(training.finalize_model_grads)
+    training.finalize_model_grads = SSMTensorsOnce(training.finalize_model_grads)

@@ -14,8 +14,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from interdomain.model.dynamics import SharedDynamics
 from interdomain.model.mixers.interdomain import InterdomainMixer
+from interdomain.model.shared_ssm import SharedSSMTensors
 
 SSM_PARAMETER = re.compile(r"\.self_attention\.core\.(ssm|k_norm|v_norm)\.")
 
@@ -72,7 +72,7 @@ class Schedule(OptimizerParamScheduler):
         return lr
 
 
-class DynamicsOnce:
+class SSMTensorsOnce:
     """Computes SSM parameters once a step. It is a TransformerConfig's `finalize_model_grads_func`.
 
     It goes backward through the SSM parameters of all micro-batches at once, and then calls
@@ -90,7 +90,7 @@ class DynamicsOnce:
         # The layers of this rank that have such parameters.
         self.mixers: list[Any] = []
         # The tensors of this step, by layer, and the layer's place among them.
-        self.shared: dict[Any, tuple[SharedDynamics, int]] = {}
+        self.shared: dict[Any, tuple[SharedSSMTensors, int]] = {}
 
     def enter(self, mixer: Any, x: Tensor) -> tuple[Tensor, Any]:
         """Gives a forward pass of a mixer the tensors of this step.
@@ -109,7 +109,7 @@ class DynamicsOnce:
             alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer]
             if not alike:
                 alike = [mixer]
-            shared = SharedDynamics(mixer.core.dynamics([other.core for other in alike]))
+            shared = SharedSSMTensors(mixer.core.ssm_tensors([other.core for other in alike]))
             for i, other in enumerate(alike):
                 self.shared[other] = (shared, i)
         shared, i = self.shared[mixer]

@@ -55,7 +55,7 @@ class Execution:
     # Under autocast, compute products of float32 parameters in bfloat16.
     bf16_products: bool = False
 
-    def refuse_map(self, mixer: MixerConfig) -> None:
+    def check_feature_map(self, mixer: MixerConfig) -> None:
         """Checks that the chosen implementation of the features has this mixer's feature map.
 
         Raises:

@@ -115,7 +115,7 @@ class FeatureMap(KeptInFloat32):
 
         Args:
             x: Queries or keys.
-            tp_rank: This rank's place in tensor parallelism (`shard.Part`): x has its part of the
+            tp_rank: This rank's place in tensor parallelism (`parallel.GroupRank`): x has its part of the
                 heads. None means all heads.
             query: True for queries.
         """

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .config import ModelConfig
 from .feature_maps import normed, rope_tables
-from .shard import Part
+from .parallel import GroupRank
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -37,7 +37,7 @@ class LocalParameters(nn.Module):
         local_weight, local_bias: This rank's slice of a parameter that is a DTensor, as a plain
             tensor; set before each forward pass. None: the parameter is a plain tensor. They are
             buffers because torch.compile takes buffers' shapes as fixed.
-        whole: True if every rank has all of a matrix that `shard.split_dimension` would divide by
+        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide by
             its name.
     """
 
@@ -67,21 +67,21 @@ class Embedding(LocalParameters, nn.Embedding):
     [B, T / size, dim].
 
     Attributes:
-        heads: This rank's place in tensor parallelism. None: the module has all rows.
+        tp_rank: This rank's place in tensor parallelism. None: the module has all rows.
     """
 
-    heads: "Part | None" = None
+    tp_rank: "GroupRank | None" = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.local()
-        if self.heads is None:
+        if self.tp_rank is None:
             return F.embedding(tokens, rows)
         # Tokens whose row another rank has give zeros; the sum over the ranks has each token once.
-        tokens = tokens - self.heads.rank * len(rows)
+        tokens = tokens - self.tp_rank.rank * len(rows)
         elsewhere = (tokens < 0) | (tokens >= len(rows))
         embedded = F.embedding(tokens.masked_fill(elsewhere, 0), rows)
         embedded = embedded.masked_fill(elsewhere[..., None], 0)
-        return self.heads.scatter_tokens(embedded)
+        return self.tp_rank.scatter_tokens(embedded)
 
 
 class Linear(LocalParameters, nn.Linear):

@@ -16,10 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .layers import Linear, autocast_dtype
-from .shard import Part
+from .parallel import GroupRank
 
 # The type of `piece_loss` and of its compiled form.
-PieceLoss = Callable[[Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor | None]]
+PieceLoss = Callable[[Tensor, Tensor, bool, GroupRank | None], tuple[Tensor, Tensor | None]]
 
 IGNORE_INDEX = -100  # the label of a token that is not predicted; PyTorch's
 ELSEWHERE = -1  # the label of a token whose label is in another rank's part of the vocabulary
@@ -40,13 +40,13 @@ class Head(Linear):
     one.
 
     Attributes:
-        heads: This rank's place in tensor parallelism. None: the head has the whole vocabulary.
+        tp_rank: This rank's place in tensor parallelism. None: the head has the whole vocabulary.
         scores: A list to which each call with labels appends `token_scores`, [2, tokens], while no
             gradients are recorded. None: they are not computed.
         piece_loss: The function `piece_loss`, or its compiled form.
     """
 
-    heads: Part | None = None
+    tp_rank: GroupRank | None = None
     scores: list[Tensor] | None = None
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -54,12 +54,12 @@ class Head(Linear):
         self.piece_loss: PieceLoss = piece_loss
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        if self.heads is not None:
-            hidden = self.heads.gather_tokens(hidden)
+        if self.tp_rank is not None:
+            hidden = self.tp_rank.gather_tokens(hidden)
         if labels is None:
             return super().forward(hidden)
         return summed_cross_entropy(
-            hidden, self.local(), labels, self.piece_loss, self.heads, self.scores
+            hidden, self.local(), labels, self.piece_loss, self.tp_rank, self.scores
         )
 
     def compile_loss(self, backend: str) -> None:
@@ -76,7 +76,7 @@ def piece_tokens(vocab_size: int) -> int:
 
 
 def piece_loss(
-    logits: Tensor, labels: Tensor, gradient: bool, vocabulary: Part | None = None
+    logits: Tensor, labels: Tensor, gradient: bool, vocabulary: GroupRank | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the loss of a piece, in float32, or in float64 for float64 logits.
 
@@ -111,7 +111,7 @@ def piece_loss(
     return loss, by_logits.masked_fill_(ignored, 0).to(logits.dtype)
 
 
-def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None) -> Tensor:
+def token_scores(logits: Tensor, labels: Tensor, vocabulary: GroupRank | None = None) -> Tensor:
     """Scores each token: its cross-entropy, and whether its label is not the most probable token.
 
     Args:
@@ -147,7 +147,7 @@ def summed_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     piece_loss: PieceLoss = piece_loss,
-    vocabulary: Part | None = None,
+    vocabulary: GroupRank | None = None,
     scores: list[Tensor] | None = None,
 ) -> Tensor:
     """Returns the sum over all tokens of -log softmax(hidden weight^T)[label].
@@ -203,7 +203,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         piece_loss: PieceLoss,
-        vocabulary: Part | None,
+        vocabulary: GroupRank | None,
     ) -> Tensor:
         ctx.dtype = weight.dtype
         loss, *gradients = _by_pieces(
@@ -230,7 +230,7 @@ def _by_pieces(
     weight: Tensor,
     labels: Tensor,
     piece_loss: PieceLoss,
-    vocabulary: Part | None,
+    vocabulary: GroupRank | None,
     needed: tuple[bool, bool],
     scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

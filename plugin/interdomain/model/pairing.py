@@ -24,7 +24,7 @@ def pairing(mixer: InterdomainMixer, lags: int = LAGS) -> Tensor:
     Every token has a key and a value of its own (a row of the identity). The last token of each of
     L texts asks for another key.
     """
-    log_decay, mixing = mixer.dynamics([mixer])[0]
+    log_decay, mixing = mixer.ssm_tensors([mixer])[0]
     one_hot = torch.eye(lags, dtype=log_decay.dtype, device=log_decay.device)
     H = len(log_decay)
     keys = one_hot[None, :, None].expand(lags, -1, H, -1).contiguous()  # [B, T, H, R]

@@ -257,7 +257,7 @@ class ModelState(State):
     Attributes:
         layers: The state of each layer: a `MixerState`, a `KVCache`, or another mixer's.
         position: The number of tokens that each row has seen, [B] int64.
-        dynamics: The SSM tensors of each layer, computed once for the weights that the state
+        ssm_tensors: The SSM tensors of each layer, computed once for the weights that the state
             belongs to.
         length: The number of tokens that the longest row has seen.
         ragged: True if some row has seen fewer (`stack`).
@@ -269,12 +269,12 @@ class ModelState(State):
         self,
         layers: list[Any],
         position: Tensor,
-        dynamics: list[tuple[Tensor, ...]],
+        ssm_tensors: list[tuple[Tensor, ...]],
     ) -> None:
         super().__init__()
         self.layers = layers
         self.position = position
-        self.dynamics = dynamics
+        self.ssm_tensors = ssm_tensors
         self.length: int = 0
         self.ragged: bool = False
         self.captured: bool = False

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import Execution, MixerConfig, ModelConfig
-from .dynamics import SharedDynamics
 from .initialize import initialize
 from .layers import Embedding, Linear, RMSNorm, rope_of
 from .loss import Head
@@ -23,7 +22,8 @@ from .mixers.base import Mixer, counted_from_starts
 from .mixers.fixed_state import MIXERS
 from .mixers.interdomain import InterdomainMixer
 from .mixers.softmax import SoftmaxMixer
-from .shard import Part
+from .parallel import GroupRank
+from .shared_ssm import SharedSSMTensors
 from .state import ModelState
 
 MIXER_CLASSES: dict[str, type[Mixer]] = {
@@ -56,12 +56,12 @@ class TransformerBlock(nn.Module):
 
     Attributes:
         mixer: The settings of the layer's mixer.
-        heads: This rank's place in tensor parallelism. The norms and residual connections then have
+        tp_rank: This rank's place in tensor parallelism. The norms and residual connections then have
             the rank's part of the tokens; the mixer and the feed-forward network compute all
             tokens, with the rank's part of the heads and of the width. None: the block is whole.
     """
 
-    heads: Part | None = None
+    tp_rank: GroupRank | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ class TransformerBlock(nn.Module):
             initialize(module, config)
 
     def forward(
-        self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None
+        self, x: Tensor, rope: Any, ssm_tensors: Any, state: Any = None, packing: Any = None
     ) -> Tensor:
         """Computes the layer.
 
         Args:
             x: Hidden states, [B, T, dim]; with `heads`, [B, T / size, dim].
             rope: Cosines and sines of the rotary embedding, from `rope_of`. None: no layer rotates.
-            dynamics: The layer's entry of `Transformer.dynamics`.
+            ssm_tensors: The layer's entry of `Transformer.ssm_tensors`.
             state: The layer's state, which is advanced in place. None: x begins the sequences.
             packing: The result of the mixer's `packing` or `continuing`.
         Returns:
@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         """
         # The norms and the residual connections are of this rank's tokens.
         x = x + self._of_all_tokens(
-            self.attention, self.attention_norm(x), rope, dynamics, state, packing
+            self.attention, self.attention_norm(x), rope, ssm_tensors, state, packing
         )
         return x + self._of_all_tokens(self.feed_forward, self.ffn_norm(x))
 
@@ -98,9 +98,9 @@ class TransformerBlock(nn.Module):
 
         The sum of the ranks' results is shared out by tokens again.
         """
-        if self.heads is None:
+        if self.tp_rank is None:
             return module(x, *others)
-        return self.heads.scatter_tokens(module(self.heads.gather_tokens(x), *others))
+        return self.tp_rank.scatter_tokens(module(self.tp_rank.gather_tokens(x), *others))
 
 
 class Transformer(nn.Module):
@@ -117,16 +117,16 @@ class Transformer(nn.Module):
             defaults.
 
     Attributes:
-        shard: This rank's place in context parallelism (`set_parts`). None: the model computes
+        cp_rank: This rank's place in context parallelism (`set_ranks`). None: the model computes
             whole sequences.
-        heads: This rank's place in tensor parallelism. None: the model computes all heads.
-        shared: The result of `dynamics` that a trainer has computed for all micro-batches of a
+        tp_rank: This rank's place in tensor parallelism. None: the model computes all heads.
+        shared: The result of `ssm_tensors` that a trainer has computed for all micro-batches of a
             step. None: each forward pass computes it.
     """
 
-    shard: Part | None = None
-    heads: Part | None = None
-    shared: SharedDynamics | None = None
+    cp_rank: GroupRank | None = None
+    tp_rank: GroupRank | None = None
+    shared: SharedSSMTensors | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -142,7 +142,9 @@ class Transformer(nn.Module):
         initialize(self.tok_embeddings, config, prefix="tok_embeddings.")
         initialize(self.output, config, prefix="output.")
 
-    def set_parts(self, *, shard: Part | None = None, heads: Part | None = None) -> None:
+    def set_ranks(
+        self, *, cp_rank: GroupRank | None = None, tp_rank: GroupRank | None = None
+    ) -> None:
         """Makes the model compute one rank's part. Call it before modules are wrapped.
 
         The ranks of the process groups then compute together, and losses and gradients are to be
@@ -151,18 +153,18 @@ class Transformer(nn.Module):
         Args:
             shard: This rank's place in context parallelism: tokens, positions, labels and results
                 are this rank's piece of the sequences. None: whole sequences.
-            heads: This rank's place in tensor parallelism. It divides the heads, the feed-forward
+            tp_rank: This rank's place in tensor parallelism. It divides the heads, the feed-forward
                 width and the vocabulary, each of which must be a multiple of its size, and the
                 tokens between the mixers. Arguments are those of all tokens. The parameters that
-                `shard.split_dimension` names are to be replaced by this rank's parts, or all by
+                `parallel.split_dimension` names are to be replaced by this rank's parts, or all by
                 DTensors with `LocalParameters.local`. None: all heads.
         """
         modules: Any = self.modules()
         for module in modules:
-            if hasattr(module, "shard"):
-                module.shard = shard
-            if hasattr(module, "heads"):
-                module.heads = heads
+            if hasattr(module, "cp_rank"):
+                module.cp_rank = cp_rank
+            if hasattr(module, "tp_rank"):
+                module.tp_rank = tp_rank
 
     def forward(
         self,
@@ -197,7 +199,7 @@ class Transformer(nn.Module):
             NotImplementedError: A state or `last` is given to a model that computes one rank's
                 part.
         """
-        part = self.shard or self.heads
+        part = self.cp_rank or self.tp_rank
         if part is not None and (state is not None or last is not None):
             raise NotImplementedError(
                 "state and last are for whole sequences and all heads, and this model computes "
@@ -206,9 +208,9 @@ class Transformer(nn.Module):
         h: Tensor = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         B = h.shape[0]
         T = h.shape[1]
-        if self.heads is not None:
+        if self.tp_rank is not None:
             # h has this rank's part of the tokens.
-            T *= self.heads.size
+            T *= self.tp_rank.size
 
         # The place of each token in its document, and what each kind of mixer must know about
         # packed documents. Layers with the same settings share it.
@@ -230,13 +232,13 @@ class Transformer(nn.Module):
             for mixer in mixers:
                 packing[mixer] = mixer_class(mixer).continuing(mixer, state, T, h.dtype)
         else:
-            if self.shard is not None:
-                order = order + self.shard.rank * T
+            if self.cp_rank is not None:
+                order = order + self.cp_rank.rank * T
             if positions is not None:
-                positions = counted_from_starts(positions, B, T, self.shard)
+                positions = counted_from_starts(positions, B, T, self.cp_rank)
             for mixer in mixers:
                 packing[mixer] = mixer_class(mixer).packing(
-                    mixer, order, positions, h.dtype, self.shard
+                    mixer, order, positions, h.dtype, self.cp_rank
                 )
             if positions is None:
                 positions = order
@@ -246,11 +248,11 @@ class Transformer(nn.Module):
         if any(mixer.rope for mixer in mixers):
             rope = rope_of(self.config, positions, h.dtype)
         if state is not None:
-            dynamics = state.dynamics
+            ssm_tensors = state.ssm_tensors
         elif self.shared is not None:
-            dynamics = self.shared.layers
+            ssm_tensors = self.shared.layers
         else:
-            dynamics = self.dynamics()
+            ssm_tensors = self.ssm_tensors()
 
         products = contextlib.nullcontext()
         if self.bf16_products:
@@ -259,7 +261,7 @@ class Transformer(nn.Module):
         with products:
             for i, (mixer, layer) in enumerate(zip(configs, self.layers.values(), strict=True)):
                 layer_state = None if state is None else state.layers[i]
-                h = layer(h, rope, dynamics[i], layer_state, packing[mixer])
+                h = layer(h, rope, ssm_tensors[i], layer_state, packing[mixer])
             if state is not None:
                 state.advance(T)
 
@@ -284,7 +286,7 @@ class Transformer(nn.Module):
         blocks: Any = self.layers.values()
         return [block.mixer for block in blocks]
 
-    def dynamics(self) -> list[tuple[Tensor, ...]]:
+    def ssm_tensors(self) -> list[tuple[Tensor, ...]]:
         """Returns the float32 tensors that the scan of each layer reads of the parameters.
 
         They are computed outside the blocks and passed in, so that the blocks' precision and
@@ -297,7 +299,7 @@ class Transformer(nn.Module):
         by_layer: dict[int, tuple[Tensor, ...]] = {}
         for config in dict.fromkeys(configs):
             alike = [i for i, other in enumerate(configs) if other == config]
-            tensors = mixer_class(config).dynamics([mixers[i] for i in alike])
+            tensors = mixer_class(config).ssm_tensors([mixers[i] for i in alike])
             by_layer.update(zip(alike, tensors, strict=True))
         return [by_layer[i] for i in range(len(configs))]
 
@@ -311,12 +313,12 @@ class Transformer(nn.Module):
         """
         weight = self.tok_embeddings.weight
         dtype = torch.bfloat16 if self.bf16_products else weight.dtype
-        dynamics = self.dynamics()
+        ssm_tensors = self.ssm_tensors()
         layers = []
-        for mixer, tensors in zip(self._mixers, dynamics, strict=True):
+        for mixer, tensors in zip(self._mixers, ssm_tensors, strict=True):
             layers.append(mixer.init_state(batch, capacity, dtype, weight.device, tensors))
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        return ModelState(layers, position, dynamics)
+        return ModelState(layers, position, ssm_tensors)
 
     def init_weights(self, seed: int = 42) -> None:
         """Sets every parameter and buffer, the same on every device and under every sharding."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as Split
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
 from interdomain.model.layers import LocalParameters
-from interdomain.model.shard import split_dimension
+from interdomain.model.parallel import split_dimension
 
 from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 from .plan.device import device_here
@@ -60,7 +60,7 @@ def parallelize(
         tensor_place = place_in(meshes.tensor)
     for ssm in ssm_modules(model):
         distribute(ssm, meshes.parameters, Replicate())
-    model.set_parts(shard=meshes.context, heads=tensor_place)
+    model.set_ranks(cp_rank=meshes.context, tp_rank=tensor_place)
 
     # Activation checkpointing, then compilation of the blocks and of the loss.
     compiled = job.compile.enable and "model" in job.compile.components

@@ -93,7 +93,7 @@ class TitanTransformer(Transformer):
         # `training.precision` says what is rounded, not autocast.
         with torch.autocast(tokens.device.type, enabled=False):
             out = super().forward(tokens, state, positions, last=last, labels=labels)
-        if self.heads is None or self.output is None or not self.whole_logits:
+        if self.tp_rank is None or self.output is None or not self.whole_logits:
             return out
 
         # Gather the columns of all tensor-parallel ranks. Each of them computes the whole loss, and

@@ -29,7 +29,7 @@ from interdomain.model import Transformer
 from interdomain.model.config import ModelConfig
 from interdomain.model.layers import rope_of
 from interdomain.model.mixers.base import Packing
-from interdomain.model.shard import Part, shard_of, split_dimension
+from interdomain.model.parallel import GroupRank, local_slice, split_dimension
 from interdomain.model.state import MixerState
 
 from .config import check_vllm_settings, model_config, state_dtypes, state_shapes
@@ -66,18 +66,18 @@ class Recurrent(MambaBase):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return self.dtypes
 
-    def prepare(self, dynamics: Any) -> None:
+    def prepare(self, ssm_tensors: Any) -> None:
         """Computes what steps read of the parameters, once for the weights that are loaded.
 
         Args:
-            dynamics: The layer's entry of `Transformer.dynamics`.
+            ssm_tensors: The layer's entry of `Transformer.ssm_tensors`.
         """
-        self.dynamics = dynamics
+        self.ssm_tensors = ssm_tensors
         self.prepared = None
         # With tensor parallelism there is no step function: a step is a piece of one token.
-        if self.mixer.heads is None:
+        if self.mixer.tp_rank is None:
             weight = self.mixer.wo.weight
-            state = self.mixer.init_state(1, 0, weight.dtype, weight.device, dynamics)
+            state = self.mixer.init_state(1, 0, weight.dtype, weight.device, ssm_tensors)
             self.prepared = state.prepared
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -112,7 +112,7 @@ class Recurrent(MambaBase):
             if padding is not None:
                 inputs = inputs.masked_fill(padding[..., None], 0)
                 packing = Packing((~padding).int())
-            y = self.mixer(inputs, rope_of_tokens, self.dynamics, state, packing)
+            y = self.mixer(inputs, rope_of_tokens, self.ssm_tensors, state, packing)
             # Write the results, and the states back to their pages.
             if padding is None:
                 out[tokens] = y
@@ -146,7 +146,7 @@ class Softmax(nn.Module):
             prefix=name,
         )
 
-    def prepare(self, dynamics: Any) -> None:
+    def prepare(self, ssm_tensors: Any) -> None:
         """Does nothing: steps read the parameters themselves."""
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -176,16 +176,16 @@ class Served(nn.Module):
         # True when the mixers are prepared for the weights.
         self.ready = False
         group = get_tp_group()
-        self.part = Part(group.device_group.group_name, group.rank_in_group, group.world_size)
+        self.part = GroupRank(group.device_group.group_name, group.rank_in_group, group.world_size)
         # Ranks divide the heads and the feed-forward's width, but not the embedding and the head.
         if self.part.size > 1:
-            self.model.set_parts(heads=self.part)
-            self.model.tok_embeddings.heads = None
-            self.model.output.heads = None
+            self.model.set_ranks(tp_rank=self.part)
+            self.model.tok_embeddings.tp_rank = None
+            self.model.output.tp_rank = None
             for name, module in self.model.layers.named_modules():
                 dim = split_dimension(self.model.layers, name)
                 if dim is not None:
-                    module.weight = nn.Parameter(shard_of(module.weight, self.part, dim).clone())
+                    module.weight = nn.Parameter(local_slice(module.weight, self.part, dim).clone())
         # Rows of a padded vocabulary are never chosen.
         generation: Any = settings.try_get_generation_config()
         suppressed = generation.get("suppress_tokens") or []
@@ -224,8 +224,8 @@ class Served(nn.Module):
         **_: Any,
     ) -> Tensor:
         if not self.ready:
-            for mixer, dynamics in zip(self.mixers, self.model.dynamics(), strict=True):
-                mixer.prepare(dynamics)
+            for mixer, ssm_tensors in zip(self.mixers, self.model.ssm_tensors(), strict=True):
+                mixer.prepare(ssm_tensors)
             self.ready = True
         h = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         rotates = any(layer.mixer.rope for layer in self.own.layers)
@@ -255,7 +255,7 @@ class Served(nn.Module):
             if name.startswith("layers."):
                 dim = split_dimension(self.model, name.rpartition(".")[0])
                 if dim is not None:
-                    tensor = shard_of(tensor, self.part, dim).contiguous()
+                    tensor = local_slice(tensor, self.part, dim).contiguous()
             stored[name] = tensor.to(storage_dtype(name, self.dtype))
         self.model.load_state_dict(stored, assign=True)
         self.model.requires_grad_(False)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import ModelConfig
+from ..parallel import GroupRank
 from ..settings import MixerConfig
-from ..shard import Part
 from ..state import MixerState
 
 # Shapes: B batch, T tokens (on this rank), E channels of the convolutions.
@@ -41,22 +41,24 @@ class Packing(NamedTuple):
 class Mixer(nn.Module):
     """Base of the token mixers.
 
-    `forward(x, rope, dynamics, state, packing)` maps x [B, T, dim] to [B, T, dim].
+    `forward(x, rope, ssm_tensors, state, packing)` maps x [B, T, dim] to [B, T, dim].
 
     Attributes:
-        shard: This rank's place in context parallelism: x holds its part of each sequence. None
+        cp_rank: This rank's place in context parallelism: x holds its part of each sequence. None
             means whole sequences.
-        heads: This rank's place in tensor parallelism: the mixer computes its part of the heads for
+        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads for
             all tokens of x, and the outputs must be summed over the ranks. The matrices are this
             rank's slices, or DTensors with them (`split_dimension`); all other parameters are
             whole. None means all heads.
     """
 
-    shard: "Part | None" = None
-    heads: "Part | None" = None
+    cp_rank: "GroupRank | None" = None
+    tp_rank: "GroupRank | None" = None
 
     @staticmethod
-    def dynamics(mixers: list[Any], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
+    def ssm_tensors(
+        mixers: list[Any], dtype: torch.dtype = torch.float32
+    ) -> list[tuple[Tensor, ...]]:
         """Returns the SSM tensors of each mixer: what its recurrence reads of its parameters.
 
         They are constant over the sequence, and computed once per forward pass or training step,
@@ -88,7 +90,7 @@ class Mixer(nn.Module):
         order: Tensor,
         positions: Tensor | None,
         dtype: torch.dtype,
-        cp_rank: "Part | None",
+        cp_rank: "GroupRank | None",
     ) -> Any:
         """Returns the argument `packing` of `forward` for whole sequences, for all layers.
 
@@ -120,7 +122,7 @@ class Mixer(nn.Module):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        dynamics: Any,
+        ssm_tensors: Any,
     ) -> Any:
         """Returns the layer's state before the first token.
 
@@ -129,7 +131,7 @@ class Mixer(nn.Module):
             capacity: The number of tokens that a growing state has room for.
             dtype: The dtype of the hidden states.
             device: The device of the state.
-            dynamics: This mixer's entry in the result of `dynamics`.
+            ssm_tensors: This mixer's entry in the result of `ssm_tensors`.
         """
         raise NotImplementedError("this mixer has no method `init_state`")
 
@@ -169,16 +171,16 @@ class Mixer(nn.Module):
         return math.prod(cls.state_shapes(config)["ssm"])
 
     @staticmethod
-    def kept(config: ModelConfig) -> tuple[int, int]:
+    def saved_elements(config: ModelConfig) -> tuple[int, int]:
         """Returns the elements per token that one layer saves for the backward pass.
 
         The first number counts the inputs of the features and of the core. The second counts the
         scan's scores, which are saved only if `Execution.recompute` is False.
         """
-        raise NotImplementedError("this mixer has no method `kept`")
+        raise NotImplementedError("this mixer has no method `saved_elements`")
 
     @classmethod
-    def received(
+    def received_elements(
         cls,
         config: ModelConfig,
         context: int,
@@ -194,7 +196,7 @@ class Mixer(nn.Module):
             context: The number of context-parallel ranks.
             tensor: The number of tensor-parallel ranks.
         """
-        raise NotImplementedError("this mixer has no method `received`")
+        raise NotImplementedError("this mixer has no method `received_elements`")
 
 
 class Recurrence(Mixer):
@@ -212,17 +214,17 @@ class Recurrence(Mixer):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        dynamics: Any,
+        ssm_tensors: Any,
     ) -> MixerState:
         shapes = self.state_shapes(self.layer)
         exact = torch.promote_types(dtype, torch.float32)
         return MixerState(
             conv=torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device),
             ssm=torch.zeros(batch, *shapes["ssm"], dtype=exact, device=device),
-            prepared=self._prepare_step(dynamics),
+            prepared=self._prepare_step(ssm_tensors),
         )
 
-    def _prepare_step(self, dynamics: Any) -> Any:
+    def _prepare_step(self, ssm_tensors: Any) -> Any:
         """Returns `MixerState.prepared`; None if the mixer has no step kernels."""
 
     @staticmethod
@@ -231,7 +233,7 @@ class Recurrence(Mixer):
         order: Tensor,
         positions: Tensor | None,
         dtype: torch.dtype,
-        cp_rank: "Part | None",
+        cp_rank: "GroupRank | None",
     ) -> Packing | None:
         if positions is None:
             return None
@@ -274,7 +276,7 @@ def counted_from_starts(
     positions: Tensor,
     batch: int,
     tokens: int,
-    cp_rank: "Part | None",
+    cp_rank: "GroupRank | None",
 ) -> Tensor:
     """Counts each token's place in its document from the document's first token, [B, T] int64.
 

@@ -17,8 +17,8 @@ from interdomain.scan.tables import CHUNK
 from ..config import Execution, ModelConfig
 from ..feature_maps import KeptInFloat32, widened
 from ..layers import Linear, LocalParameters, RMSNorm, ShortConv
+from ..parallel import local_slice
 from ..settings import state_shape
-from ..shard import shard_of
 from ..state import MixerState
 from .base import Packing, Recurrence, last_inputs
 from .fixed_state_scan import l2_normed
@@ -37,7 +37,7 @@ class StepSize(KeptInFloat32):
     """Parameters of the decay per head, and Mamba-2's skip D.
 
     The decay is exp(A softplus(x + dt_bias)), A = -exp(A_log). Called, it returns (A_log, dt_bias)
-    or (A_log, dt_bias, D), each [H], as copies (`SSMDynamics` says why).
+    or (A_log, dt_bias, D), each [H], as copies (`SSM` says why).
     """
 
     def __init__(self, n_heads: int, *, skip: bool) -> None:
@@ -113,7 +113,7 @@ class FixedStateMixer(Recurrence):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        dynamics: Any,
+        ssm_tensors: Any,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Calls `recurrence` with the baseline's decay and beta.
@@ -123,7 +123,7 @@ class FixedStateMixer(Recurrence):
             q: Queries, [B, T, G, K].
             k: Keys, [B, T, G, K].
             v: Values, [B, T, H, V].
-            dynamics: This layer's entry in the result of `dynamics`.
+            ssm_tensors: This layer's entry in the result of `ssm_tensors`.
             options: Keyword arguments of `recurrence`.
         Returns:
             The output, [B, T, H, V], and the state after the last token, [B, H, K, V].
@@ -142,7 +142,7 @@ class FixedStateMixer(Recurrence):
         self,
         x: Tensor,
         rope: Any = None,
-        dynamics: tuple[Tensor, ...] | None = None,
+        ssm_tensors: tuple[Tensor, ...] | None = None,
         state: MixerState | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
@@ -151,7 +151,7 @@ class FixedStateMixer(Recurrence):
         Args:
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: Ignored: no baseline rotates queries or keys.
-            dynamics: This layer's entry in the result of `dynamics`. None means that it is computed
+            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is computed
                 here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
@@ -161,8 +161,8 @@ class FixedStateMixer(Recurrence):
 
         # Under context parallelism the convolution reads the previous rank's last hidden states.
         tail = None
-        if self.shard is not None and self.conv is not None:
-            tail = self.shard.send_tail(x, conv_past)
+        if self.cp_rank is not None and self.conv is not None:
+            tail = self.cp_rank.send_tail(x, conv_past)
 
         # Queries, keys and values go side by side through the convolution and SiLU: y [B, T, E].
         q = self.wq(x)
@@ -176,8 +176,8 @@ class FixedStateMixer(Recurrence):
             if state is not None:
                 past = state.conv.to(y.dtype)
                 conv_inputs = last_inputs(state.conv, y, conv_past, lengths)
-            if self.shard is not None and tail is not None:
-                hidden = self.shard.receive_tail(tail, x, back)
+            if self.cp_rank is not None and tail is not None:
+                hidden = self.cp_rank.receive_tail(tail, x, back)
                 past = torch.cat([self.wq(hidden), self.wk(hidden), self.wv(hidden)], dim=-1)
             y = self._convolved(y, past, documents)
         if self.always_silu or self.conv is not None:
@@ -195,8 +195,8 @@ class FixedStateMixer(Recurrence):
             if self.wg is not None:
                 gate = self.wg(x)
 
-        if dynamics is None:
-            (dynamics,) = self.dynamics([self])
+        if ssm_tensors is None:
+            (ssm_tensors,) = self.ssm_tensors([self])
         options = dict(documents=documents, lengths=lengths)
         if state is not None:
             options["initial_state"] = state.ssm
@@ -205,12 +205,12 @@ class FixedStateMixer(Recurrence):
             q,
             k,
             v,
-            dynamics,
-            cp_rank=self.shard,
+            ssm_tensors,
+            cp_rank=self.cp_rank,
             beside=compute_gate,
             **options,
         )
-        if self.shard is None:
+        if self.cp_rank is None:
             compute_gate()
         if state is not None:
             state.advance(state.conv if conv_inputs is None else conv_inputs, final_state)
@@ -239,20 +239,20 @@ class FixedStateMixer(Recurrence):
 
     def _local_channels(self, x: Tensor) -> Tensor:
         """Slices x [E, ...] to the channels of q, k and v on this tensor-parallel rank."""
-        if self.heads is None:
+        if self.tp_rank is None:
             return x
         q, k, v = x.split(self.widths)
         if not self.shared_keys:
-            q = shard_of(q, self.heads)
-            k = shard_of(k, self.heads)
-        return torch.cat([q, k, shard_of(v, self.heads)])
+            q = local_slice(q, self.tp_rank)
+            k = local_slice(k, self.tp_rank)
+        return torch.cat([q, k, local_slice(v, self.tp_rank)])
 
     def _per_head(self, x: Tensor) -> Tensor:
         """Slices x [..., H] or [..., H K] to this tensor-parallel rank's heads, in float32."""
-        return widened(shard_of(x, self.heads, -1))
+        return widened(local_slice(x, self.tp_rank, -1))
 
     @staticmethod
-    def dynamics(
+    def ssm_tensors(
         mixers: "list[FixedStateMixer]", dtype: torch.dtype = torch.float32
     ) -> list[tuple[Tensor, ...]]:
         """Returns the parameters in each mixer's `StepSize`, of its heads on this rank."""
@@ -260,7 +260,7 @@ class FixedStateMixer(Recurrence):
         for mixer in mixers:
             own = []
             if mixer.ssm is not None:
-                own = local_parameters(mixer.ssm, mixer.heads, dtype)
+                own = local_parameters(mixer.ssm, mixer.tp_rank, dtype)
             layers.append(tuple(own))
         return layers
 
@@ -297,7 +297,7 @@ class FixedStateMixer(Recurrence):
         return {"mixer": core}
 
     @classmethod
-    def kept(cls, config: ModelConfig) -> tuple[int, int]:
+    def saved_elements(cls, config: ModelConfig) -> tuple[int, int]:
         """Counts what flash-linear-attention's kernels save.
 
         In plain PyTorch autograd saves more, mostly the states between chunks.
@@ -317,7 +317,7 @@ class FixedStateMixer(Recurrence):
         return token, 0
 
     @classmethod
-    def received(
+    def received_elements(
         cls,
         config: ModelConfig,
         context: int,
@@ -347,10 +347,10 @@ class GLAMixer(LocalParameters, FixedStateMixer):
         self.gate_up = Linear(LOW_RANK, self.widths[0])
         self.gate_bias = nn.Parameter(torch.empty(self.widths[0]))
 
-    def _core(self, x, q, k, v, dynamics, **options):
+    def _core(self, x, q, k, v, ssm_tensors, **options):
         # A low-rank gate per channel of the keys, [B, T, H K].
         gate = widened(self.gate_up(self.gate_down(x))) + self.local("gate_bias")
-        log_decay = F.logsigmoid(shard_of(gate, self.heads, -1)) / LOW_RANK
+        log_decay = F.logsigmoid(local_slice(gate, self.tp_rank, -1)) / LOW_RANK
         log_decay = log_decay.unflatten(-1, (-1, k.shape[-1]))  # [B, T, H, K]
         q = q * q.shape[-1] ** -0.5
         return self.call_core(recurrence, q, k, v, log_decay, **options)
@@ -366,12 +366,12 @@ class DeltaNetMixer(FixedStateMixer):
     gated = False
     delta = True
 
-    def _core(self, x, q, k, v, dynamics, **options):
+    def _core(self, x, q, k, v, ssm_tensors, **options):
         assert self.wb is not None
         q = l2_normed(widened(q)).to(v.dtype)
         k = l2_normed(widened(k)).to(v.dtype)
         beta = torch.sigmoid(self._per_head(self.wb(x)))  # [B, T, H]
-        log_decay = self._log_decay(x, dynamics)
+        log_decay = self._log_decay(x, ssm_tensors)
         q = q * q.shape[-1] ** -0.5
         return self.call_core(
             recurrence,
@@ -383,7 +383,7 @@ class DeltaNetMixer(FixedStateMixer):
             **options,
         )
 
-    def _log_decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor | None:
+    def _log_decay(self, x: Tensor, ssm_tensors: tuple[Tensor, ...]) -> Tensor | None:
         return None
 
 
@@ -399,8 +399,8 @@ class GatedDeltaNetMixer(DeltaNetMixer):
         self.wa = Linear(dim, self.shape.heads)
         self.ssm = StepSize(self.shape.heads, skip=False)
 
-    def _log_decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor:
-        A_log, dt_bias = dynamics
+    def _log_decay(self, x: Tensor, ssm_tensors: tuple[Tensor, ...]) -> Tensor:
+        A_log, dt_bias = ssm_tensors
         return -A_log.exp() * F.softplus(self._per_head(self.wa(x)) + dt_bias)  # [B, T, H]
 
 
@@ -424,8 +424,8 @@ class Mamba2Mixer(FixedStateMixer):
         self.wa = Linear(dim, self.shape.heads)
         self.ssm = StepSize(self.shape.heads, skip=True)
 
-    def _core(self, x, q, k, v, dynamics, **options):
-        A_log, dt_bias, D = dynamics
+    def _core(self, x, q, k, v, ssm_tensors, **options):
+        A_log, dt_bias, D = ssm_tensors
         dt = F.softplus(self._per_head(self.wa(x)) + dt_bias)  # [B, T, H]
         scaled = (v * dt[..., None]).to(v.dtype)
         log_decay = -A_log.exp() * dt
@@ -443,12 +443,12 @@ class Mamba2Mixer(FixedStateMixer):
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
         y = (o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype)
-        if self.heads is None:
+        if self.tp_rank is None:
             return self.norm(y)
         # The norm is over the heads of all tensor-parallel ranks: sum their squares.
         squares = widened(y).square().sum(-1, keepdim=True)
-        mean = self.heads.gather(squares).sum(0) / self._norm_width()
-        weight = shard_of(self.norm.local(), self.heads)
+        mean = self.tp_rank.gather(squares).sum(0) / self._norm_width()
+        weight = local_slice(self.norm.local(), self.tp_rank)
         normalized = widened(y) * (mean + self.layer.norm_eps).rsqrt() * weight
         return normalized.to(y.dtype)
 

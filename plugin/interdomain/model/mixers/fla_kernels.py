@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from interdomain.scan.library import log_once, tag_caches
 
-from ..shard import Part, receive, send
+from ..parallel import GroupRank, receive, send
 from .fixed_state_scan import first_tokens, plain_recurrence
 
 # Shapes: B batch, T tokens (on this rank), H heads, G heads of queries and keys, K key width,
@@ -75,7 +75,7 @@ def recurrence(
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
     backend: str = "auto",
-    cp_rank: Part | None = None,
+    cp_rank: GroupRank | None = None,
     beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `plain_recurrence`, by flash-linear-attention's kernels if they can (`chosen`).
@@ -133,7 +133,7 @@ def _context_parallel(
     log_decay: Tensor | None,
     beta: Tensor | None,
     documents: Tensor | None,
-    cp_rank: Part,
+    cp_rank: GroupRank,
     beside: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Computes `recurrence` for the tokens of a context-parallel rank. Collective.

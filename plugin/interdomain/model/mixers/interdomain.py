@@ -27,7 +27,7 @@ from interdomain.scan.tables import CHUNK, multiply, powers
 from ..config import Execution, ModelConfig
 from ..feature_maps import FEATURE_MAPS, GATES, divided, feature_map, widened
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
-from ..shard import shard_of
+from ..parallel import local_slice
 from ..state import MixerState
 from .base import Packing, Recurrence, last_inputs, take
 from .kernels import (
@@ -38,7 +38,7 @@ from .kernels import (
     linear_scan,
     linear_step,
 )
-from .ssm import Dynamics, SSMDynamics, discretize, local_parameters
+from .ssm import SSM, SSMParameters, discretize, local_parameters
 
 # Shapes: B batch, T tokens, H query heads, G heads of keys, values and state (n_kv_heads),
 #         R key features, D value width (both head_dim, D one more with `normalize`), P = R + D,
@@ -62,7 +62,7 @@ class InterdomainMixer(Recurrence):
         self.layer = config
         self.execution = execution
         if execution is not None:
-            execution.refuse_map(mixer)
+            execution.check_feature_map(mixer)
         self.head_dim = config.head_dim
         self.n_heads = config.n_heads if mixer.query_readout else 0
         self.n_kv_heads = config.n_kv_heads
@@ -92,7 +92,7 @@ class InterdomainMixer(Recurrence):
 
         # Delta, A, C, and c of the linear readout, whose heads are R + D wide.
         linear = not mixer.query_readout
-        self.ssm = SSMDynamics(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=linear)
+        self.ssm = SSM(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=linear)
         out_dim = 2 * config.dim if linear else config.dim
         self.o_norm = None
         if mixer.output_norm != "none":
@@ -108,7 +108,7 @@ class InterdomainMixer(Recurrence):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor] | None,
-        dynamics: tuple[Tensor, Tensor] | None = None,
+        ssm_tensors: tuple[Tensor, Tensor] | None = None,
         state: MixerState | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
@@ -118,8 +118,8 @@ class InterdomainMixer(Recurrence):
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2]. A mixer
                 without `rope` ignores them.
-            dynamics: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
-                `dynamics`. None means that they are computed here.
+            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
+                `ssm_tensors`. None means that they are computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """
@@ -131,12 +131,12 @@ class InterdomainMixer(Recurrence):
             o = self._step(x, rope, state)
             gate = self._gate(x)
         else:
-            if dynamics is None:
-                (dynamics,) = self.dynamics([self])
+            if ssm_tensors is None:
+                (ssm_tensors,) = self.ssm_tensors([self])
             o, gate = self._sequence(
                 x,
                 rope,
-                dynamics,
+                ssm_tensors,
                 state,
                 packing or Packing(),
             )
@@ -159,7 +159,7 @@ class InterdomainMixer(Recurrence):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor] | None,
-        dynamics: tuple[Tensor, Tensor],
+        ssm_tensors: tuple[Tensor, Tensor],
         state: MixerState | None,
         packing: Packing,
     ) -> tuple[Tensor, Tensor | None]:
@@ -172,7 +172,7 @@ class InterdomainMixer(Recurrence):
             The readout, [B, T, H, D] or [B, T, G, P], and the output gate (None without one).
         """
         documents, back, lengths = packing
-        log_decay, table = dynamics
+        log_decay, table = ssm_tensors
         mixer = self.config
 
         # A convolution reads W - 1 inputs before x. A state has them, [q | k | v]. Under context
@@ -183,8 +183,8 @@ class InterdomainMixer(Recurrence):
         tail = None
         if self.k_conv is not None and state is not None:
             q_past, k_past, v_past = state.conv.split(self._conv_widths(), dim=2)
-        elif self.k_conv is not None and self.shard is not None:
-            tail = self.shard.send_tail(x, mixer.conv_past)
+        elif self.k_conv is not None and self.cp_rank is not None:
+            tail = self.cp_rank.send_tail(x, mixer.conv_past)
         # The new state takes the last inputs of the convolutions, [q | k | v]. With padding they
         # are not in the last places, so all inputs are collected.
         conv_inputs = []
@@ -192,8 +192,8 @@ class InterdomainMixer(Recurrence):
 
         # Keys. The previous rank's tail arrives beside the first projection.
         k = self.wk(x)
-        if self.shard is not None and tail is not None:
-            hidden = self.shard.receive_tail(tail, x, back)
+        if self.cp_rank is not None and tail is not None:
+            hidden = self.cp_rank.receive_tail(tail, x, back)
             if self.wq is not None:
                 q_past = self.wq(hidden)
             k_past = self.wk(hidden)
@@ -212,7 +212,7 @@ class InterdomainMixer(Recurrence):
             norm=self.k_norm,
         )
         if is_mapped and self.feature_map is not None:
-            k = self.feature_map(k, self.heads)  # [B, T, G, R]
+            k = self.feature_map(k, self.tp_rank)  # [B, T, G, R]
 
         # Values.
         v = self.wv(x)
@@ -233,9 +233,9 @@ class InterdomainMixer(Recurrence):
         if self.wq is None:
             written = [torch.cat([k, v], dim=-1)]  # z of the linear readout, [B, T, G, P]
         group: Any = ""
-        if self.shard is not None:
+        if self.cp_rank is not None:
             backend = "auto" if self.execution is None else self.execution.backend
-            group = self.shard.send_state(written, log_decay, documents, backend)
+            group = self.cp_rank.send_state(written, log_decay, documents, backend)
 
         # Queries, and the output gate.
         core = linear_scan
@@ -253,7 +253,7 @@ class InterdomainMixer(Recurrence):
                 is_mapped=True,
             )
             if self.feature_map is not None:
-                q = self.feature_map(q, self.heads, query=True)  # [B, T, H, R]
+                q = self.feature_map(q, self.tp_rank, query=True)  # [B, T, H, R]
             core = interdomain_scan
             inputs = [q, k, v]
         gate = self._gate(x)
@@ -289,7 +289,7 @@ class InterdomainMixer(Recurrence):
 
     def _conv_widths(self) -> list[int]:
         """Channels of the convolutions of q, k and v on this tensor-parallel rank; 0 for none."""
-        ranks = 1 if self.heads is None else self.heads.size
+        ranks = 1 if self.tp_rank is None else self.tp_rank.size
         widths = []
         for conv in (self.q_conv, self.k_conv, self.v_conv):
             widths.append(0 if conv is None else len(conv.weight) // ranks)
@@ -324,11 +324,11 @@ class InterdomainMixer(Recurrence):
         options: dict[str, Any] = {}
         if conv is not None:
             weight, bias = conv()
-            own = shard_of(weight, self.heads), shard_of(bias, self.heads)
+            own = local_slice(weight, self.tp_rank), local_slice(bias, self.tp_rank)
             options |= dict(conv=own, past=past, documents=documents)
         if norm is not None:
             scale, shift = norm()
-            options |= dict(norm=(scale, shard_of(shift, self.heads)), eps=norm.eps)
+            options |= dict(norm=(scale, local_slice(shift, self.tp_rank)), eps=norm.eps)
         return input_features(
             x,
             self.head_dim,
@@ -339,25 +339,25 @@ class InterdomainMixer(Recurrence):
         )
 
     @staticmethod
-    def dynamics(
+    def ssm_tensors(
         mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32
     ) -> list[tuple[Tensor, Tensor]]:
         """Returns `discretize` of each mixer, for the heads on this rank."""
         layers = []
         for mixer in mixers:
-            layers.append(Dynamics(*local_parameters(mixer.ssm, mixer.heads, dtype)))
+            layers.append(SSMParameters(*local_parameters(mixer.ssm, mixer.tp_rank, dtype)))
         return discretize(layers, mixers[0].config.readout)
 
     # Decoding: steps of one token.
 
     @torch.no_grad()
     def _prepare_step(
-        self, dynamics: tuple[Tensor, Tensor]
+        self, ssm_tensors: tuple[Tensor, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arranges the parameters for the step kernels, once for all steps.
 
         Args:
-            dynamics: As in `forward`.
+            ssm_tensors: As in `forward`.
         Returns:
             Keyword arguments of `input_features_step`, and of `interdomain_step` or `linear_step`.
         """
@@ -395,7 +395,7 @@ class InterdomainMixer(Recurrence):
             features["eps"] = self.k_norm.eps
 
         # Lambda, and the matrix or vector of the readout.
-        log_decay, table = [tensor.detach() for tensor in dynamics]
+        log_decay, table = [tensor.detach() for tensor in ssm_tensors]
         tables = dict(log_decay=log_decay, decay=decay_factor(log_decay))
         if not mixer.query_readout:
             tables["readout"] = table
@@ -505,7 +505,7 @@ class InterdomainMixer(Recurrence):
         return {"linear": linear, "mixer": core}
 
     @staticmethod
-    def kept(config: ModelConfig) -> tuple[int, int]:
+    def saved_elements(config: ModelConfig) -> tuple[int, int]:
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         # Keys and values before and after their features, queries likewise, and the output.
@@ -519,7 +519,7 @@ class InterdomainMixer(Recurrence):
         return token, scores
 
     @classmethod
-    def received(
+    def received_elements(
         cls,
         config: ModelConfig,
         context: int,

@@ -94,7 +94,7 @@ class InterdomainAttention(nn.Module):
         # A piece that continues from a state.
         if state is not None:
             rope = rope_of(self.config, state.position[:, None] + order, x.dtype)
-            y = self.mixer(x, rope, state.dynamics[0], state.layers[0])
+            y = self.mixer(x, rope, state.ssm_tensors[0], state.layers[0])
             state.advance(x.shape[1])
             return y
 
@@ -117,13 +117,13 @@ class InterdomainAttention(nn.Module):
         It holds the SSM tensors of the present weights.
         """
         weight = self.mixer.wo.weight
-        dynamics = self.mixer.dynamics([self.mixer])
+        ssm_tensors = self.mixer.ssm_tensors([self.mixer])
         layer = self.mixer.init_state(
             batch,
             0,
             weight.dtype,
             weight.device,
-            dynamics[0],
+            ssm_tensors[0],
         )
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        return ModelState([layer], position, [*dynamics])
+        return ModelState([layer], position, [*ssm_tensors])

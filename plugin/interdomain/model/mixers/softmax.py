@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from ..config import Execution, ModelConfig
 from ..layers import Linear
+from ..parallel import GroupRank
 from ..settings import MixerConfig
-from ..shard import Part
 from ..state import KVCache, ModelState, WindowCache
 from .base import Mixer
 from .kernels import input_features
@@ -146,7 +146,7 @@ class SoftmaxMixer(Mixer):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        dynamics: tuple[()] = (),
+        ssm_tensors: tuple[()] = (),
         state: KVCache | None = None,
         packing: Attended | None = None,
     ) -> Tensor:
@@ -155,7 +155,7 @@ class SoftmaxMixer(Mixer):
         Args:
             x: Hidden states after the layer's norm.
             rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2].
-            dynamics: Ignored: the layer has no recurrence.
+            ssm_tensors: Ignored: the layer has no recurrence.
             state: The cache. Its keys are attended to, and x's keys and values are added.
             packing: The keys that the queries attend to. None means all up to the query's own.
         """
@@ -167,7 +167,7 @@ class SoftmaxMixer(Mixer):
         mask, token, before, blocks = packing or Attended()
         if state is not None:
             k, v = state.append(k, v, token, before)
-        elif self.shard is not None:
+        elif self.cp_rank is not None:
             k, v = self._with_previous_ranks(k, v)
         k = k.to(q.dtype)  # [B, G, S, R]
         v = v.to(q.dtype)
@@ -196,9 +196,9 @@ class SoftmaxMixer(Mixer):
 
         Each [B, G, T, R] -> [B, G, (rank + 1) T, R]; with a window only the last W before x's.
         """
-        assert self.shard is not None
-        all_ranks = self.shard.gather(torch.cat([k, v], dim=-1))
-        both = torch.cat(all_ranks.unbind()[: self.shard.rank + 1], dim=2)
+        assert self.cp_rank is not None
+        all_ranks = self.cp_rank.gather(torch.cat([k, v], dim=-1))
+        both = torch.cat(all_ranks.unbind()[: self.cp_rank.rank + 1], dim=2)
         if self.window is not None:
             both = both[:, :, -(self.window + k.shape[2]) :]
         return both.chunk(2, dim=-1)
@@ -209,7 +209,7 @@ class SoftmaxMixer(Mixer):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
-        dynamics: tuple[()] = (),
+        ssm_tensors: tuple[()] = (),
     ) -> KVCache:
         cache = KVCache
         if self.window is not None:
@@ -225,7 +225,7 @@ class SoftmaxMixer(Mixer):
         order: Tensor,
         positions: Tensor | None,
         dtype: torch.dtype,
-        cp_rank: "Part | None",
+        cp_rank: "GroupRank | None",
     ) -> Attended | None:
         T = len(order)
         before = 0 if cp_rank is None else cp_rank.rank * T
@@ -323,7 +323,7 @@ class SoftmaxMixer(Mixer):
         return config.mixer.window is None
 
     @staticmethod
-    def kept(config: ModelConfig) -> tuple[int, int]:
+    def saved_elements(config: ModelConfig) -> tuple[int, int]:
         kv_dim = config.n_kv_heads * config.head_dim
         # Queries before and after RoPE, and the output; keys before and after RoPE, and values.
         token = 3 * config.dim + 3 * kv_dim
@@ -333,7 +333,7 @@ class SoftmaxMixer(Mixer):
         return token, 0
 
     @staticmethod
-    def received(
+    def received_elements(
         config: ModelConfig,
         context: int,
         tensor: int,

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from interdomain.scan.tables import decay_exponent, input_gain, mixing_matrix, readout_vector
 
 from ..feature_maps import KeptInFloat32
-from ..shard import Part, shard_of
+from ..parallel import GroupRank, local_slice
 
 # Shapes: H heads of the state, M basis functions, L layers.
 
 # A basis function counts as bound if the bound on the decay takes more than this share of its
 # decay.
-BINDS = 0.01
+BOUND_SHARE = 0.01
 # Statistics of a layer: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the
 # median Delta, the share of basis functions at the bound on the decay, the root mean square of |C|.
-LIFE_SIGNS = (
+SSM_STATISTICS = (
     "timescale_tokens_min",
     "timescale_tokens_median",
     "timescale_tokens_max",
@@ -40,7 +40,7 @@ LIFE_SIGNS = (
 )
 
 
-class Dynamics(NamedTuple):
+class SSMParameters(NamedTuple):
     """The SSM parameters of H heads.
 
     Attributes:
@@ -63,7 +63,7 @@ class Dynamics(NamedTuple):
         dt = self.log_dt.exp()
         log_abs = decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
         unbounded = dt[:, None] * self.log_A_real.exp()
-        return log_abs, -log_abs < (1 - BINDS) * unbounded
+        return log_abs, -log_abs < (1 - BOUND_SHARE) * unbounded
 
     @torch.no_grad()
     def c_rms(self) -> Tensor:
@@ -73,8 +73,8 @@ class Dynamics(NamedTuple):
         return self.C.square().sum(-1).mean().sqrt()
 
     @torch.no_grad()
-    def life_signs(self) -> Tensor:
-        """Returns the layer's statistics in the order of LIFE_SIGNS, float32."""
+    def ssm_statistics(self) -> Tensor:
+        """Returns the layer's statistics in the order of SSM_STATISTICS, float32."""
         log_abs, at_bound = self.decay()
         timescale = -1 / log_abs
         statistics = [
@@ -97,7 +97,7 @@ def scalars(signs: Tensor) -> dict[str, float]:
     named = {}
     for i, row in enumerate(signs.tolist()):
         if any(row):
-            for name, value in zip(LIFE_SIGNS, row, strict=True):
+            for name, value in zip(SSM_STATISTICS, row, strict=True):
                 named[f"mixer/layer_{i:02d}/{name}"] = value
     return named
 
@@ -118,8 +118,8 @@ def copied(parameter: Tensor) -> Tensor:
     return parameter.clone()
 
 
-class SSMDynamics(KeptInFloat32):
-    """The SSM parameters of a layer as a module. Called, it returns copies of them (`Dynamics`).
+class SSM(KeptInFloat32):
+    """The SSM parameters of a layer as a module. Called, it returns copies of them (`SSMParameters`).
 
     Around a call, a parallelisation that shards the parameters gathers them.
 
@@ -153,11 +153,11 @@ class SSMDynamics(KeptInFloat32):
             self.C = parameter(n_heads, n_basis, 2)
         self.c = parameter(n_heads, n_basis) if linear else None
 
-    def forward(self) -> Dynamics:
+    def forward(self) -> SSMParameters:
         self.check_float32()
         C = None if self.C is None else copied(self.C)
         c = None if self.c is None else copied(self.c)
-        return Dynamics(
+        return SSMParameters(
             copied(self.log_dt),
             copied(self.log_A_real),
             copied(self.A_imag),
@@ -168,7 +168,7 @@ class SSMDynamics(KeptInFloat32):
 
 def local_parameters(
     ssm: nn.Module,
-    tp_rank: "Part | None",
+    tp_rank: "GroupRank | None",
     dtype: torch.dtype,
 ) -> list[Any]:
     """Returns the parameters that a module returns when called, for this rank's heads.
@@ -182,12 +182,12 @@ def local_parameters(
     for parameter in ssm():
         if parameter is not None:
             exact = parameter.to(torch.promote_types(parameter.dtype, dtype))
-            parameter = shard_of(exact, tp_rank)
+            parameter = local_slice(exact, tp_rank)
         parameters.append(parameter)
     return parameters
 
 
-def discretize(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
+def discretize(layers: list[SSMParameters], readout: str) -> list[tuple[Tensor, Tensor]]:
     """Computes the two tensors that the scan reads, for each layer.
 
     Lambda = exp(Delta A), the input gain is the zero-order hold's, and the gain, C and the readout

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from interdomain.model import ModelConfig, meta_model
 from interdomain.model.loss import piece_tokens
-from interdomain.model.shard import split_dimension
+from interdomain.model.parallel import split_dimension
 from interdomain.model.transformer import mixer_class
 
 from ..settings.schema import JobConfig
@@ -217,7 +217,7 @@ class CostModel:
         ffn = layer.ffn_hidden
         tensor = self.plan.topology.tensor
         width = self.width
-        kept, scores = mixer_class(layer.mixer).kept(layer)
+        kept, scores = mixer_class(layer.mixer).saved_elements(layer)
 
         rest = dim * self.stored + width * (kept + 3 * ffn + dim)
         if not self.compiled:
@@ -242,7 +242,7 @@ class CostModel:
 
         - shards: weights are gathered, gradients scattered.
         - replicas: scattered gradients are summed.
-        - context: states, or keys and values (`Mixer.received`).
+        - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
         - dynamics: gradients of SSM parameters are summed.
@@ -269,7 +269,9 @@ class CostModel:
             state_passes = 3 if self.checkpointing == "full" else 2
             token_passes = 2 if self.checkpointing == "none" else 3
             for layer in share.layers:
-                state, per_token = mixer_class(layer.mixer).received(layer, context, tensor)
+                state, per_token = mixer_class(layer.mixer).received_elements(
+                    layer, context, tensor
+                )
                 exchanged += n * plan.local_batch * state * 4 * state_passes
                 exchanged += n * self.tokens * per_token * self.width * token_passes
 

@@ -189,7 +189,7 @@ def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
     chosen = {name: job[f"mixer.{name}"] for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=training.precision == "bf16-products")
     for mixer in config.mixers:
-        execution.refuse_map(mixer)
+        execution.check_feature_map(mixer)
 
     return RunPlan(
         config=config,

@@ -55,7 +55,7 @@ from interdomain.checkpoint.step_folder import (
     write_record,
 )
 from interdomain.data import Tokenizer
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 
 from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
@@ -288,11 +288,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 "nats": [float(f"{x:.7g}") for x in losses],
                 "labels": [int(n) for n in labels],
             }
-            write_whole(folder / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
+            write_atomically(folder / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
         result = {"step": step, "loss": loss, "perplexity": perplexity}
         if accuracy is not None:
             result["accuracy"] = accuracy
-        write_whole(folder / VALIDATION, (json.dumps(result) + "\n").encode())
+        write_atomically(folder / VALIDATION, (json.dumps(result) + "\n").encode())
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from interdomain.model.shard import Part
+from interdomain.model.parallel import GroupRank
 
 from ..host import ParallelDims
 from ..plan.device import device_here
@@ -39,7 +39,7 @@ class Meshes(NamedTuple):
     pipeline: DeviceMesh
     parameters: DeviceMesh
     stage: dist.ProcessGroup | None
-    context: Part | None
+    context: GroupRank | None
     axes: dict[str, DeviceMesh]
 
     @property
@@ -147,9 +147,9 @@ def meshes_of(dims: ParallelDims) -> Meshes:
     return meshes
 
 
-def place_in(mesh: DeviceMesh) -> Part:
+def place_in(mesh: DeviceMesh) -> GroupRank:
     """Returns this rank's place in a mesh of one dimension."""
-    return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    return GroupRank(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
 def is_divided(x: DTensor, axis: str) -> bool:

@@ -19,8 +19,8 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from interdomain.model import Transformer
-from interdomain.model.dynamics import SharedDynamics
-from interdomain.model.shard import shard_of
+from interdomain.model.parallel import local_slice
+from interdomain.model.shared_ssm import SharedSSMTensors
 
 from ..data.dataloader import Batch
 from ..plan.run_plan import RunPlan
@@ -88,7 +88,7 @@ class Passes:
                 the SSM parameters.
         """
         for part in self.parts:
-            part.shared = SharedDynamics(part.dynamics())
+            part.shared = SharedSSMTensors(part.ssm_tensors())
         yield
         for part in self.parts:
             if backward:
@@ -105,7 +105,7 @@ class Passes:
         # Batches are in pinned memory: the host does not wait for the copy, and prepares this batch
         # while the device computes the last one.
         x = x.to(self.device, non_blocking=True)
-        return shard_of(x, self.meshes.context, dim=1).contiguous()
+        return local_slice(x, self.meshes.context, dim=1).contiguous()
 
 
 class Stage(PipelineStage):

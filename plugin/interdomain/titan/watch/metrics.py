@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from interdomain.model import Transformer
-from interdomain.model.mixers.ssm import LIFE_SIGNS, SSMDynamics, scalars
+from interdomain.model.mixers.ssm import SSM, SSM_STATISTICS, scalars
 
 from ..errors import user_errors
 from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger, translate
@@ -208,12 +208,12 @@ def mixer_statistics(parts: list[Transformer], meshes: Meshes) -> dict[str, floa
     """
     # Rows of layers on other stages stay zero, and the sum over the stages fills them.
     device = next(parts[0].parameters()).device
-    statistics = torch.zeros(parts[0].config.n_layers, len(LIFE_SIGNS), device=device)
+    statistics = torch.zeros(parts[0].config.n_layers, len(SSM_STATISTICS), device=device)
     for part in parts:
         for i, layer in part.layers.items():
             ssm = getattr(layer.attention, "ssm", None)
-            if isinstance(ssm, SSMDynamics):
-                statistics[int(i)] = ssm().life_signs()
+            if isinstance(ssm, SSM):
+                statistics[int(i)] = ssm().ssm_statistics()
     if meshes.pipeline.size() > 1:
         dist.all_reduce(statistics, group=meshes.pipeline.get_group())
     return scalars(statistics)

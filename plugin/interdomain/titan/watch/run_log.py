@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.checkpoint.event_files import open_events
 from interdomain.environment import environment
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
@@ -152,7 +152,7 @@ class WandbLog(BaseLogger):
         id_file = folder / "wandb_id"
         if not id_file.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(id_file, secrets.token_hex(8).encode())
+            write_atomically(id_file, secrets.token_hex(8).encode())
         self.run = wandb.init(
             id=id_file.read_text().strip(),
             resume="allow",

@@ -50,7 +50,7 @@ def split_dimension(model: nn.Module, name: str) -> int | None:
     return SLICED.get(name.rpartition(".")[2])
 
 
-class Part(NamedTuple):
+class GroupRank(NamedTuple):
     """This rank's place in context or tensor parallelism, and the collectives of its group.
 
     Rank r of the group has part r of `size` equal parts, of the tokens or of the heads.
@@ -157,9 +157,9 @@ class Part(NamedTuple):
         )
 
 
-def shard_of(
+def local_slice(
     x: Tensor,
-    part: "Part | None",
+    part: "GroupRank | None",
     dim: int = 0,
 ) -> Tensor:
     """Returns this rank's slice of x along a dimension, a view; x itself if `part` is None."""
@@ -172,7 +172,7 @@ def send(
     x: Tensor,
     rows_to: list[int],
     rows_from: list[int],
-    part: Part,
+    part: GroupRank,
 ) -> Tensor:
     """Starts an all-to-all of rows of x.
 
@@ -191,7 +191,7 @@ def receive(
     sent: Tensor,
     rows_to: list[int],
     rows_from: list[int],
-    part: Part,
+    part: GroupRank,
 ) -> Tensor:
     """Waits for the rows of an all-to-all. The arguments are those of `send`."""
     return _Receive.apply(sent, rows_to, rows_from, part.group)
@@ -249,7 +249,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dim: int,
-        part: Part,
+        part: GroupRank,
     ) -> Tensor:
         ctx.arguments = dim, part
         return _gathered(x, dim, part)
@@ -267,7 +267,7 @@ class _Scatter(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dim: int,
-        part: Part,
+        part: GroupRank,
     ) -> Tensor:
         ctx.arguments = dim, part
         return _scattered(x, dim, part)
@@ -283,7 +283,7 @@ class _Scatter(torch.autograd.Function):
 def _gathered(
     x: Tensor,
     dim: int,
-    part: Part,
+    part: GroupRank,
 ) -> Tensor:
     stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))
     if dim == 0:
@@ -294,7 +294,7 @@ def _gathered(
 def _scattered(
     x: Tensor,
     dim: int,
-    part: Part,
+    part: GroupRank,
 ) -> Tensor:
     if dim != 0:
         x = torch.cat(x.chunk(part.size, dim))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class SharedDynamics:
+class SharedSSMTensors:
     """SSM tensors that many forward passes read. Their gradients are added up until `backward`.
 
     The passes read detached copies, so that each backward pass ends there. The operations between
@@ -15,7 +15,7 @@ class SharedDynamics:
     """
 
     def __init__(self, layers: list[tuple[Tensor, ...]]) -> None:
-        """Takes the result of `Transformer.dynamics`."""
+        """Takes the result of `Transformer.ssm_tensors`."""
         self.layers: list[tuple[Tensor, ...]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []  # (tensor, its detached copy)
         for tensors in layers:
