@@ -447,7 +447,6 @@ def tools(lines, cwd, wheel, without=()):
     log = tempfile.mkdtemp(dir=wheel.parent)
     code = f"""
 import os, runpy, sys, {"torch" if without else "interdomain.titan.settings.job_config"}
-assert "torch._inductor.compile_fx" not in sys.modules  # it costs a second of every start
 sys.modules.update(dict.fromkeys({sorted(without)!r}))  # imports fail, find_spec finds nothing
 for i, line in enumerate({lines!r}):
     if not os.fork():
