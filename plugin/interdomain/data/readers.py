@@ -315,23 +315,27 @@ def list_spans(
 
 
 def _spans(file: SourceFile, text_field: str) -> list[Span]:
-    """The spans of one file. A file that can only be read from its start has one span."""
+    """Returns the spans of one file.
+
+    Datasets of the Hugging Face hub, Parquet files and JSON lines can be read from several places.
+    Any other file is one span.
+    """
     spans = []
     if file.kind == HUGGING_FACE:
         _, rows = _dataset(str(file.path))
         for i in range(rows.num_shards):
-            spans.append(Span(file, i, size=DATASET_SPAN_BYTES))
+            spans.append(Span(file, start=i, size=DATASET_SPAN_BYTES))
     elif file.kind == PARQUET:
         with _file_named_in_errors(file):
             metadata = _open_parquet(file.path, text_field).metadata
         for group in range(metadata.num_row_groups):
             # The size is the row group's share of the rows.
             size = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
-            spans.append(Span(file, group, size=size))
+            spans.append(Span(file, start=group, size=size))
     elif file.path.suffix.lower() in JSON_LINES:  # not compressed, so any byte can be read
         for start in range(0, file.size, SPAN_BYTES):
             stop = min(start + SPAN_BYTES, file.size)
-            spans.append(Span(file, start, stop, stop - start))
+            spans.append(Span(file, start=start, stop=stop, size=stop - start))
     else:
         spans.append(Span(file, size=file.size))
     return spans

@@ -99,12 +99,12 @@ class Task:
         raise NotImplementedError
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
-        """Writes the examples of a block.
+        """Writes N examples: all of their T tokens but the last, which is EOS.
 
         Args:
             draw: Source of random numbers.
-            ids: Token ids to write, uint16 [N, T - 1], zeros before.
-            marks: Set to 1 at answers, uint8 [N, T - 1], zeros before.
+            ids: Token ids to write, uint16 [N, T - 1]. They are zeros before.
+            marks: To be set to 1 at answers, uint8 [N, T - 1]. They are zeros before.
             split: `train` or `validation`.
         """
         raise NotImplementedError
@@ -226,9 +226,10 @@ class SelectiveCopying(Task):
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
         N, width = ids.shape
         P = self.items
+        # The last two words are `.` and `copy`. The words before them are what is copied.
         n = len(self.words()) - 2
-        tokens = draw.below(n, N, P)
-        places = np.sort(draw.distinct(width - P - 1, N, P))
+        tokens = draw.below(n, N, P)  # [N, P], each from 0 to n - 1
+        places = np.sort(draw.distinct(width - P - 1, N, P))  # [N, P], no two alike in a row
         # The first part is noise (`.`), with the tokens at their places.
         ids[:] = n
         ids[np.arange(N)[:, None], places] = tokens

@@ -31,6 +31,8 @@ from interdomain.data.readers import Span, documents_of, in_validation
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
+# Parts of a corpus of middle size: enough to keep many processes busy to the end.
+PARTS = 200
 # Bytes of a part's input on the disk.
 SMALLEST_PART = 2_000_000
 LARGEST_PART = 64_000_000
@@ -70,10 +72,13 @@ class Part:
 
 
 def cut(spans: list[Span]) -> list[Part]:
-    """Groups neighbouring spans into about 200 parts, within the limits of their size."""
+    """Groups neighbouring spans into PARTS parts, or into more or fewer to limit their size.
+
+    A span is never cut. So a part may be larger than LARGEST_PART if its span is.
+    """
     total = sum(span.size for span in spans)
-    limit = min(LARGEST_PART, max(SMALLEST_PART, total // 200))
-    # A group ends before the span with which it would exceed the limit.
+    limit = min(LARGEST_PART, max(SMALLEST_PART, total // PARTS))
+    # A group has one span, or all the next ones that together do not exceed the limit.
     groups = []
     size = 0
     for span in spans:
