@@ -237,6 +237,7 @@ class PositiveRandomFeatures(RandomFeatures):
         R = x.shape[-1]
         exponent = self.projected(x, tp_rank)
         if query:
+            # Neither |x|^2 nor the largest exponent is needed: a factor of a query's own cancels.
             exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
         else:
             square = widened(x).square().sum(-1, keepdim=True)

@@ -196,6 +196,11 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
+    """The loss, whose forward pass computes the gradients by hidden and weight, too.
+
+    The backward pass multiplies them by the gradient by the loss, a scalar.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -205,7 +210,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         piece_loss: PieceLoss,
         vocabulary: GroupRank | None,
     ) -> Tensor:
-        ctx.dtype = weight.dtype
+        ctx.weight_dtype = weight.dtype
         loss, *gradients = _by_pieces(
             hidden, weight, labels, piece_loss, vocabulary, ctx.needs_input_grad[:2]
         )
@@ -221,7 +226,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if by_hidden is not None:
             by_hidden = by_hidden * by_loss
         if by_weight is not None:
-            by_weight = (by_weight * by_loss).to(ctx.dtype)
+            by_weight = (by_weight * by_loss).to(ctx.weight_dtype)
         return by_hidden, by_weight, None, None, None
 
 

@@ -216,7 +216,10 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Waits for an all-to-all. The backward pass starts the opposite one."""
+    """Waits for an all-to-all. The backward pass starts the opposite one.
+
+    Its arguments are those of `receive`: what `send` started, and the rows to and from each rank.
+    """
 
     @staticmethod
     def forward(

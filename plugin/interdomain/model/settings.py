@@ -209,7 +209,8 @@ class MixerConfig:
                 f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(used)}. "
                 "Choose another condition"
             )
-            # n_basis belongs to the size, so softmax has a value of it, which it does not read.
+            # n_basis is set by the model size (125M, debug): every mixer of a model has a value of
+            # it, also softmax, which does not read it.
             others = [name for name in MIXER_SETTINGS if name not in ("kind", "n_basis", *used)]
             return dict.fromkeys(others, reason)
 
@@ -308,6 +309,7 @@ def readout_std(mixer: MixerConfig, name: str) -> float:
         name: "C", the standard deviation of its real and of its imaginary part; or "c" of the
             linear readout.
     """
+    # mixer.c_scale is the root mean square of |C|, of both parts together.
     M = mixer.n_basis
     if name == "c":
         return M**-0.5 if mixer.linear_scale is None else mixer.linear_scale
@@ -353,6 +355,7 @@ def check_setting(name: str, value: Any, kind: Any, bound: Bound | None = None) 
 
 
 def _has_type(value: Any, kind: Any) -> bool:
+    """Returns True if the value has the type `kind`, which may be what `check_setting` allows."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Literal:

@@ -199,7 +199,7 @@ class KVCache(State):
             self.v = self.v.scatter(2, index, v)
 
     def reserve(self, slots: int) -> None:
-        """Grows the cache to this number of slots."""
+        """Gives the cache this number of slots, at least as many as are filled."""
         self.k = _with_slots(self.k, slots)
         self.v = _with_slots(self.v, slots)
 
@@ -271,6 +271,10 @@ class ModelState(State):
         position: Tensor,
         ssm_tensors: list[tuple[Tensor, ...]],
     ) -> None:
+        """Makes a state whose rows have all seen the same number of tokens, `length` = 0 so far.
+
+        The arguments are the attributes of these names.
+        """
         super().__init__()
         self.layers = layers
         self.position = position
@@ -286,7 +290,10 @@ class ModelState(State):
         return min(capacities, default=None)
 
     def reserve(self, tokens: int) -> None:
-        """Makes room in the caches for this number of tokens in all."""
+        """Gives each cache that grows room for this number of tokens in all.
+
+        A cache also grows by itself, but not under a captured CUDA graph, whose addresses are fixed.
+        """
         for layer in self.layers:
             if layer.capacity is not None:
                 layer.reserve(tokens)

@@ -357,13 +357,14 @@ class InterdomainMixer(Recurrence):
         """Arranges the parameters for the step kernels, once for all steps.
 
         Args:
-            ssm_tensors: As in `forward`.
+            ssm_tensors: log_decay [G, M, 2], and mixing [G, 2M, 2M] or readout [G, 2M].
         Returns:
             Keyword arguments of `input_features_step`, and of `interdomain_step` or `linear_step`.
         """
         mixer = self.config
 
         # The step kernel takes [q | k | v] at once: it rotates, and maps by SiLU, the first heads.
+        # With a single input (no `dual_input`), k is not mapped.
         rotated = mapped = self.n_heads + self.n_kv_heads
         if not mixer.rope:
             rotated = 0
@@ -373,7 +374,8 @@ class InterdomainMixer(Recurrence):
             mapped = 0
         features: dict[str, Any] = dict(rotated=rotated, silu=mapped)
 
-        # Taps and biases of the convolutions, side by side: [W, E] and [E].
+        # Taps [W, E] and biases [E] of the convolutions, side by side: W taps, E channels of all.
+        # The call of a convolution returns its weight and its bias.
         weights = []
         biases = []
         for conv in (self.q_conv, self.k_conv, self.v_conv):
@@ -384,14 +386,15 @@ class InterdomainMixer(Recurrence):
         if weights:
             features["conv"] = torch.cat(weights, dim=1), torch.cat(biases)
 
-        # Scales and biases of the input norms of k and v: [2G, R] each.
+        # Weights [R], shared by the heads, and biases [G, R] of the input norms of k and v. The
+        # kernel takes [2G, R] of each.
         if self.k_norm is not None and self.v_norm is not None:
-            k_scale, k_shift = self.k_norm()
-            v_scale, v_shift = self.v_norm()
-            k_scale = widened(k_scale).expand(k_shift.shape)
-            v_scale = widened(v_scale).expand(v_shift.shape)
-            shifts = torch.cat([widened(k_shift), widened(v_shift)])
-            features["norm"] = torch.cat([k_scale, v_scale]), shifts
+            k_weight, k_bias = self.k_norm()
+            v_weight, v_bias = self.v_norm()
+            k_weight = widened(k_weight).expand(k_bias.shape)
+            v_weight = widened(v_weight).expand(v_bias.shape)
+            biases = torch.cat([widened(k_bias), widened(v_bias)])
+            features["norm"] = torch.cat([k_weight, v_weight]), biases
             features["eps"] = self.k_norm.eps
 
         # Lambda, and the matrix or vector of the readout.
@@ -400,7 +403,7 @@ class InterdomainMixer(Recurrence):
         if not mixer.query_readout:
             tables["readout"] = table
         elif mixer.readout == "complex":
-            # The lower half of the matrix holds the same numbers.
+            # The matrix is [[Re, -Im], [Im, Re]]: its lower half has the same numbers.
             tables["mixing"] = table[:, : mixer.n_basis].contiguous()
         else:
             tables["mixing"] = table

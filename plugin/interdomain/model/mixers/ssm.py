@@ -59,9 +59,13 @@ class SSMParameters(NamedTuple):
 
     @torch.no_grad()
     def decay(self) -> tuple[Tensor, Tensor]:
-        """Returns log|Lambda| per token, and where `decay_exponent` bounds it (bool), each [H, M]."""
+        """Returns log|Lambda| per token, and which basis functions count as bound (bool): [H, M].
+
+        `decay_exponent` bounds the decay softly. A basis function counts as bound if that takes more
+        than BOUND_SHARE of its decay.
+        """
         dt = self.log_dt.exp()
-        log_abs = decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
+        log_abs, _ = decay_exponent(dt, self.log_A_real, self.A_imag).unbind(-1)
         unbounded = dt[:, None] * self.log_A_real.exp()
         return log_abs, -log_abs < (1 - BOUND_SHARE) * unbounded
 
