@@ -58,10 +58,12 @@ def add_arguments_to_parser(arguments: Any) -> None:
     """
     original = arguments.add_megatron_arguments
 
+    # The functions below replace Megatron's functions of the same names.
+
     def add_megatron_arguments(parser: Any) -> Any:
         parser = original(parser)
         add_arguments(parser.add_argument_group(title="interdomain"))
-        # parse_args calls it, too.
+        # argparse's parse_args calls parse_known_args, so this one is replaced for both.
         parse = parser.parse_known_args
 
         def parse_known_args(*given: Any) -> Any:
@@ -108,17 +110,20 @@ def count_flops(training: Any) -> None:
 def flops(
     args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any
 ) -> Any:
-    """Returns the FLOPs of a training step.
+    """Returns the FLOPs of a training step, in place of Megatron's num_floating_point_operations.
 
     Args:
-        args: Megatron's arguments.
-        batch_size: Number of sequences.
-        total_real_tokens_in_batch: Number of tokens without padding, if it is known.
+        args: Megatron's parsed arguments, after `arguments.check`.
+        batch_size: Number of sequences of the step, on all ranks.
+        total_real_tokens_in_batch: Number of tokens without padding; None if it is not known.
     """
+    # The mixers of all layers, from the specification that --spec names. A layer of GPTModel has
+    # those of the whole model.
     _, layers = layers_of(args)
     mixers: list[MixerConfig] = []
     for layer in layers:
         mixers += params_of(layer)["mixers"]
+    # True for HybridModel, where a mixer and its MLP are two layers.
     mlp_apart = params_of(layers[0])["mlp_apart"]
     config = plain_config(
         args, key_heads(args), tuple(mixers), mlp_apart, vocab_size=args.padded_vocab_size
