@@ -40,10 +40,9 @@ CLASSES = {
 def save_pretrained(self: PretrainedConfig, save_directory: str | Path, **options: Any) -> None:
     """Saves config.json as transformers does, and then the model's Python files.
 
-    transformers copies the files that it knows from this folder. They import the package. So
-    `write_code` writes all `*_interdomain.py` and the licence over them. Among these is
-    plain_interdomain.py, with the text of what the package's own file imports: an exported model
-    needs only torch and transformers.
+    transformers copies the Python files of this folder, too, which need the package. `write_code`
+    then writes all files that an exported model has: `*_interdomain.py`, which need only torch and
+    transformers, and the licence.
 
     Args:
         self: The configuration, an InterdomainConfig.

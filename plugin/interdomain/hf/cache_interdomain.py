@@ -1,4 +1,4 @@
-"""The cache that transformers carries from one forward pass to the next, and batches whose rows differ in length.
+"""The cache that transformers carries between forward passes, and batches with padding.
 
 Shapes: B batch, T tokens, H heads of keys, S slots of softmax's cache, W width of the convolutions,
 E their channels.
@@ -25,7 +25,9 @@ from .plain_interdomain import (
 
 
 def ssm_tensors_of(mixer: Any, x: Tensor) -> Any:
-    """Returns the tables of a mixer's SSM parameters (`Mixer.ssm_tensors`), which its recurrence reads.
+    """Returns the tables of a mixer's SSM parameters, which its recurrence reads.
+
+    They are the result of `Mixer.ssm_tensors`.
 
     Args:
         mixer: The mixer of a layer.
@@ -204,7 +206,7 @@ class InterdomainCache(Cache):
         return other
 
     def _become(self, other: "InterdomainCache") -> None:
-        """Replaces the contents of this cache by those of another."""
+        """Replaces the contents of this cache by those of another. Callers keep this object."""
         # `vars` leaves out the attributes in __slots__.
         self.length = other.length
         self.masks = other.masks
@@ -241,15 +243,18 @@ class InterdomainCache(Cache):
         self._become(InterdomainCache())
 
     def crop(self, tokens: int) -> None:
+        """Raises NotImplementedError: a state cannot take tokens back."""
         raise NotImplementedError(
             f"crop({tokens}): a recurrent state cannot take tokens back. Copy the cache before them (copy.copy), or "
             "read the text again from its start."
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row, with its copies next to it."""
         self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows of these indices."""
         self.reorder_cache(indices)
 
     def reorder_cache(self, indices: Tensor) -> None:
@@ -323,6 +328,10 @@ class Rows(NamedTuple):
             mask: [B, T], False for padding; None for no padding.
             cache: The cache that the layers read and advance; None without one.
             dtype: The data type of the scores.
+
+        Returns:
+            Rows with `stay`; and with the mask of the keys as `packing`, unless usual causal
+            attention needs none.
         """
         # The token of each slot, -1 for padding: those in the cache, then the new ones.
         T = token.shape[1]
@@ -332,7 +341,8 @@ class Rows(NamedTuple):
             slots = torch.cat((cached.to(slots.device), slots), dim=1)
         S = slots.shape[1]
 
-        # The cache keeps each row's last tokens, whatever padding is between.
+        # The cache keeps each row's last tokens, whatever padding is between: the slots with the
+        # largest numbers.
         stay = None
         if cache is not None and window and window < S:
             stay = slots.topk(window, dim=1).indices

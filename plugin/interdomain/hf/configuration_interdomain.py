@@ -80,6 +80,8 @@ class InterdomainConfig(PretrainedConfig):
         # What follows from the settings.
         model = self.checked()
         self.intermediate_size = intermediate_size or model.ffn_hidden
+        # transformers' names of layers: with a state of fixed size, with the keys and values of all
+        # tokens, or with those of the last ones.
         self.layer_types = []
         for layer in model.layers:
             if layer.mixer.kind != "softmax":

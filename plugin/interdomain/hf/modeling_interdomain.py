@@ -1,4 +1,6 @@
-"""Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size.
+"""Interdomain Attention in transformers.
+
+The model is a Llama-style decoder whose token mixer reads a recurrent state of fixed size.
 
 Shapes: B batch, T tokens.
 """
@@ -122,6 +124,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
+        """Returns False: transformers must not make a cache of its own kind."""
         return False
 
     def float32_modules(self) -> list[nn.Module]:
@@ -191,7 +194,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         cache: InterdomainCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Computes the forward pass of transformers' decoders.
+        """Computes the output of the last norm, with the arguments of transformers' decoders.
 
         Args:
             input_ids: Tokens [B, T], or None with inputs_embeds.
@@ -205,14 +208,19 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 that value if a cache is given, else False.
             output_hidden_states: Returns the inputs of all layers and the output of the last norm
                 as well.
-            output_attentions: Refused.
+            output_attentions: True is an error: there are no attention matrices.
             cache: Another name of past_key_values.
             kwargs: Ignored, apart from arguments for packed sequences, which are refused.
+
+        Returns:
+            transformers' output: the hidden states [B, T, dim]; the cache if use_cache is true; and
+            the hidden states of all layers if output_hidden_states is.
 
         Raises:
             ValueError: For other position_ids, packed sequences, a mask of another shape, another
                 model's cache, attention matrices, and under gradient checkpointing a cache that has
                 read something.
+            NotImplementedError: Under torch.jit.trace.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two.")
@@ -250,6 +258,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         # Embed the tokens, and pass them through the layers.
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        # `prepared` has RoPE's tables and the rows by a layer's window; `position` is the number of
+        # tokens of each row after this pass.
         prepared, position = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -408,6 +418,12 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> nn.Module:
+        """Resizes the embedding and the head, and suppresses the rows that are no tokens.
+
+        Args:
+            new_num_tokens: The number of tokens of the new vocabulary; None for no change.
+            args, kwargs: transformers' other arguments, such as pad_to_multiple_of.
+        """
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         if new_num_tokens is not None and self.generation_config is not None:
             # Rows from here on are no tokens: the number of rows is rounded up.
@@ -480,7 +496,17 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # How many tokens are new: transformers 5 has a number, transformers 4 their positions.
+        """Returns the arguments of the next pass of `generate`, as transformers makes them.
+
+        Args:
+            input_ids: All tokens so far, [B, tokens].
+            inputs_embeds: Embeddings of the prompt, in place of its tokens.
+            kwargs: transformers' other arguments, such as the cache.
+
+        Raises:
+            ValueError: The cache has read all tokens, and no token is new.
+        """
+        # The number of new tokens. transformers 4 gives their positions instead.
         new = kwargs.get("next_sequence_length")
         if new is None and "cache_position" in kwargs:
             new = len(kwargs["cache_position"])
@@ -496,6 +522,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         return prepared
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: there are no pages of keys and values."""
         raise NotImplementedError(
             "transformers' continuous batching keeps pages of keys and values, and this model has a state of fixed size: call "
             "generate with a padded batch."
@@ -504,12 +531,24 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
+        """Prepares the cache before the first pass of `generate`, by which transformers calls this.
+
+        Args:
+            generation_config: transformers' GenerationConfig.
+            model_kwargs: The arguments of the model's passes. The cache is put among them.
+            args: transformers' other arguments.
+
+        Raises:
+            ValueError: Another kind of cache is asked for.
+        """
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation is {kind!r}, and this model has its own: leave it out."
             )
-        # A row that ended early, for example, has padding after its answer, which was read as text.
+        # The cache may have read as text what is padding in the mask, such as the padding behind
+        # the answer of a row that ended early. No token can be taken back, so the whole text is
+        # read again.
         cache = model_kwargs.get(CACHE)
         mask = model_kwargs.get("attention_mask")
         if isinstance(cache, InterdomainCache) and mask is not None and not cache.has_read(mask):
@@ -520,6 +559,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )
+        # transformers makes none for this model (`_supports_default_dynamic_cache`).
         if generation_config.use_cache and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = InterdomainCache()
 

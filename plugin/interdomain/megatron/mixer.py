@@ -349,6 +349,8 @@ class InterdomainAttention(MegatronModule):
                 "of fixed size. Convert the checkpoint (interdomain convert) and generate from "
                 "the exported model."
             )
+        # The products of this rank's heads. For a fixed-state baseline also those that every rank
+        # needs whole.
         x, _ = self.in_proj(hidden_states)
         if self.shared_rows:
             x = torch.cat([x, self._products_of_all_heads(hidden_states)], dim=-1)
@@ -356,17 +358,19 @@ class InterdomainAttention(MegatronModule):
         # The place of each token in its sequence (`order`) and, if documents are packed, in its
         # document (`positions`). A context-parallel rank has its own piece of a sequence.
         order = torch.arange(x.shape[0], device=x.device)
-        shard = self.core.cp_rank
-        if shard is not None:
-            order = order + shard.rank * len(order)
+        cp_rank = self.core.cp_rank
+        if cp_rank is not None:
+            order = order + cp_rank.rank * len(order)
         positions = None
         rotated_by = order
         if packed_seq_params is not None:
             positions = _positions(packed_seq_params, order, x.shape[1])
             rotated_by = positions
-        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, shard)
+        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, cp_rank)
         rope = rope_of(self.whole, rotated_by, x.dtype)
 
+        # With selective recomputation the backward pass computes the mixer again from x. False:
+        # each rank keeps its x whole.
         if self.recompute and torch.is_grad_enabled():
             o = tensor_parallel.checkpoint(lambda x: self._mix(x, rope, packing), False, x)
         else:
@@ -546,6 +550,7 @@ def _check(config: Any, ranks: int, model: ModelConfig, contiguous: bool) -> Non
     Raises:
         ValueError: A setting is not possible.
     """
+    # The settings that must have one value, from settings.toml.
     check_settings(config)
     if len(model.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
@@ -560,7 +565,8 @@ def _check(config: Any, ranks: int, model: ModelConfig, contiguous: bool) -> Non
             "interdomain.megatron.run; in your own loop, cut batches by "
             "interdomain.megatron.contiguous and give layer_spec contiguous=True."
         )
-    # The arguments of Megatron's own training script, if it is running.
+    # The arguments of Megatron's own training script, None if it is not running. They have ssm_lr
+    # if `arguments.add_arguments` added it.
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if arguments is not None and not hasattr(arguments, "ssm_lr"):
         raise ValueError(

@@ -34,8 +34,8 @@ def install() -> None:
 def cut_batches_contiguously() -> None:
     """Gives a context-parallel rank one piece of a sequence, and not two as for softmax.
 
-    The ranks hand a state from piece to piece. It can go when Megatron takes the function that cuts
-    batches; 0.19 does not.
+    The ranks hand a state from piece to piece. This change can go when Megatron takes the function
+    that cuts batches; 0.19 does not.
     """
     utils: Any = import_module("megatron.core.utils")
     utils.get_batch_on_this_cp_rank = contiguous
@@ -44,7 +44,8 @@ def cut_batches_contiguously() -> None:
 def use_norm_without_transformer_engine() -> None:
     """Takes a last norm that knows sequence parallelism without Transformer Engine.
 
-    It can go when a transformer_layer_spec may name GPTModel's last norm; 0.19 builds its own.
+    This change can go when a transformer_layer_spec may name GPTModel's last norm; 0.19 builds its
+    own.
     """
     block: Any = import_module("megatron.core.transformer.transformer_block")
     block.LayerNormImpl = RMSNorm
@@ -53,8 +54,11 @@ def use_norm_without_transformer_engine() -> None:
 def add_arguments_to_parser(arguments: Any) -> None:
     """Adds this project's arguments, and checks the command line before anything is built.
 
-    It can go when Megatron-LM's scripts take further arguments; those of 0.19 give
+    This change can go when Megatron-LM's scripts take further arguments; those of 0.19 give
     `extra_args_provider` their own.
+
+    Args:
+        arguments: Megatron-LM's module megatron.training.arguments.
     """
     original = arguments.add_megatron_arguments
 
@@ -83,8 +87,11 @@ def add_arguments_to_parser(arguments: Any) -> None:
 def use_recipe(training: Any) -> None:
     """Takes the parameter groups and the schedule of runs under TorchTitan.
 
-    It can go when Megatron-LM's scripts take parameter groups and a schedule; those of 0.19 make
-    them from arguments.
+    This change can go when Megatron-LM's scripts take parameter groups and a schedule; those of
+    0.19 make them from arguments.
+
+    Args:
+        training: Megatron-LM's module megatron.training.training.
     """
     original = training.get_megatron_optimizer_config
 
@@ -102,7 +109,10 @@ def use_recipe(training: Any) -> None:
 def count_flops(training: Any) -> None:
     """Makes the throughput in the log that of this model: Megatron counts softmax in every layer.
 
-    It can go when a layer may count its own FLOPs; 0.19 counts by its arguments.
+    This change can go when a layer may count its own FLOPs; 0.19 counts by its arguments.
+
+    Args:
+        training: Megatron-LM's module megatron.training.training.
     """
     training.num_floating_point_operations = flops
 
@@ -137,7 +147,10 @@ def compute_ssm_tensors_once(training: Any) -> None:
 
     One backward pass goes through them before Megatron finalizes the gradients.
 
-    It can go when Megatron-LM's scripts leave a `finalize_model_grads_func` that is set; those of
-    0.19 set their own.
+    This change can go when Megatron-LM's scripts keep a `finalize_model_grads_func` that a
+    configuration has already; those of 0.19 set their own.
+
+    Args:
+        training: Megatron-LM's module megatron.training.training.
     """
     training.finalize_model_grads = SSMTensorsOnce(training.finalize_model_grads)

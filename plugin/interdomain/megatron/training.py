@@ -130,13 +130,15 @@ class SSMTensorsOnce:
             model: The modules of this rank, one for each virtual stage.
             args, named: Megatron's other arguments.
         """
-        # The layers for the next step's `enter`.
+        # The layers of this rank with SSM parameters. In the next step `enter` computes those with
+        # the same settings together.
         self.mixers = []
         for chunk in model:
             for module in chunk.modules():
                 if isinstance(getattr(module, "core", None), InterdomainMixer):
                     self.mixers.append(module)
-        # One backward pass for each group of layers that were computed together.
+        # self.shared has an entry for each layer. Layers that were computed together have the same
+        # SharedSSMTensors, which goes backward once, with the gradients of all micro-batches.
         groups = dict.fromkeys(shared for shared, _ in self.shared.values())
         for shared in groups:
             shared.backward()

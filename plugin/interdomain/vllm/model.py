@@ -243,6 +243,7 @@ class Served(nn.Module):
         return state_dtypes(vllm_config.model_config.dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings of tokens."""
         return self.model.tok_embeddings(input_ids)
 
     @torch.no_grad()
@@ -254,6 +255,14 @@ class Served(nn.Module):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        """Computes the output of the last norm for the tokens of a step, [tokens, dim].
+
+        Args:
+            input_ids: The tokens of all requests, [tokens].
+            positions: The place of each token in its request, [tokens].
+            intermediate_tensors: Unused: there is no pipeline parallelism.
+            inputs_embeds: Embeddings [tokens, dim] in place of input_ids.
+        """
         # The tables of the SSM parameters are computed once for the weights.
         if not self.ready:
             for mixer, ssm_tensors in zip(self.mixers, self.model.ssm_tensors(), strict=True):
@@ -275,6 +284,7 @@ class Served(nn.Module):
         return x if self.part.size == 1 else tensor_model_parallel_all_reduce(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Returns the logits of hidden states, -inf for ids that are no tokens."""
         logits = self.model.output(hidden_states)
         logits[:, self.no_tokens] = -torch.inf
         return logits
