@@ -32,5 +32,6 @@ def open_events(folder: Path, first_step: int, max_queue: int = 10) -> "SummaryW
     for path in folder.glob(EVENTS):
         if match := re.match(r"\D+(\d+)", path.name):
             latest = max(latest, int(match.group(1)))
+    # The new file's name begins with a later time.
     with event_files_after(latest):
         return SummaryWriter(folder, max_queue=max_queue, purge_step=first_step)

@@ -356,6 +356,7 @@ class _PartialPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        """Prepares a load. The arguments are PyTorch's: `metadata` is the index from the reader."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         # The part is written into the reader's empty index, because the reader is given the same
         # object after this call.
@@ -408,6 +409,7 @@ def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
         FileNotFoundError: The folder has no index, so it is not a complete checkpoint.
         ValueError: A tensor is missing, or the index or a tensor is damaged.
     """
+    # Make an empty tensor for each name, and load the contents into it.
     index = read_index(checkpoint)
     tensors = {}
     for name in names:

@@ -105,7 +105,7 @@ class InterdomainCache(Cache):
     __slots__ = ("length", "made_in", "masks", "tables")
 
     def __new__(cls, *args: Any) -> "InterdomainCache":
-        # Exporters make a cache without __init__.
+        # The attributes in __slots__ are set here, because exporters make a cache without __init__.
         cache = super().__new__(cls)
         cache.length = 0
         cache.made_in = backward_pass()
@@ -130,6 +130,7 @@ class InterdomainCache(Cache):
         # `_prepare` raises an error for another number of rows.
         if self.position is None or len(mask) != self.batch_size:
             return True
+        # The mask of all passes so far. self.masks has only those of passes with padding.
         read = torch.ones(len(mask), self.length, dtype=torch.bool, device=mask.device)
         for begin, passed in self.masks:
             read[:, begin : begin + passed.shape[1]] = passed
@@ -154,6 +155,7 @@ class InterdomainCache(Cache):
             keys, values = stored or (empty, empty)
             return Slots(keys, values), ()
 
+        # The tables are computed in the first pass, and then read from the cache.
         tables = self.tables.get(layer_idx)
         if stored is None or tables is None:
             ssm_tensors = ssm_tensors_of(mixer, x)
@@ -167,7 +169,7 @@ class InterdomainCache(Cache):
             self.tables[layer_idx] = tables
         ssm_tensors, prepared = tables
         if stored is not None:
-            # Copies, because a mixer may write into its state.
+            # The state of the last pass. Copies, because a mixer may write into its state.
             convolution_inputs, ssm = stored
             state = MixerState(convolution_inputs.clone(), ssm.clone(), prepared)
         return state, ssm_tensors
@@ -276,8 +278,10 @@ def token_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # The new position of each token is the number of tokens before it. That of padding is the
     # number of all tokens and of the padding before it.
     back = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
+    # The inverse: place back[i] of the new order has position i.
     places = torch.arange(mask.shape[1], device=mask.device).expand_as(back)
-    return torch.zeros_like(back).scatter(1, back, places), back, lengths[:, 0]
+    order = torch.zeros_like(back).scatter(1, back, places)
+    return order, back, lengths[:, 0]
 
 
 class Rows(NamedTuple):

@@ -128,7 +128,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return False
 
     def float32_modules(self) -> list[nn.Module]:
-        """Returns the modules whose parameters must not be rounded.
+        """Returns the modules of SSM parameters and random frequencies, which must not be rounded.
 
         With FSDP2, shard them first and without a `param_dtype`.
         """
@@ -136,12 +136,20 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws the package's initial values for a module's tensors, unless they were loaded."""
+        """Draws the package's initial values for a module's tensors, unless they were loaded.
+
+        Args:
+            module: Any module of the model. Only tensors of its own are drawn, not those of its
+                children.
+        """
+        # The module's name in the package's model, which post_init has set. A module that was added
+        # later has none.
         path = getattr(module, "path", "")
         is_matrix = isinstance(module, nn.Linear | nn.Embedding)
         if is_matrix and not path.startswith("layers."):
             # Embeddings and heads start alike, also those that are added later.
             path = "output"
+        # The values are a function of name and seed, and the seed follows PyTorch's random state.
         seed = int(torch.randint(2**62, (), device="cpu"))
         tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
         for name, tensor in tensors:
@@ -418,7 +426,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        """Resizes the embedding and the head, and suppresses the rows that are no tokens.
+        """Resizes the embedding and the head. `generate` never chooses rows that are no tokens.
 
         Args:
             new_num_tokens: The number of tokens of the new vocabulary; None for no change.
@@ -426,7 +434,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         if new_num_tokens is not None and self.generation_config is not None:
-            # Rows from here on are no tokens: the number of rows is rounded up.
+            # The number of rows may be rounded up: rows from new_num_tokens on are no tokens.
             padding = [*range(new_num_tokens, self.config.vocab_size)]
             self.generation_config.suppress_tokens = padding or None
         return embeddings
@@ -447,9 +455,16 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Computes logits [B, T, vocabulary], and the loss if there are labels.
 
-        Arguments that are not listed are those of `InterdomainModel.forward`.
+        `InterdomainModel.forward` says more about the arguments that it has, too.
 
         Args:
+            input_ids: Tokens [B, T], or None with inputs_embeds.
+            attention_mask: [B, T] or [B, tokens read + T], 0 for padding; None for no padding.
+            position_ids: Accepted if they count a row's tokens. The model counts by itself.
+            past_key_values: The cache, which the pass advances; or None.
+            inputs_embeds: Embeddings [B, T, dim] in place of input_ids.
+            use_cache: True to return a cache, False for none. None: as the configuration has it.
+            cache: Another name of past_key_values.
             labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which
                 follows nothing, are never predicted.
             logits_to_keep: The number of last positions for which logits are computed, 0 for all;
@@ -469,6 +484,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             kept = slice(-logits_to_keep, None)  # all of them for 0
             if logits_to_keep == 1 and attention_mask is not None:
                 order, _, lengths = token_order(attention_mask[:, -T:].to(hidden.device).bool())
+                # The last token of each row in token_order; the last place for a row without
+                # tokens.
                 last = (lengths[:, None] - 1) % T
                 hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])

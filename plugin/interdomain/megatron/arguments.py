@@ -104,6 +104,14 @@ class Size(argparse.Action):
     """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Sets the arguments when argparse reads this one.
+
+        Args:
+            parser: The parser. Unused.
+            namespace: The parsed arguments so far, which are changed.
+            values: The size.
+            option_string: Unused.
+        """
         arguments = model_arguments(build_config(values))
         arguments["mixer.n_basis"] = SIZES[values]["n_basis"]
         arguments[self.dest] = values
@@ -117,6 +125,14 @@ class Corpus(argparse.Action):
     """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Sets the arguments when argparse reads this one.
+
+        Args:
+            parser: The parser, which ends the program if there is no such corpus.
+            namespace: The parsed arguments so far, which are changed.
+            values: The folder of the corpus.
+            option_string: Unused.
+        """
         try:
             folder = expand_path(values)
             manifest = read_manifest(Path(folder))
@@ -125,8 +141,10 @@ class Corpus(argparse.Action):
         except (OSError, ValueError) as e:
             parser.exit(2, f"error: {e}\n")
         setattr(namespace, self.dest, folder)
+        # The files hold ids of tokens already: Megatron needs only their number.
         namespace.tokenizer_type = "NullTokenizer"
-        # Up to Megatron-Core 0.17 NullTokenizer adds one token to this number.
+        # Up to Megatron-Core 0.17 NullTokenizer adds one token to this number: NullTokenizer(0) has
+        # 1.
         namespace.vocab_size = manifest["vocab_size"] - NullTokenizer(0).vocab_size
         if hasattr(namespace, "null_tokenizer_eod_id"):  # from 0.19
             namespace.null_tokenizer_eod_id = manifest["eos_id"]
@@ -355,6 +373,7 @@ def _check_shape(args: Namespace, mixers: tuple[MixerConfig, ...], mlp_apart: bo
         shape.kv_channels = args.hidden_size // args.num_attention_heads
     ranks = args.tensor_model_parallel_size
     groups = key_heads(args)
+    # plain_config checks the sizes, and check_split the number of ranks.
     try:
         check_split(plain_config(shape, groups, mixers, mlp_apart), ranks)
     except ValueError as e:

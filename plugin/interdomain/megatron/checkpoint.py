@@ -431,7 +431,7 @@ def write_checkpoint(
         folder: The folder to write to.
         config: The plain model's configuration.
         tensors: The plain model's tensors by name, in the precision that Megatron is to find.
-        tokenizer: The sha256 of its tokenizer, if it is known.
+        tokenizer: The sha256 of the model's tokenizer, if it is known.
         hybrid: True for HybridModel, False for GPTModel.
         documents: How documents begin and end in the data (`Documents.to_dict`), if it is known.
     Raises:
@@ -464,7 +464,11 @@ def write_checkpoint(
     for i, layer_config in enumerate(config.layers):
         attention = f"{_prefix(i, form)}self_attention"
         mlp = f"{_prefix(i, form, is_mlp=True)}mlp"
-        shard = f"shard_{i}_{config.n_layers}" if form == "stacked" else "shard_0_1"
+        # Megatron ends the name of an extra state by its place among the stacked layers, and their
+        # number.
+        shard = "shard_0_1"
+        if form == "stacked":
+            shard = f"shard_{i}_{config.n_layers}"
         if form != "stacked":
             state[f"{attention}.{RECORD}"] = record_of(layer_config, tokenizer, documents)
         state[f"{attention}.in_proj._extra_state/{shard}"] = [None]
@@ -485,7 +489,7 @@ def write_checkpoint(
     common: dict[str, Any] = {"checkpoint_version": 3.0}
     if hybrid:
         # Without arguments Megatron takes it for a checkpoint of GPTModel, and translates it. It
-        # compares these.
+        # compares these four with those of the run.
         common["args"] = Namespace(
             hybrid_layer_pattern=hybrid_pattern(config),
             num_layers=2 * config.n_layers,

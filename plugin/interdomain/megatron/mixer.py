@@ -105,7 +105,10 @@ def plain_config(
     n_layers = settings.num_layers
     if mlp_apart:
         n_layers //= 2
-    n_kv_heads = groups if groups != settings.num_attention_heads else None
+    # A MixerConfig has None for as many heads of keys and values as query heads.
+    n_kv_heads = None
+    if groups != settings.num_attention_heads:
+        n_kv_heads = groups
     layers = []
     for mixer in mixers:
         if mixer.kind not in FIXED_STATE:

@@ -85,7 +85,7 @@ def add_arguments_to_parser(arguments: Any) -> None:
 
 
 def use_recipe(training: Any) -> None:
-    """Takes the parameter groups and the schedule of runs under TorchTitan.
+    """Gives Megatron's script the parameter groups and the schedule of runs under TorchTitan.
 
     This change can go when Megatron-LM's scripts take parameter groups and a schedule; those of
     0.19 make them from arguments.
@@ -96,7 +96,7 @@ def use_recipe(training: Any) -> None:
     original = training.get_megatron_optimizer_config
 
     def get_megatron_optimizer_config(args: Namespace) -> Any:
-        # Megatron's schedule counts samples.
+        # Megatron's schedule counts samples, so a training step adds a global batch to it.
         training.OptimizerParamScheduler = functools.partial(Schedule, each=args.global_batch_size)
         config, groups = original(args)
         # Keep Megatron's groups (--decoupled-lr), but not its rule that vectors do not decay.

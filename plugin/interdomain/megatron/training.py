@@ -58,7 +58,13 @@ class Schedule(OptimizerParamScheduler):
         super().__init__(*args, **kwargs)
 
     def get_lr(self, param_group: dict) -> float:
-        """Returns the learning rate of a parameter group at the present step."""
+        """Returns the learning rate of a parameter group at the present step.
+
+        Args:
+            param_group: The optimizer's parameter group. Its own "min_lr", if there is one, is the
+                floor in place of self.min_lr.
+        """
+        # self.each is one training step in the units of num_steps.
         num_steps = self.num_steps
         decay_steps = self.lr_decay_steps
         # The warmup is one step ahead of Megatron's, and the decay to a floor ends one step

@@ -168,7 +168,8 @@ class Softmax(nn.Module):
             x: [tokens, dim].
             rope: Cosines and sines of the rotary embedding, each [tokens, 1, head_dim / 2].
         """
-        # To `input_features` all tokens are one sequence, and rope says where each of them stands.
+        # `input_features` splits the products into heads and rotates them. To it all tokens are one
+        # sequence, and rope says where each of them stands.
         cos, sin = rope
         tables = (cos[None], sin[None])
         width = self.mixer.head_dim
@@ -268,9 +269,11 @@ class Served(nn.Module):
             for mixer, ssm_tensors in zip(self.mixers, self.model.ssm_tensors(), strict=True):
                 mixer.prepare(ssm_tensors)
             self.ready = True
+        # Embed the tokens, and pass them through the layers.
         h = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        rotates = any(layer.mixer.rope for layer in self.own.layers)
-        rope = rope_of(self.own, positions, h.dtype) if rotates else None
+        rope = None
+        if any(layer.mixer.rope for layer in self.own.layers):
+            rope = rope_of(self.own, positions, h.dtype)
         for mixer, block in zip(self.mixers, self.blocks, strict=True):
             h = h + self._sum(mixer(block.attention_norm(h), rope))
             h = h + self._sum(block.feed_forward(block.ffn_norm(h)))
