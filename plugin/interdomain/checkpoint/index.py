@@ -363,8 +363,16 @@ class _PartialPlanner(DefaultLoadPlanner):
         vars(metadata).update(vars(overlapping(self.index, self.state_dict)))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # PyTorch's planner unpickles objects. This load fails for everything but tensors, numbers,
-        # texts and their containers.
+        """Loads an object, which is not trusted.
+
+        Args:
+            read_item: PyTorch's description of what to read.
+            value: The bytes of the object.
+
+        Raises:
+            pickle.UnpicklingError: It is not made of tensors, numbers, texts and their containers.
+        """
+        # PyTorch's planner unpickles objects. This load before it fails for other contents.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

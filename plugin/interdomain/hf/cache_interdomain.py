@@ -187,6 +187,7 @@ class InterdomainCache(Cache):
         elif stay is None:
             self.states[layer_idx] = state.k, state.v
         else:
+            # `take` gathers along the second dimension, and the slots are the third.
             keys = take(state.k.transpose(1, 2), stay).transpose(1, 2)
             values = take(state.v.transpose(1, 2), stay).transpose(1, 2)
             self.states[layer_idx] = keys, values
@@ -201,6 +202,7 @@ class InterdomainCache(Cache):
         if self.position is not None:
             other.position = function(self.position)
         other.slots = {window: function(slots) for window, slots in self.slots.items()}
+        # A state is two tensors: of a recurrent layer, or keys and values.
         for layer_idx, (first, second) in self.states.items():
             other.states[layer_idx] = function(first), function(second)
         other.masks = [(begin, function(mask)) for begin, mask in self.masks]

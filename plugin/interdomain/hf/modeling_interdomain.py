@@ -128,7 +128,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return False
 
     def float32_modules(self) -> list[nn.Module]:
-        """Returns the modules of SSM parameters and random frequencies, which must not be rounded.
+        """Returns the modules of SSM parameters, which must not be rounded.
 
         With FSDP2, shard them first and without a `param_dtype`.
         """

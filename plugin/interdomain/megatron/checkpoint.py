@@ -158,7 +158,8 @@ def place_of(name: str, form: Form = "stacked") -> tuple[str, int | None]:
 
     Args:
         name: Its name in the plain model.
-        form: The form of the checkpoint's names (see the top of this file).
+        form: "stacked" if a tensor of the checkpoint has all layers, "by layer" if each layer has
+            its own, or "hybrid" if a mixer and its MLP are two layers.
     Returns:
         The name of the tensor in the checkpoint that holds it; and its index along that tensor's
         first dimension if layers are stacked, else None.
@@ -201,10 +202,12 @@ def part_of(whole: dict[str, Tensor], name: str, form: Form = "stacked") -> Tens
         whole: The checkpoint's tensors by their names there. A tensor may hold those of all layers,
             or w1 and w3 of a layer.
         name: The tensor's name in the plain model.
-        form: The form of the checkpoint's names (see the top of this file).
+        form: "stacked" if a tensor of the checkpoint has all layers, "by layer" if each layer has
+            its own, or "hybrid" if a mixer and its MLP are two layers.
     """
     key, layer = place_of(name, form)
     tensor = whole[key] if layer is None else whole[key][layer]
+    # One tensor of the checkpoint has the rows of w1, then those of w3.
     if key.endswith(FUSED):
         w1, w3 = tensor.chunk(2)
         return w3 if name.endswith("w3.weight") else w1

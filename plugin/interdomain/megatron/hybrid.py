@@ -65,6 +65,8 @@ class Stack(HybridStack):
     """
 
     def __init__(self, config: Any, *, post_process: bool = True, **settings: Any) -> None:
+        # With False HybridStack makes no norm, which would be Transformer Engine's. With True it
+        # applies self.final_norm in its forward pass.
         super().__init__(config, post_process=post_process, post_layer_norm=False, **settings)
         self.post_layer_norm = True
         if post_process:

@@ -404,24 +404,27 @@ class InterdomainAttention(MegatronModule):
         Returns:
             The input of out_proj, [S, B, its columns on this rank].
         """
+        # Copies of the shared parameters, whose backward pass sums the gradients over the ranks.
+        # With sequence parallelism Megatron sums them.
         shared = {}
-        # Without sequence parallelism nothing else sums the gradients of shared parameters over the
-        # ranks.
         if self.tp_group.size() > 1 and not self.config.sequence_parallel:
             for name, p in self.core.named_parameters():
                 if name in self.shared_parameters:
                     shared[name] = tensor_parallel.copy_to_tensor_model_parallel_region(
                         p, group=self.tp_group
                     )
+        # The tensors of the SSM parameters, if they are computed once a step: this field of
+        # Megatron's configuration is then an SSMTensorsOnce. None: the core computes its own.
         ssm_tensors = None
         ssm_tensors_once = self.config.finalize_model_grads_func
         if self.training and isinstance(ssm_tensors_once, SSMTensorsOnce):
             x, ssm_tensors = ssm_tensors_once.enter(self, x)
+        # The product of each projection, by name. One split, so that the backward pass makes one
+        # copy.
         rows = self.in_proj_rows | self.shared_rows
-        # One split, so that the backward pass makes one copy.
         parts = x.transpose(0, 1).split(list(rows.values()), dim=-1)
         products = dict(zip(rows, parts, strict=True))
-        # The core's call with copies of the shared parameters. Its input is the products.
+        # Call the core with these copies. Its input is the products, and it has no state.
         o = torch.func.functional_call(
             self.core, shared, (products, rope, ssm_tensors, None, packing)
         )
@@ -592,6 +595,7 @@ def _split_by_projection(tensor: Any, rows: dict[str, int]) -> ShardedTensorFact
     Returns:
         Megatron's description of a tensor that is divided for a checkpoint and joined after a load.
     """
+    # The place of in_proj in a checkpoint.
     bare = tensor.without_data()
 
     @torch.no_grad()
@@ -608,6 +612,7 @@ def _split_by_projection(tensor: Any, rows: dict[str, int]) -> ShardedTensorFact
         pieces = []
         start = 0
         for name, size in rows.items():
+            # Megatron's narrow returns a list.
             for piece in whole.narrow(0, start, size):
                 piece.key = f"{key}.{name}"
                 pieces.append(piece)
@@ -625,6 +630,8 @@ def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
         packed: Megatron's PackedSeqParams.
         order: The place of each of this rank's tokens in the sequence, [S].
         batch: Number of sequences, which must be 1.
+    Raises:
+        NotImplementedError: The documents are packed in another format, or in several sequences.
     """
     if packed.qkv_format != "thd" or batch != 1:
         raise NotImplementedError(
@@ -634,5 +641,7 @@ def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
     ends = packed.cu_seqlens_q_padded
     if ends is None:
         ends = packed.cu_seqlens_q
+    # The number of documents that end before a token. The entry of this number is where its own
+    # document begins.
     document = torch.searchsorted(ends[1:].contiguous(), order, right=True)
     return (order - ends[document])[None]

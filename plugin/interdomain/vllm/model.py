@@ -102,6 +102,8 @@ class Recurrent(MambaBase):
         if metadata is None:
             return out
         conv, ssm = self.kv_cache
+        # Each is a `states.Batch`: the places of tokens, the pages of their requests, which
+        # requests begin, and which places are padding.
         for tokens, pages, fresh, padding in metadata[self.name].batches:
             # Read the states of the batch. A request that begins has zeros.
             past = conv[pages] if self.has_conv else conv.new_empty(len(pages), 0, 0)
@@ -218,7 +220,7 @@ class Served(nn.Module):
                 dim = split_dimension(self.model.layers, name)
                 if dim is not None:
                     module.weight = nn.Parameter(local_slice(module.weight, self.part, dim).clone())
-        # Rows of a padded vocabulary are never chosen.
+        # Rows of a padded vocabulary are never chosen. generation_config.json names them.
         generation: Any = settings.try_get_generation_config()
         suppressed = generation.get("suppress_tokens") or []
         self.no_tokens = [token for token in suppressed if token < self.own.vocab_size]
