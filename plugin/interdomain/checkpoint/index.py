@@ -1,9 +1,10 @@
 """Reads the index and the tensors of torch.distributed.checkpoint folders, without trusting them.
 
 A checkpoint is a folder of files, each with pieces of tensors that one rank wrote, and an index of
-the pieces. No process group is needed to read it. PyTorch's index has a Python object for each piece:
-967,000 for 1.3B on 1,024 ranks, which take 3 GB and half a minute to send from one rank to another.
-Here the index becomes arrays, and each rank turns back only the pieces that its own tensors need.
+the pieces. No process group is needed to read it. PyTorch's index has a Python object for each
+piece: 967,000 for 1.3B on 1,024 ranks, which take 3 GB and half a minute to send from one rank to
+another. Here the index becomes arrays, and each rank turns back only the pieces that its own
+tensors need.
 """
 
 import io
@@ -304,6 +305,7 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
             entry = replace(entry, chunks=[])  # the pieces are added to it below
         entries[name] = entry
         if name in tensors:
+            # An object is one element. So are the dimensions that a tensor does not have.
             high[number] = 1
             for chunk in _create_chunk_list(tensors[name]) if is_tensor else ():
                 dims = len(chunk.sizes)

@@ -102,7 +102,7 @@ def _parts(statement: ast.AST, used: set[str]) -> list[ast.AST]:
 
 
 def _defines(statement: ast.AST) -> set[str]:
-    """Returns the names that a statement at the top level of a file defines. Imports define none."""
+    """Returns the names that a top-level statement of a file defines. Imports define none."""
     match statement:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
