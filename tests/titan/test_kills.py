@@ -17,7 +17,7 @@ from interdomain.checkpoint.step_folder import (
     milestones,
     read_sidecar,
 )
-from interdomain.titan.resume.lock import NAME
+from interdomain.titan.resume.lock import LOCK_NAME
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start.torchrun import CONTINUE
@@ -77,7 +77,7 @@ def story(tmp_path_factory, corpus):
         status, said = run_disturbed(plan, len(starts) - 1, *flags(corpus, run), *given.split())
         found = finished_steps(run / "checkpoint")
         chapter = SimpleNamespace(
-            status=status, said=said, held=(run / NAME).exists(), found={*found}
+            status=status, said=said, held=(run / LOCK_NAME).exists(), found={*found}
         )
         chapter.validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(chapter)

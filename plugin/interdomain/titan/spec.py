@@ -287,6 +287,7 @@ def pipeline_model(
         loss_fn: Computes the summed loss of a micro-batch from logits and labels.
     """
     job, plan = resolve(config)
+    # The number of labels of a step. A sequence of a corpus with answers has fewer labels than tokens.
     targets = plan.global_batch * plan.seq_len
     if job.data.corpus:
         targets = plan.global_batch * open_dataset(job, "train").targets
@@ -325,11 +326,16 @@ def build_tokenizer(config: Any) -> Any:
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
     """Opens data.corpus, or TorchTitan's training.dataset, and writes the run's record.
 
+    Rank 0 writes the record, if checkpoints are saved.
+
     Args:
         dp_world_size: Number of data-parallel ranks.
         dp_rank: This rank's number among them.
-        tokenizer: What `build_tokenizer` returned.
+        tokenizer: What `build_tokenizer` returned. With data.corpus it is opened again.
         job_config: TorchTitan's configuration.
+
+    Raises:
+        SystemExit: The configuration or the data cannot be used. The reason is printed.
     """
     job, plan = resolve(job_config)
     if job.data.corpus:

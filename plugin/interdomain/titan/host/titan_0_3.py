@@ -154,20 +154,22 @@ CHANGED_DEFAULTS = {
 def section_of(job: Any, name: str, titan_values: Mapping[str, Any] | None = None) -> Any:
     """Returns a section of TorchTitan's configuration, with the values of this plugin's settings.
 
+    Settings that only TorchTitan has keep TorchTitan's defaults, or have those of CHANGED_DEFAULTS.
+
     Args:
         job: This plugin's `JobConfig`.
         name: TorchTitan's name of the section.
         titan_values: Values of settings that only TorchTitan has.
     """
-    section = SECTIONS[name]
+    section_class = SECTIONS[name]
     our_name = "profiling" if name == "profiler" else name
     settings = getattr(job, our_name)
     values: dict[str, Any] = dict(CHANGED_DEFAULTS.get(name, {}))
-    for field in dataclasses.fields(section):
+    for field in dataclasses.fields(section_class):
         if hasattr(settings, field.name):
             values[field.name] = getattr(settings, field.name)
     values.update(titan_values or {})
-    return section(**values)
+    return section_class(**values)
 
 
 def translate(job: Any) -> Any:

@@ -80,12 +80,16 @@ DISK_FULL.append("unexpected pos")
 
 
 def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer) -> dict:
-    """Returns the record that every checkpoint of this run carries.
+    """Returns a run's record, `interdomain.json`.
 
-    The trainer adds the fingerprints of the texts.
+    Our trainer adds fingerprints, which are hashes of the training and the validation text, and
+    writes it into every checkpoint. Under TorchTitan's trainer it lies in the run's folder.
 
     Args:
-        data: Facts of the training data, from `data_record`.
+        plan: The plan of the run: what follows from the settings, such as the number of steps.
+        job: The settings.
+        data: Facts of the training data, from `data_record` or `text_record`.
+        tokenizer: The tokenizer of the training data.
     """
     run = {
         "seed": plan.seed,

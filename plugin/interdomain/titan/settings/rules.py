@@ -23,7 +23,7 @@ from ..host import VERSION
 from .problems import raises_all
 from .schema import SETTINGS, JobConfig, Training
 
-MULTI_STAGE = "Interleaved1F1B"  # the schedule in which a rank has several stages
+INTERLEAVED = "Interleaved1F1B"  # the schedule in which a rank has several stages
 
 
 @raises_all
@@ -232,6 +232,9 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: in
         data_ranks: Groups of ranks that read samples of their own.
         pipeline: Ranks that share the layers.
         global_batch: Sequences of a step.
+
+    Raises:
+        SettingsError: They do not divide.
     """
     local = job.training.local_batch_size
     if global_batch % (local * data_ranks):
@@ -245,8 +248,8 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: in
     micro_batches = global_batch // (local * data_ranks)
     if not runs_with(schedule, pipeline, micro_batches):
         allowed = f"{pipeline} or more"
-        if schedule == MULTI_STAGE:
-            allowed = f"a multiple of {pipeline}"
+        if schedule == INTERLEAVED:
+            allowed = f"another number, such as a multiple of {pipeline}"
         yield (
             f"training.global_batch_size = {global_batch} on {data_ranks} data-parallel rank(s) with "
             f"training.local_batch_size = {local} gives {micro_batches} micro-batch(es). {schedule} "
@@ -324,7 +327,7 @@ def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """
     if ranks == 1 or schedule == "GPipe":
         return True
-    if schedule == MULTI_STAGE:
+    if schedule == INTERLEAVED:
         rounds = max(1, micro_batches // ranks)
         return micro_batches % rounds == 0
     return micro_batches >= ranks
