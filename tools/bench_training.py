@@ -155,7 +155,7 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    # The vocabulary of every model is larger than this tokenizer's.
+    # A tokenizer may be smaller than the vocabulary of a model, not larger: this one fits every model.
     tokenizer = train_sentencepiece([Path(__file__).read_text()], 512)
     (folder / "tokenizer.model").write_bytes(tokenizer)
     # One long document.
