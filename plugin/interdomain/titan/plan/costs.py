@@ -245,7 +245,7 @@ class CostModel:
         - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
-        - dynamics: gradients of SSM parameters are summed.
+        - SSM parameters: their gradients are summed.
         """
         plan = self.plan
         replicas, shards, context, tensor, pipeline = plan.topology
@@ -290,7 +290,7 @@ class CostModel:
             "context": exchanged,
             "tensor": (tensor - 1) * exchanges * hidden * self.width,
             "pipeline": between_stages,
-            "dynamics": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
+            "SSM parameters": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
         }
 
 
