@@ -227,7 +227,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         piece_loss: PieceLoss,
         vocabulary: GroupRank | None,
     ) -> Tensor:
-        """Computes the loss and its gradients by pieces; arguments as for `_by_pieces`."""
+        """Computes the loss and the needed gradients by `_by_pieces`, whose arguments it has."""
         ctx.weight_dtype = weight.dtype
         loss, *gradients = _by_pieces(
             hidden, weight, labels, piece_loss, vocabulary, ctx.needs_input_grad[:2]

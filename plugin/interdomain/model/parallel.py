@@ -276,6 +276,7 @@ class _Gather(torch.autograd.Function):
         dim: int,
         part: GroupRank,
     ) -> Tensor:
+        """Puts x of all ranks in `part.group` side by side along dimension `dim`."""
         ctx.arguments = dim, part
         return _gathered(x, dim, part)
 
@@ -294,6 +295,7 @@ class _Scatter(torch.autograd.Function):
         dim: int,
         part: GroupRank,
     ) -> Tensor:
+        """Sums x over the ranks in `part.group`, and keeps this rank's slice along `dim`."""
         ctx.arguments = dim, part
         return _scattered(x, dim, part)
 
