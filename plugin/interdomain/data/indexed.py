@@ -91,6 +91,7 @@ class IndexedDataset:
             self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def _damaged(self, why: str) -> ValueError:
+        """Returns the error for a damaged index. `why` comes after "Shard index FILE" in it."""
         return ValueError(
             f"Shard index {self.idx_path} {why}: the shard is truncated or damaged. Copy it again from where it was made, "
             "or prepare it again."
@@ -138,7 +139,12 @@ class IndexedDataset:
         return self.tokens(self._document_start(document), self._document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped."""
+        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped.
+
+        Args:
+            start: Position of the first token in the shard.
+            stop: Position after the last one.
+        """
         return self._tokens[start:stop]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
@@ -302,9 +308,9 @@ class ShardWriter:
 
     Args:
         prefix: Path without the number.
-        vocab_size: As in `IndexedDatasetWriter`.
+        vocab_size: Bound of the ids. It decides the dtype: u16 below 65,500, else i32.
         shard_tokens: A shard is full with the document that brings it to this size.
-        code: As in `IndexedDatasetWriter`.
+        code: Code of another dtype in DTYPES.
     """
 
     def __init__(
@@ -317,7 +323,15 @@ class ShardWriter:
         self.writer: IndexedDatasetWriter | None = None
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends documents, as in `IndexedDatasetWriter`."""
+        """Appends documents, and begins a new shard when one is full.
+
+        Args:
+            tokens: The documents back to back, integers in [0, vocab_size).
+            lengths: Tokens of each document, at least one. Their sum is the size of `tokens`.
+
+        Raises:
+            ValueError: An id is outside the vocabulary, or a document is empty.
+        """
         while len(lengths):
             # Write the documents that fill this shard, or all that are left, and go on with the
             # rest.

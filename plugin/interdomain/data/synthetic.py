@@ -112,6 +112,10 @@ class Task:
     def examples(self, split: str, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Makes the examples block * BLOCK to (block + 1) * BLOCK of a split.
 
+        Args:
+            split: `train` or `validation`.
+            block: Number of the block, from 0.
+
         Returns:
             Token ids, uint16 [N, T], and 1 for each answer, uint8 [N, T].
         """
@@ -160,6 +164,14 @@ class MQAR(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
+        """Writes N examples of pairs and questions, without EOS.
+
+        Args:
+            draw: Source of random numbers.
+            ids: Token ids to write, uint16 [N, T - 1]. They are zeros before.
+            marks: To be set to 1 at answers, uint8 [N, T - 1]. They are zeros before.
+            split: `train`, or `validation`, whose examples have a single list.
+        """
         N = len(ids)
         P = self.items
         n = len(self.words()) // 2
@@ -224,6 +236,14 @@ class SelectiveCopying(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
+        """Writes N examples of noise, tokens and their copy, without EOS.
+
+        Args:
+            draw: Source of random numbers.
+            ids: Token ids to write, uint16 [N, T - 1]. They are zeros before.
+            marks: To be set to 1 at answers, uint8 [N, T - 1]. They are zeros before.
+            split: Ignored: the examples of both splits are made alike.
+        """
         N, width = ids.shape
         P = self.items
         # The last two words are `.` and `copy`. The words before them are what is copied.

@@ -75,6 +75,9 @@ def cut(spans: list[Span]) -> list[Part]:
     """Groups neighbouring spans into PARTS parts, or into more or fewer to limit their size.
 
     A span is never cut. So a part may be larger than LARGEST_PART if its span is.
+
+    Args:
+        spans: The spans of the whole input, in order.
     """
     total = sum(span.size for span in spans)
     limit = min(LARGEST_PART, max(SMALLEST_PART, total // PARTS))
@@ -95,6 +98,11 @@ def cut(spans: list[Span]) -> list[Part]:
 
 def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Path]:
     """Writes the .bin and .idx files of a part, unless an earlier preparation wrote the same.
+
+    Args:
+        tokenizer: The tokenizer that `encoding` names, opened.
+        encoding: Settings that decide how a part is encoded.
+        part: A part from `cut`.
 
     Returns:
         Their path prefixes, in the order of SPLITS.
@@ -179,7 +187,11 @@ def encode_parts(
 
 
 def _begin_worker(encoding: Encoding) -> None:
-    """Runs once in each worker process, before `_work`."""
+    """Runs once in each worker process, before `_work`.
+
+    Args:
+        encoding: Settings for all parts.
+    """
     global _encoding, _tokenizer
     # Ctrl-C ends a worker at once and without a message; the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

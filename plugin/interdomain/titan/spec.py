@@ -242,13 +242,19 @@ class ModelArgs(BaseModelArgs):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Takes the model of a run. TorchTitan calls this with its own configuration."""
+        """Takes the model of a run. TorchTitan calls this with its own configuration.
+
+        Args:
+            job_config: TorchTitan's configuration.
+            kwargs: Other arguments of TorchTitan's, which are ignored.
+        """
         plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
         self.seed = plan.seed
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Returns the number of parameters, and the FLOPs of a training step per token."""
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
 
 
@@ -387,6 +393,13 @@ class VariantMetrics(VariantMetricsBase, MetricsProcessor):
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
+        """Logs a validation. TorchTitan calls this.
+
+        Args:
+            loss: Mean loss per token, too large by the factor of context parallelism.
+            step: The step after which the model was validated.
+            extra_metrics: Further scalars by tag.
+        """
         # TorchTitan divides the loss of a whole sequence by the labels of this rank's piece of it.
         super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
 

@@ -97,6 +97,9 @@ def scalars(signs: Tensor) -> dict[str, float]:
     """Names the statistics of all layers, [L, 7], for a log. It waits for the device once.
 
     A layer whose row is zeros has no statistics.
+
+    Args:
+        signs: `ssm_statistics` of each layer, [L, 7], in the order of SSM_STATISTICS.
     """
     named = {}
     for i, row in enumerate(signs.tolist()):
@@ -112,6 +115,9 @@ def copied(parameter: Tensor) -> Tensor:
     A DTensor must be whole on every rank; its gradient is then this rank's share. FSDP2 puts a hook
     on every tensor that a module returns. On a parameter the hook would stay, and for a view FSDP2
     warns.
+
+    Args:
+        parameter: A parameter, or a DTensor.
     """
     # The attribute, not the class: importing DTensor takes a second.
     if hasattr(parameter, "placements"):

@@ -46,6 +46,10 @@ class Topology(NamedTuple):
 def topology(parallel: Parallelism, world_size: int) -> Topology:
     """Returns the axes of a run on `world_size` ranks.
 
+    Args:
+        parallel: Settings [parallelism].
+        world_size: Number of ranks.
+
     Raises:
         ValueError: The product of the degrees is not the number of ranks.
     """
@@ -76,6 +80,7 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     Without a pipeline, one stage has all modules.
 
     Args:
+        parallel: Settings [parallelism].
         n_layers: Layers of the model.
 
     Raises:

@@ -262,6 +262,7 @@ def check_reduction(training: Training, micro_batches: int, pipelined: bool) -> 
     """Checks when and in which precision gradients are summed over ranks and micro-batches.
 
     Args:
+        training: Settings [training].
         micro_batches: Micro-batches of a step on each rank.
         pipelined: Whether several ranks share the layers.
     """
@@ -286,6 +287,7 @@ def check_micro_batches(job: JobConfig, size: int) -> Iterator[str]:
     """Checks the micro-batches into which TorchTitan's pipeline divides a local batch.
 
     Args:
+        job: The configuration of the run.
         size: Sequences of a micro-batch.
     """
     degree = job.parallelism.pipeline_parallel_degree
@@ -308,6 +310,7 @@ def check_schedule(job: JobConfig, steps: int) -> Iterator[str]:
     """Checks that the learning rate is not 0 before the run's last step.
 
     Args:
+        job: The configuration of the run.
         steps: Steps of the run.
     """
     schedule = job.lr_scheduler
@@ -324,6 +327,11 @@ def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """Returns whether a pipeline's schedule can run this number of micro-batches.
 
     The conditions are those of PyTorch's schedule classes.
+
+    Args:
+        schedule: Name of the schedule.
+        ranks: Ranks of the pipeline.
+        micro_batches: Micro-batches of a step.
     """
     if ranks == 1 or schedule == "GPipe":
         return True
@@ -335,7 +343,11 @@ def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
 
 @raises_all
 def check_for_torchtitan(job: JobConfig) -> Iterator[str]:
-    """Checks that TorchTitan's own trainer honours every setting that differs from its default."""
+    """Checks that TorchTitan's own trainer honours every setting that differs from its default.
+
+    Args:
+        job: The configuration of the run.
+    """
     defaults = JobConfig()
     for setting, declared in SETTINGS.items():
         if declared.torchtitan and job[setting] != defaults[setting]:
