@@ -155,7 +155,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    # A tokenizer may be smaller than the vocabulary of a model, not larger: this one fits every model.
+    # A tokenizer may be smaller than the vocabulary of a model, not larger: this one fits every
+    # model.
     tokenizer = train_sentencepiece([Path(__file__).read_text()], 512)
     (folder / "tokenizer.model").write_bytes(tokenizer)
     # One long document.
@@ -204,7 +205,12 @@ def run_case(run: Run, data: Path) -> dict[str, Any]:
 
 
 def explain(problem: str, printed: str) -> str:
-    """Returns the reason of a failed run in one line, from what it printed."""
+    """Returns the reason of a failed run in one line, from what it printed.
+
+    Args:
+        problem: How it ended, such as "exit status 1".
+        printed: Its output.
+    """
     if "OutOfMemoryError" in printed:
         return "out of memory"
     # The last words of torchrun, a ChildFailedError, only repeat the exit status.
@@ -220,6 +226,10 @@ def figures(curves: Curves, run: Run) -> dict[str, Any]:
 
     A run logs after its first step, and then every `log_freq` steps. Before the second of these
     logs come compilation, autotuning and growing memory pools. They are left out.
+
+    Args:
+        curves: The scalars that the run logged: {tag: {step: value}}.
+        run: The run.
     """
     # Memory and loss are known from the first log on.
     row = {}

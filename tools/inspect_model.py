@@ -152,7 +152,11 @@ def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> Row:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Returns the lines of a table in Markdown. A row may lack what others have."""
+    """Returns the lines of a table in Markdown. A row may lack columns that others have.
+
+    Args:
+        rows: The value of each column.
+    """
     # The columns of all rows, in the order in which they come.
     names: dict[str, None] = {}
     for row in rows:

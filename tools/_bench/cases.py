@@ -1,7 +1,10 @@
-"""The cases of check_kernels, the bound of each, and inputs as training starts from them.
+"""The cases of check-kernels, the bound of each, and inputs as training starts from them.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d),
-M basis functions, P channels of a state (R + D, and one more in the normalised form).
+A case is one comparison of a kernel with float64: a kind of computation at given sizes. A group is
+a list of cases in cases.toml. Its cases share compiled kernels and run in one process.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d), M
+basis functions, P channels of a state (R + D, and one more in the normalised form).
 """
 
 import math
@@ -66,14 +69,18 @@ class Case:
     """One comparison of the check.
 
     Attributes:
-        kind: scan, step, or linear and one of them (the linear readout); layer, layer step.
+        kind: "scan", "step", "linear scan" or "linear step" (the linear readout), "layer" or "layer
+            step". A step computes token by token.
+        shape: The sizes.
+        dtype: The dtype of the tokens' inputs, or of a layer.
         backend: The backend of the scan, or of a layer's input features.
         state: True to start from a state and return one, with their gradients; False for neither,
             as in training.
         recompute: The scan's argument.
         documents: True to pack several documents into each sequence.
         repeat: True to run twice and compare the bits.
-        mode: Of a step: "", "in place" or "graph". Of a layer: the name of its settings in LAYERS.
+        mode: Of a step: "" (returns a new state), "in place" (overwrites the state) or "graph" (in
+            place, as a CUDA graph). Of a layer: the name of its settings in LAYERS.
         wider: Channels that v has beyond q and k: 1 for the ones column of the normalised form.
         slow: True for mixing and tokens of one sign and decays of a hundredth. Then lags add up in
             dlog_decay, and roundings do not.
@@ -93,9 +100,9 @@ class Case:
 
     @property
     def sizes(self) -> str:
-        """The sizes that kernels are compiled for, and judged by.
+        """Names the sizes that kernels are compiled for, and judged by.
 
-        T, B and the heads are numbers that a kernel is given.
+        T, B and the heads are left out: a kernel gets them as arguments.
         """
         return f"d={self.shape.d} M={self.shape.M} {self.dtype_name}"
 
@@ -105,11 +112,15 @@ class Case:
 
     @property
     def linear(self) -> bool:
-        """True for the linear readout."""
+        """Returns True for the linear readout."""
         return self.kind.startswith("linear")
 
     def bound(self, tensor: str) -> float:
-        """Returns the largest relative RMS error that a result or gradient may have."""
+        """Returns the largest relative RMS error that a result or gradient may have.
+
+        Args:
+            tensor: The name of the result, such as "out", or of the gradient, such as "dlog_decay".
+        """
         if self.dtype == FP32:
             return BOUNDS["fp32"]
         if self.kind.startswith("layer"):
@@ -132,7 +143,8 @@ class Case:
 def groups(cuda: bool) -> dict[str, list[Case]]:
     """Returns the cases by group.
 
-    For a CPU they are small, and those that need a GPU are left out.
+    Args:
+        cuda: True for a GPU. For a CPU the cases are small, and those that need a GPU are left out.
     """
     table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text())
     by_group: dict[str, list[Case]] = {}
