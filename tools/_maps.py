@@ -27,6 +27,7 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
         weights: The maps, [H, T, T].
         labels: The texts of the T tokens.
     """
+    # matplotlib is optional, and imported when a picture is drawn.
     from matplotlib.colors import SymLogNorm
 
     # `share` divides |w| by the sum of |w| over the row. The colours are linear up to a share of

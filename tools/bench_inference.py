@@ -262,6 +262,7 @@ class Bench:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_arguments(p, "inference")
     p.add_argument(
@@ -303,6 +304,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @user_errors
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     device = results.choose_device(args.device)
     require_at_least(args, steps=1, batches=1, prefixes=1)

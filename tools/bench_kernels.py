@@ -48,8 +48,9 @@ from interdomain.tools._bench.timing import (
 )
 from interdomain.tools._cli import argument_parser, user_errors
 
-# A mixer is the name of a computation that is timed; `candidate` makes its call. "chunkwise-kept" keeps
-# the result of the forward's first pass for the backward; "chunkwise" computes it again.
+# A mixer is the name of a computation that is timed; `candidate` makes its call. "linear" is the
+# scan with a fixed readout, as in S4D. "chunkwise-kept" keeps the result of the forward's first
+# pass for the backward; "chunkwise" computes it again.
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
 OURS = (*CHUNKWISE, "features", "linear")  # mixers whose kernels are timed one by one
 ATTENTION = {
@@ -151,7 +152,8 @@ def candidate(
     elif name == "linear":
         run = functools.partial(scan.linear_scan, final_state=False, backend="chunkwise")
     else:
-        # On a CPU there are no plans. The plan of an earlier variant is taken back.
+        # The other names are backends of the scan, or variants of the backend `chunkwise`. On a CPU
+        # there are no plans. Without changes, the plan of an earlier variant is undone.
         if device.type == "cuda":
             change_plan(VARIANTS.get(name, {}))
         backend = "chunkwise" if name in VARIANTS else name.removesuffix("-kept")
@@ -344,6 +346,7 @@ def kernel_times(call: Call, device: torch.device) -> dict[str, float]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_arguments(p, "kernels")
     p.add_argument(
@@ -379,6 +382,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.once:
         # Without PyTorch's pools a sanitizer sees an access beyond a tensor's end.

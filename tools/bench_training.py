@@ -58,8 +58,9 @@ COLUMNS = [
 ]
 LAST_LINES = 40  # lines of a failed run's output that are shown
 
-# CONDITION:compilation:activation checkpointing. The most telling cases come first, and softmax
-# before what is compared with it.
+# CONDITION:compilation:activation checkpointing, where the condition is the name of the layers'
+# mixer, such as softmax. The most telling cases come first, and softmax before what is compared
+# with it.
 CASES = (
     "softmax:compile:selective",
     "interdomain:compile:selective",
@@ -249,6 +250,7 @@ def figures(curves: Curves, run: Run) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_output(p, "training")
     p.add_argument(
@@ -325,6 +327,7 @@ def check_cases(cases: list[str]) -> None:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     # The trainer chooses its GPUs by itself.
     device = results.choose_device("auto")

@@ -152,6 +152,7 @@ def with_gradients(
     """
     outputs = function(inputs)
     leaves = {name: x for name, x in inputs.items() if x.requires_grad}
+    # A step has no gradients.
     if not leaves:
         return outputs
     d_outputs = [cotangents[name] for name in outputs]
@@ -226,7 +227,7 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
 
     @torch.no_grad()
     def tested(inputs: Tensors) -> Tensors:
-        # Tables stay the same from token to token.
+        # The tables (decays, mixing or readout weights) are the same for all tokens.
         tokens = {}
         tables = {}
         for name, x in inputs.items():
@@ -371,6 +372,7 @@ PROBLEMS = {
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_arguments(p, "check")
     p.add_argument(
@@ -385,6 +387,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     device = results.choose_device(args.device)
     available = groups(device.type == "cuda")

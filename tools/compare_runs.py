@@ -29,7 +29,7 @@ COLUMNS = {
     "grad_norm": "grad_norm",
     "validation_loss": "validation_metrics/loss",
 }
-FREE_SETTINGS = ("job.dump_folder", "job.description")  # in which runs may differ
+FREE_SETTINGS = ("job.dump_folder", "job.description")  # settings in which runs may differ
 
 
 @dataclass
@@ -86,7 +86,10 @@ def is_same(a: float, b: float, tolerance: float) -> bool:
 
 
 def settings_that_differ(a: Run, b: Run) -> list[str]:
-    """Returns a line for each setting that differs between runs a and b, below a title."""
+    """Returns a line for each setting that differs between runs a and b, below a title.
+
+    FREE_SETTINGS are left out.
+    """
     lines = []
     for name in sorted(a.configuration | b.configuration):
         value_a = a.configuration.get(name, "(not there)")
@@ -112,6 +115,7 @@ def only_in_one(a: Run, b: Run) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__, "RUN_A RUN_B")
     for name in ("run_a", "run_b"):
         p.add_argument(
@@ -138,6 +142,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     a = read_run(args.run_a)
     b = read_run(args.run_b)

@@ -220,6 +220,7 @@ def decode_steps(size: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     p.add_argument(
         "--cache",
@@ -248,6 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if not re.fullmatch(r"\d+\.\d", args.capability):
         raise ValueError(f"--capability must be X.Y, such as 9.0: got {args.capability}.")

@@ -53,6 +53,7 @@ MAX_FILE_BYTES = 4 * 10**9  # the largest file of weights; more weights make sev
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__, "SOURCE --output DIR")
     p.add_argument(
         "source",
@@ -381,6 +382,7 @@ def uptrained(
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     convert = to_folder
     if args.to_checkpoint:

@@ -55,6 +55,7 @@ PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")  # whose versio
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
     p.add_argument(
         "folders",
@@ -378,7 +379,7 @@ def fetch(args: argparse.Namespace) -> None:
     Raises:
         ValueError, FileNotFoundError: Some data cannot be read.
     """
-    # The data of tasks are in the hub's cache, and those of the made tasks nowhere.
+    # The data of tasks go into the hub's cache. Tasks that are made without data have none.
     fetched = list(args.names)
     if args.names:
         harness.load_tasks(args.tasks, args.include_path, fetch=True)
@@ -400,6 +401,7 @@ def fetch(args: argparse.Namespace) -> None:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     check_options(args)
     if args.fetch:

@@ -23,6 +23,7 @@ from interdomain.tools import _cli
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "FOLDER")
     p.add_argument(
         "folder",
@@ -114,6 +115,7 @@ def show(text: str, end: str = "") -> None:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     # Read the options and the prompts before the model, which takes long to load.
     args = parse(argv)
     _cli.require_at_least(args, max_tokens=1, top_k=0)

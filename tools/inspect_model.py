@@ -49,6 +49,7 @@ Row = dict[str, Any]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "FOLDER --text TEXT")
     p.add_argument(
         "folder",
@@ -193,6 +194,7 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     require_empty(args.output)
 

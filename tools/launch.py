@@ -186,6 +186,7 @@ def next_steps(job: "JobConfig") -> str:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     if argv is None:
         argv = sys.argv[1:]
     args, flags = parse(argv)
@@ -233,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
         status = torchrun.run(command, environment)
     new = finished_steps(checkpoints).keys() - before
     if new and status not in (0, CONTINUE, REFUSED, INTERRUPTED):
-        # A run that failed after it saved something new may get further in another start.
+        # A run that failed after it saved something new may get further in another start. The
+        # status tells a scheduler to start it again.
         print(
             f"\nthe run failed (exit status {status}) after it saved step {max(new)}. The same command continues it, on "
             f"another machine if this one is broken (exit status {CONTINUE}).",

@@ -41,6 +41,11 @@ def summary(tool: Path) -> str:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs a command, or prints the list of commands. Returns the exit status.
+
+    Args:
+        argv: The command's name and its arguments; None takes the words of the process.
+    """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<17}{summary(file)}" for name, file in TOOLS.items()]

@@ -356,6 +356,7 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
 
 @user_errors
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.verify is not None:
         print(describe(args.verify, "verified", verify=True))

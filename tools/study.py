@@ -47,6 +47,7 @@ RUN_STATUS = "Exit status: 0 all finished; 1 a run failed; 2 a wrong option or f
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__, "plan|run|show")
     commands = p.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog
@@ -248,6 +249,7 @@ def show(paths: list[Path], output: Path | None) -> None:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.command == "run":
         return run(args)

@@ -37,6 +37,7 @@ CURVES = "evaluation"  # a folder in the run's folder of events
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "RUN")
     p.add_argument(
         "run",
@@ -218,6 +219,7 @@ def scalars(results: dict[str, Any]) -> dict[str, float]:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     evaluate.check_options(args)
     if not args.run.is_dir():

@@ -35,7 +35,8 @@ BOUNDS = {
     "layer": 2e-2,
     # dlog_decay in bf16: a few slow modes of one head outweigh all others, and nothing averages.
     "bf16 decay": 1.5e-2,
-    # dlog_decay of a slow case: a lag that is one token off in one of its sums gives 1.2e-2.
+    # dlog_decay of a slow case. It weighs terms by their lag, the number of tokens between an input
+    # and an output: a lag that is one token off in one of its sums gives 1.2e-2.
     "bf16 slow": 3e-3,
 }
 # Settings of a layer. The projections of these differ in convolution, RoPE, feature map and norm.

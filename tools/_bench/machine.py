@@ -58,6 +58,7 @@ def product_rate(device: torch.device, size: int) -> float:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     parser = argument_parser(__doc__)
     results.add_arguments(parser, "machine")
     args = parser.parse_args(argv)

@@ -91,6 +91,7 @@ def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, dict[str
         ImportError: The package is not installed.
     """
     package, module, function = PEERS[name]
+    # This finds the package without importing it.
     spec = importlib.util.find_spec(package)
     if spec is None:
         raise ImportError(f"{package} is not installed")

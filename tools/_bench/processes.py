@@ -125,7 +125,8 @@ def _run_group(cases: list, function: Callable[[Case], dict | str], add: Add) ->
         add: Called for each case when it has ended.
     """
     context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
-    # Seconds at which the case last began to run without compiling; infinite while it compiles.
+    # Seconds of the monotonic clock at which the case last began to run without compiling; infinite
+    # while it compiles. Both processes see it.
     running_since = context.Value("d")
     pool = None
     process = 0
@@ -151,7 +152,12 @@ def _run_group(cases: list, function: Callable[[Case], dict | str], add: Add) ->
 
 
 def _process_id(function: Callable) -> int:
-    """Returns the id of the process, which imports what `function` needs to call this."""
+    """Returns the id of the process that runs this.
+
+    Args:
+        function: Unused. To unpickle it, the process imports what it needs, before a case's time
+            begins.
+    """
     return os.getpid()
 
 

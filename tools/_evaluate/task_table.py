@@ -86,6 +86,7 @@ def with_averages(tasks: Tasks) -> dict[Key, Measured]:
         for metric, measured in metrics.items():
             results[task, metric] = measured
     for group, average in PAPER["averages"].items():
+        # As in `_paper_figures`, the average has the metric of its last task.
         keys = _keys_of(group)
         if results.keys() >= set(keys):
             mean = sum(results[key]["value"] for key in keys) / len(keys)

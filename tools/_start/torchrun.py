@@ -237,6 +237,11 @@ def end_at_once(pid: int) -> None:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs torchrun on this node of an allocation. Returns its exit status.
+
+    Args:
+        argv: The number of ranks and torchrun's command; None takes the words of the process.
+    """
     ranks, *command = sys.argv[1:] if argv is None else argv
     # The first node is the host of the rendezvous. torchrun would guess it from the hosts' names,
     # and a node with several networks has several.

@@ -38,7 +38,7 @@ KEPT_TAGS = re.compile(
 )
 CONFIG = "run.toml"  # the settings of a run, in its folder, as ./launch.sh reads them
 
-Table = dict[str, Any]
+Table = dict[str, Any]  # a table of a TOML file
 
 
 @dataclass(frozen=True)
