@@ -63,6 +63,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         has_default = default not in (None, "", argparse.SUPPRESS) and not isinstance(default, bool)
         if has_default:
             text += f" (default: {default})"
+        # argparse formats the text with the % operator.
         return text.replace("%", "%%")
 
 

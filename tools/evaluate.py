@@ -467,6 +467,7 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
                 folder.path, data.tasks, folder.tokenizer, device, max_length, args
             )
             for out in outputs:
+                # The parts are those of `harness.evaluate_folder`, such as "results", by task.
                 for part, values in out.items():
                     measured.setdefault(part, {}).update(values)
                 save(report)

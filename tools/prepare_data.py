@@ -245,6 +245,7 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
         "examples": examples,
         "validation_fraction": args.validation_fraction,
     }
+    # Only answers count in the loss. The manifest says how many of an example's tokens are answers.
     answers = {"example_tokens": task.length, "per_example": task.answers}
     bar = progress_bar(total=examples, unit=" examples")
     with new_folder(args.output) as folder, bar:

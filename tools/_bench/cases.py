@@ -174,7 +174,10 @@ def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
 
 
 def _tiny(case: Case) -> Case:
-    """Makes a case small enough for a CPU, in plain PyTorch."""
+    """Makes a case small enough for a CPU, in plain PyTorch.
+
+    Head width and M are divided by 8, and the other sizes are limited.
+    """
     s = case.shape
     small = Shape(
         B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2)
