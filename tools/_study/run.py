@@ -118,6 +118,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
     Returns:
         0 if all are finished, 1 if a run failed, CONTINUE if a signal came.
     """
+    # Runs that wait for a share of the machine, and runs at work.
     waiting = list(missing)
     running: list[Running] = []
     signals: list[int] = []

@@ -418,8 +418,8 @@ def describe_state(fixed: int, growing: int) -> str:
     """Returns the size of the state in all layers, as text.
 
     Args:
-        fixed: Numbers per sequence.
-        growing: Numbers that every token adds.
+        fixed: Elements per sequence, such as those of a recurrence's state.
+        growing: Elements that every token adds, such as softmax's keys and values.
     """
     if not growing:
         return f"{fixed:,}"
