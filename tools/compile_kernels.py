@@ -87,6 +87,14 @@ class RunOpsOnFakeTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        """Runs an op. PyTorch calls this for every op on a tensor.
+
+        Args:
+            op: The op.
+            types: The tensor classes among the arguments; unused.
+            args: The op's arguments.
+            kwargs: The op's keyword arguments.
+        """
         # Fake tensors hold no number that could be read, such as a seed, and no kernel depends on
         # it.
         if op is torch.ops.aten._local_scalar_dense.default:
@@ -147,7 +155,11 @@ def replace_tensors(
 
 
 def compile_case(case: cases.Case) -> None:
-    """Launches the kernels of a case of the check, on real tensors."""
+    """Launches the kernels of a case of the check, on real tensors.
+
+    Args:
+        case: The case.
+    """
     if case.mode == "graph":
         # A graph captures the kernels of the step in place.
         case = replace(case, mode="in place")
@@ -171,12 +183,23 @@ def benchmark_problems() -> dict[str, Callable[[], None]]:
 
 
 def mixer_step(mixer: str, shape: cases.Shape) -> None:
-    """Runs a call of bench-kernels."""
+    """Runs a call of bench-kernels.
+
+    Args:
+        mixer: One of its mixers.
+        shape: The shape of q, k and v.
+    """
     run_once(bench_kernels.candidate(mixer, shape, CPU))
 
 
 def training_step(size: str, batch: int, length: int) -> None:
-    """Runs forward and backward of a model in bf16, as FSDP2's mixed precision computes them."""
+    """Runs forward and backward of a model in bf16, as FSDP2's mixed precision computes them.
+
+    Args:
+        size: The name of the model size.
+        batch: The number of sequences.
+        length: The number of tokens of each.
+    """
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
     model.requires_grad_(True).train()
     tokens = torch.zeros(batch, length, dtype=torch.int64)
@@ -185,7 +208,11 @@ def training_step(size: str, batch: int, length: int) -> None:
 
 @torch.no_grad()
 def decode_steps(size: str) -> None:
-    """Decodes a token at each batch size of `bench-inference --quick`."""
+    """Decodes a token at each batch size of `bench-inference --quick`.
+
+    Args:
+        size: The name of the model size.
+    """
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
     for batch in bench_inference.QUICK.batches:
         decoder = Decoder(model, model.init_state(batch), graph=False)
@@ -193,6 +220,7 @@ def decode_steps(size: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     p.add_argument(
         "--cache",
@@ -221,6 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if not re.fullmatch(r"\d+\.\d", args.capability):
         raise ValueError(f"--capability must be X.Y, such as 9.0: got {args.capability}.")

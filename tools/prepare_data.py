@@ -221,7 +221,11 @@ def write_manifest(
 
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
-    """Makes the corpus of a recall task."""
+    """Makes the corpus of a recall task: examples of a made-up task, as token ids.
+
+    Args:
+        args: The options of the command.
+    """
     # Sizes that the user does not give are the task's defaults.
     kind = TASKS[args.synthetic]
     sizes = dict(kind.defaults)
@@ -241,6 +245,7 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
         "examples": examples,
         "validation_fraction": args.validation_fraction,
     }
+    # Only answers count in the loss. The manifest says how many of an example's tokens are answers.
     answers = {"example_tokens": task.length, "per_example": task.answers}
     bar = progress_bar(total=examples, unit=" examples")
     with new_folder(args.output) as folder, bar:
@@ -251,7 +256,11 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
 
 
 def prepare_text(args: argparse.Namespace) -> None:
-    """Makes a corpus of text."""
+    """Makes a corpus of text.
+
+    Args:
+        args: The options of the command.
+    """
     inputs = find_inputs(args.input)
     # Everything that the corpus is a function of, as the manifest keeps it.
     request = {
@@ -294,7 +303,12 @@ def prepare_text(args: argparse.Namespace) -> None:
 
 
 def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
-    """Returns a progress bar that moves in a terminal and writes one line a minute in a log."""
+    """Returns a progress bar that moves in a terminal and writes one line a minute in a log.
+
+    Args:
+        iterable: The items to count as they pass. None if the caller updates the bar.
+        **options: Other arguments of tqdm.
+    """
     seconds = 60.0
     if sys.stderr.isatty():
         seconds = 0.1
@@ -302,7 +316,13 @@ def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
 
 
 def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> Tokenizer:
-    """Trains a tokenizer on the training documents of spans, and keeps it in the folder `work`."""
+    """Trains a tokenizer on the training documents of spans, and keeps it in the folder `work`.
+
+    Args:
+        work: The folder of unfinished work.
+        args: The options of the command.
+        spans: The pieces of all input files.
+    """
     documents = documents_of(spans, args.text_field, leave_out_bad=args.leave_out_bad)
     bar = progress_bar(documents, desc="training the tokenizer", unit=" documents")
     # Validation text stays unseen by the tokenizer, too.
@@ -316,7 +336,7 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
     """Encodes parts, with a progress bar. Returns the path prefixes of each (see `encode_part`).
 
     Args:
-        parts: Parts from `cut`.
+        parts: Parts from `cut`. A part is a piece of the input that one process encodes.
         encoding: Settings for all of them.
         workers: Number of processes. None: one for every core that has work.
     """
@@ -337,6 +357,7 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
 
 @user_errors
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.verify is not None:
         print(describe(args.verify, "verified", verify=True))
