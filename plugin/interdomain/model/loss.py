@@ -70,7 +70,7 @@ class Head(Linear):
         )
 
     def compile_loss(self, backend: str) -> None:
-        """Compiles all between the matrix products as one function.
+        """Compiles `piece_loss`, all that is computed between the matrix products.
 
         Args:
             backend: A backend of torch.compile, such as "inductor".

@@ -42,6 +42,8 @@ def pairing(mixer: InterdomainMixer, lags: int = LAGS) -> Tensor:
 def by_head(weights: Tensor) -> dict[str, list[float]]:
     """Summarises the weights [H, s, r] of each head.
 
+    Args:
+        weights: w(s, r) of the value r tokens ago, for a query that matches the key s tokens ago.
     Returns:
         "own value": The mean weight of a key's own value over the root mean square of all weights.
         "own value positive": The share of the own weights that are positive.

@@ -131,7 +131,7 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
 
     Args:
         unit: A module that FSDP2 gathers as a whole.
-        sum_in_backward: As for `parallelize`.
+        sum_in_backward: Sum the gradients of whole parameters over the ranks in the backward pass.
     """
     owned: list[tuple[nn.Module, str]] = []
     for module in unit.modules():

@@ -320,6 +320,7 @@ def build_tokenizer(config: Any) -> Any:
         SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is
             printed.
     """
+    # With a corpus the result is this package's `Tokenizer`, otherwise TorchTitan's.
     job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)

@@ -584,7 +584,8 @@ def _state_after(
     shifted = take(z, source.clamp_min(0)).to(log_decay.dtype)
     z = torch.where((source >= 0)[:, :, None, None], shifted, 0)
 
-    # All rows then have the same powers of Lambda. Real and imaginary parts are summed apart.
+    # All rows then have the same powers of Lambda. z is real, so the real and the imaginary parts
+    # of the powers are summed apart.
     weights = powers(log_decay, T - 1 - t)  # [G, T, M, 2]
     real = torch.einsum("bthp,htm->bhmp", z, weights[..., 0])
     imaginary = torch.einsum("bthp,htm->bhmp", z, weights[..., 1])

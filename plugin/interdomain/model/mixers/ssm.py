@@ -74,6 +74,7 @@ class SSMParameters(NamedTuple):
         """Returns the root mean square of |C_mn|, initially `mixer.c_scale`; 1 without C."""
         if self.C is None:
             return self.log_dt.new_ones(())
+        # |C_mn|^2 is the sum of the squares of the real and the imaginary part.
         return self.C.square().sum(-1).mean().sqrt()
 
     @torch.no_grad()
@@ -94,9 +95,9 @@ class SSMParameters(NamedTuple):
 
 
 def scalars(signs: Tensor) -> dict[str, float]:
-    """Names the statistics of all layers, [L, 7], for a log. It waits for the device once.
+    """Names the statistics of all layers for a log.
 
-    A layer whose row is zeros has no statistics.
+    A layer whose row is zeros has no statistics. The host waits for the device once.
 
     Args:
         signs: `ssm_statistics` of each layer, [L, 7], in the order of SSM_STATISTICS.
@@ -119,7 +120,8 @@ def copied(parameter: Tensor) -> Tensor:
     Args:
         parameter: A parameter, or a DTensor.
     """
-    # The attribute, not the class: importing DTensor takes a second.
+    # A DTensor is known by this attribute: importing its class takes a second. `Partial` says that
+    # the gradient of each rank is its share of a sum.
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import DTensor, Partial
 
