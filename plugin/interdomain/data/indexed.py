@@ -231,6 +231,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Finalizes the shard. If the block raised an error, removes what was written."""
         if error[0] is not None:
             # Closing flushes, which fails once more on a full disk.
             with contextlib.suppress(OSError):

@@ -74,6 +74,7 @@ class Task:
     defaults: ClassVar[dict[str, int]]
 
     def __post_init__(self) -> None:
+        """Checks that the numbers fit one another."""
         if min(self.length, self.items, self.vocab) < 1 or self.seed < 0:
             problem = "each must be at least 1, and the seed at least 0"
         elif self.vocab > MAX_WORDS:

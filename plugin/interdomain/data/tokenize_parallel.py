@@ -201,6 +201,7 @@ def _begin_worker(encoding: Encoding) -> None:
 
 
 def _end_with_the_parent() -> None:
+    """Ends this worker when its parent process has ended. Runs in a thread."""
     # A parent that is killed does not close its pool: the workers would wait for ever.
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -153,6 +153,7 @@ class SentencePieceTokenizer(Tokenizer):
     library = "sentencepiece"
 
     def __init__(self, path: Path | str) -> None:
+        """Loads the model file `path`. An empty or damaged one raises an error."""
         super().__init__(path, Path(path).read_bytes())
         # sentencepiece returns negative ids for tokens that do not exist.
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -172,6 +173,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def converted(self) -> Any:
+        """Returns a BPE tokenizer of the `tokenizers` library with the same pieces and merges."""
         import tokenizers
         from sentencepiece import sentencepiece_model_pb2
         from tokenizers import decoders, normalizers
@@ -333,9 +335,8 @@ class JsonTokenizer(Tokenizer):
     """Hugging Face's `tokenizer.json`.
 
     The `tokenizer_config.json` beside it says which tokens are BOS and EOS. Corpora and checkpoints
-    keep both in one file,
-    `hf_tokenizer.json`: the tokenizer.json with one more key. Its post-processor, which adds BOS in
-        many files, is not applied.
+    keep both in one file, `hf_tokenizer.json`: the tokenizer.json with one more key. Its
+    post-processor, which adds BOS in many files, is not applied.
     """
 
     file = "hf_tokenizer.json"
@@ -392,6 +393,7 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def converted(self) -> Any:
+        """Returns the same tokenizer without truncation, padding and post-processor."""
         import tokenizers
 
         without = {"truncation": None, "padding": None, "post_processor": None}

@@ -41,6 +41,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        """Checks the ranges of temperature and top_p."""
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}."
@@ -125,6 +126,7 @@ class Decoder:
     def __init__(
         self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None
     ) -> None:
+        """Makes room for `room` tokens in `state`, and captures a step of `model` if `graph`."""
         self.model = model
         self.state = state
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -149,6 +151,7 @@ class Decoder:
             self._capture()
 
     def _capture(self) -> None:
+        """Captures one step as a CUDA graph, after three steps that warm up."""
         position = self.state.position
         begin = position.clone()
         current = torch.cuda.current_stream(position.device)

@@ -168,6 +168,7 @@ class MixerConfig:
     )
 
     def __post_init__(self) -> None:
+        """Checks the values, alone and together, and sets the default width of the convolution."""
         check_fields("mixer.", self)
 
         # Settings that do not fit each other.

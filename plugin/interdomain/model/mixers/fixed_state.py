@@ -45,6 +45,7 @@ class StepSize(KeptInFloat32):
     """
 
     def __init__(self, n_heads: int, *, skip: bool) -> None:
+        """Makes A_log, dt_bias and, if `skip`, D, for `n_heads` heads of the state."""
         super().__init__()
         self.A_log = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
@@ -82,6 +83,7 @@ class FixedStateMixer(Recurrence):
     shared_keys = False
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's parameters for `config`, to be computed as `execution` says."""
         super().__init__()
         self.config = config.mixer
         self.layer = config
@@ -290,6 +292,7 @@ class FixedStateMixer(Recurrence):
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes conv [W - 1, E] and ssm [H, K, V] on one of `ranks` ranks."""
         H, K, V = state_shape(config.mixer, config.dim)
         keys, values = cls._widths(config)
         if not cls.shared_keys:

@@ -56,6 +56,7 @@ class InterdomainMixer(Recurrence):
     """
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's parameters for `config`, to be computed as `execution` says."""
         super().__init__()
         mixer = config.mixer
         self.config = mixer
@@ -477,6 +478,7 @@ class InterdomainMixer(Recurrence):
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes conv [W - 1, E] and ssm [G, M, P, 2] on one of `ranks` ranks."""
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         channels = 0
@@ -526,6 +528,7 @@ class InterdomainMixer(Recurrence):
 
     @staticmethod
     def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Counts the elements per token that autograd keeps, and the scan's scores, [H, 2M]."""
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         # Keys and values before and after their features, queries likewise, and the output.

@@ -131,6 +131,7 @@ class SoftmaxMixer(Mixer):
     """
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's projections for `config`; `execution` says how to rotate."""
         super().__init__()
         self.execution = execution
         self.head_dim = config.head_dim
@@ -365,6 +366,7 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Counts the elements per token that autograd keeps. There are no scores of a scan."""
         kv_dim = config.n_kv_heads * config.head_dim
         # Queries before and after RoPE, and the output; keys before and after RoPE, and values.
         token = 3 * config.dim + 3 * kv_dim

@@ -150,6 +150,7 @@ class SSM(KeptInFloat32):
         c_form: str,
         linear: bool,
     ) -> None:
+        """Makes the parameters for `n_heads` heads of `n_basis` basis functions, without values."""
         super().__init__()
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -166,6 +167,7 @@ class SSM(KeptInFloat32):
         self.c = parameter(n_heads, n_basis) if linear else None
 
     def forward(self) -> SSMParameters:
+        """Returns copies of the parameters. C and c are None if the layer has none."""
         self.check_float32()
         C = None if self.C is None else copied(self.C)
         c = None if self.c is None else copied(self.c)

@@ -96,6 +96,7 @@ class PackedLoader(BaseDataLoader):
         self.read_before: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Batch]:
+        """Yields this rank's batches without end, from sample `consumed` on, and counts them."""
         node = IterableWrapper(self._read(self.consumed))
         if torch.cuda.is_available():
             node = PinMemory(node)

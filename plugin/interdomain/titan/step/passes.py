@@ -148,6 +148,7 @@ class Pipeline(Passes):
     """
 
     def __post_init__(self) -> None:
+        """Builds this rank's stages for PyTorch, and the schedule that runs them."""
         plan = self.plan
         pipeline = self.meshes.pipeline
         self.micro_batches_at_once = plan.accumulation
