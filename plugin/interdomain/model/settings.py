@@ -32,6 +32,7 @@ KINDS = ["interdomain", *BASELINES]
 CONV_WIDTH = {"gla": 0, "softmax": None}
 # The output norms, and the value of w at the start.
 OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
+# The default, in the help text, of a setting that `mixer.condition` sets.
 BY_CONDITION = "as the condition has it"
 
 

@@ -279,8 +279,7 @@ class Recurrence(Mixer):
             mixer: Ignored.
             order: Ignored.
             positions: The place of each token in its document, [B, T]. None means that each
-                sequence is
-                one document; the result is then None, too.
+                sequence is one document; the result is then None, too.
             dtype: Ignored.
             cp_rank: This rank's place in context parallelism. None means whole sequences.
         """

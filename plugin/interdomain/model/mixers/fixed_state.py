@@ -345,7 +345,8 @@ class FixedStateMixer(Recurrence):
         token = copies * (2 * keys + values)
         # Inputs of the norm and of the last matrix; the gate, its SiLU and the product.
         token += (2 + 3 * cls.gated) * values
-        # Float32 copies: normalised queries and keys, and a gate per channel.
+        # Float32 copies, each of which counts as two elements: normalised queries and keys, and a
+        # gate per channel.
         if cls.delta:
             token += 8 * keys
         if config.mixer.kind == "gla":
@@ -367,11 +368,14 @@ class FixedStateMixer(Recurrence):
             tensor: The number of tensor-parallel ranks.
         """
         H, K, V = state_shape(config.mixer, config.dim)
+        # The delta rules exchange whole heads: a state B, a matrix A, and a state. With a decay, the
+        # rows of heads are exchanged: a row of B, its decay, and a row of a state.
         rows = H // tensor
         per_row = K * (2 * V + K)
         if not cls.delta:
             rows *= K
             per_row = 2 * V + 1
+        # -(-a // b) rounds up: every rank gets the same number of rows.
         return (context - 1) * -(-rows // context) * per_row, 0
 
 
@@ -468,11 +472,9 @@ class GatedDeltaNetMixer(DeltaNetMixer):
 class Mamba2Mixer(FixedStateMixer):
     """Mamba-2 (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060).
 
-    It is computed by its duality with attention, as `recurrence`:
-
-    q is C, k is B (one head for all), v is dt x and log_decay is A dt, with
-    dt = softplus(Wa x + dt_bias). D x is added to the output. The gate comes before the norm, which
-    is over all heads.
+    It is computed by its duality with attention: in `recurrence`, q is C, k is B (one head for
+    all), v is dt x and log_decay is A dt, with dt = softplus(Wa x + dt_bias). D x is added to the
+    output. The gate comes before the norm, which is over all heads.
     """
 
     conv_bias = True

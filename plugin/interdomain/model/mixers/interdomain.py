@@ -556,6 +556,7 @@ class InterdomainMixer(Recurrence):
             tensor: The number of tensor-parallel ranks.
         """
         G, M, P, _ = cls.state_shapes(config, tensor)["ssm"]
+        # Complex numbers, in both all-to-alls. -(-a // b) rounds up.
         rows = -(-G * M // context)
         return (context - 1) * (2 * 2 * rows * P + 1), 0
 

@@ -252,8 +252,7 @@ class SoftmaxMixer(Mixer):
             mixer: Settings of the layers.
             order: The place of each token in its sequence, [T].
             positions: The place of each token in its document, [B, T]. None means that each
-                sequence is
-                one document.
+                sequence is one document.
             dtype: The dtype of the masks.
             cp_rank: This rank's place in context parallelism. None means whole sequences.
         """

@@ -264,7 +264,7 @@ class CostModel:
         - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
-        - dynamics: gradients of SSM parameters are summed.
+        - dynamics: gradients of the SSM parameters (Delta, A, C) are summed.
 
         Args:
             rank: The rank's place in the pipeline.

@@ -215,8 +215,7 @@ def hold_folder(job: JobConfig) -> RunLock | None:
     """Locks the run's folders on rank 0, and writes their names into its folders.json.
 
     Commands such as `interdomain convert` find the checkpoints by this file. A folder that cannot
-    be
-    written is refused here, and not at the first save.
+    be written is refused here, and not at the first save.
 
     Args:
         job: The configuration of the run.
