@@ -155,6 +155,7 @@ class Decoder:
         position = self.state.position
         begin = position.clone()
         current = torch.cuda.current_stream(position.device)
+        # A capture needs a stream of its own. What was started before must be done first.
         side_stream = _capture_stream(position.device)
         side_stream.wait_stream(current)
         # The first steps compile kernels and let libraries allocate memory.
@@ -275,6 +276,7 @@ def generate(
 
     if sampling is None:
         sampling = Sampling()
+    # Each row has the same seed and a generator of its own, so the rows do not affect one another.
     generators = [torch.Generator(logits.device).manual_seed(seed) for _ in prompts]
     decoder = Decoder(model, state, room=max_tokens) if max_tokens > 1 else None
     ended = [False] * len(prompts)

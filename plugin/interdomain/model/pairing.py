@@ -32,10 +32,12 @@ def pairing(mixer: InterdomainMixer, lags: int = LAGS) -> Tensor:
     one_hot = torch.eye(lags, dtype=log_decay.dtype, device=log_decay.device)
     H = len(log_decay)
     keys = one_hot[None, :, None].expand(lags, -1, H, -1).contiguous()  # [B, T, H, R]
+    # The last query of text b is the key of token b; its output has value j in channel j.
     queries = torch.zeros_like(keys)
     queries[:, -1] = one_hot[:, None]
     o, _ = interdomain_scan(queries, keys, keys, log_decay, mixing)
     last = o[:, -1].transpose(0, 1)  # [H, key, value], by the tokens' places
+    # The last place is 0 tokens ago.
     return last.flip(1, 2)
 
 

@@ -44,7 +44,7 @@ def setting(
     Args:
         default: The value of a setting that nobody sets.
         text: The help text, without the default.
-        unset: What a run has that does not set it. Empty: the default.
+        unset: What a run that does not set it has, for the help text. Empty: the default.
         choices: All values that it may have. Empty: any value of its type.
         least: The smallest value of an integer.
     """

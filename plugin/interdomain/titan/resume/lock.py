@@ -124,6 +124,7 @@ class RunLock:
         Args:
             owner: The record of the owner, from `owner_of`.
         """
+        # Only within one boot and one container does a process number name the same process.
         if owner["machine"] == self.record["machine"]:
             return not Path(f"/proc/{owner['pid']}").exists()
         # SLURM requeues a job whose node is cut off. The old start may still be alive there.

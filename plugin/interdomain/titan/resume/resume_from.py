@@ -173,6 +173,7 @@ def check_other_runs(folder: Path, own: str) -> None:
         # A link at the old place of a renamed folder leads to the new one.
         if other is None or str(Path(other).resolve()) == own:
             continue
+        # A copy within this run's folder is allowed if the other run saves elsewhere.
         if not is_inside or checkpoints_of(Path(other)).resolve() == folder.resolve():
             raise ValueError(
                 f"{path} is a checkpoint of another run, whose folder is {other} (this run's is "
