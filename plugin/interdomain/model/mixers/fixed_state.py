@@ -368,8 +368,8 @@ class FixedStateMixer(Recurrence):
             tensor: The number of tensor-parallel ranks.
         """
         H, K, V = state_shape(config.mixer, config.dim)
-        # The delta rules exchange whole heads: B, the matrix A, and a state. With a decay, single rows
-        # of heads are exchanged: a row of B, its decay, and a row of a state.
+        # The delta rules exchange whole heads: B, the matrix A, and a state. With a decay, single
+        # rows of heads are exchanged: a row of B, its decay, and a row of a state.
         rows = H // tensor
         per_row = K * (2 * V + K)
         if not cls.delta:
