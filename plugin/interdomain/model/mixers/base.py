@@ -18,7 +18,8 @@ from ..parallel import GroupRank
 from ..settings import MixerConfig
 from ..state import MixerState
 
-# Shapes: B batch, T tokens (on this rank), E channels of the convolutions.
+# Shapes: B batch, T tokens (on this rank), J chosen tokens, E channels of the convolutions, W taps
+#         of a convolution.
 
 
 class Packing(NamedTuple):

@@ -19,8 +19,8 @@ from .base import Mixer
 from .kernels import input_features
 
 # Shapes: B batch, T tokens (queries), S keys or slots of the cache, H query heads, G heads of keys
-#         and values, R head_dim, W tokens of a sliding window, N blocks of W queries after the
-#         first.
+#         and values, R head_dim, E width of a projection, W tokens of a sliding window, N blocks
+#         of W queries after the first.
 
 
 class Attended(NamedTuple):
