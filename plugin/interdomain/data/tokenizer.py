@@ -343,6 +343,7 @@ class JsonTokenizer(Tokenizer):
     library = "tokenizers"
 
     def __init__(self, path: Path | str) -> None:
+        """Loads a tokenizer.json, or an `hf_tokenizer.json`, which has the control tokens, too."""
         import tokenizers
 
         data = Path(path).read_bytes()
@@ -416,6 +417,7 @@ class TiktokenTokenizer(Tokenizer):
     library = "tiktoken"
 
     def __init__(self, path: Path | str) -> None:
+        """Loads an encoding from a file, or `tiktoken:NAME`."""
         import tiktoken
 
         super().__init__(path, self._read(path))
@@ -583,6 +585,7 @@ class StreamDecoder:
     LONGEST = 64  # ids that are held back at most: more without a complete character are not text
 
     def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = ()) -> None:
+        """Begins a text after the ids `after`, whose text is not returned."""
         self._decode = tokenizer.decode
         self._context: list[int] = []  # the last ids whose text was returned
         self._pending: list[int] = []  # ids after these, whose text was not returned yet

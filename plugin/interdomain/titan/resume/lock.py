@@ -54,6 +54,7 @@ class RunLock:
     """
 
     def __init__(self, folders: list[Path]) -> None:
+        """Describes this process, so that another start can tell whether it lives on."""
         self.folders = folders
         self.held: list[Path] = []
         self.lost: Path | None = None

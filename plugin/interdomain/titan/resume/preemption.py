@@ -36,6 +36,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
+        """Makes this rank end together with its torchrun. Signals are noted after `listen` only."""
         self.asked: signal.Signals | None = None
         self.listening = False
         self.last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
