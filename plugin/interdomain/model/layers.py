@@ -40,8 +40,8 @@ class LocalParameters(nn.Module):
         local_weight, local_bias: This rank's slice of a parameter that is a DTensor, as a plain
             tensor; set before each forward pass. None: the parameter is a plain tensor. They are
             buffers because torch.compile takes buffers' shapes as fixed.
-        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide by
-            its name.
+        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide
+            by its name.
     """
 
     whole: bool = False

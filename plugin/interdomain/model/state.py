@@ -312,7 +312,8 @@ class ModelState(State):
     def reserve(self, tokens: int) -> None:
         """Gives each cache that grows room for this number of tokens in all.
 
-        A cache also grows by itself, but not under a captured CUDA graph, whose addresses are fixed.
+        A cache also grows by itself, but not under a captured CUDA graph, whose addresses are
+        fixed.
         """
         for layer in self.layers:
             if layer.capacity is not None:

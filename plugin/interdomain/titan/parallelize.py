@@ -107,8 +107,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
 def apply_tensor_parallelism(model: Transformer, mesh: DeviceMesh) -> None:
     """Distributes matrices, norms and convolutions over the tensor-parallel ranks.
 
-    Every rank has a slice of a large matrix, unless its module asks for the `whole` matrix, and all of
-    the other parameters. `parallelize` distributes the SSM parameters.
+    Every rank has a slice of a large matrix, unless its module asks for the `whole` matrix, and all
+    of the other parameters. `parallelize` distributes the SSM parameters.
 
     Args:
         model: The model or a stage of a pipeline.

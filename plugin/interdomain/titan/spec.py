@@ -293,7 +293,8 @@ def pipeline_model(
         loss_fn: Computes the summed loss of a micro-batch from logits and labels.
     """
     job, plan = resolve(config)
-    # The number of labels of a step. A sequence of a corpus with answers has fewer labels than tokens.
+    # The number of labels of a step. A sequence of a corpus with answers has fewer labels than
+    # tokens.
     targets = plan.global_batch * plan.seq_len
     if job.data.corpus:
         targets = plan.global_batch * open_dataset(job, "train").targets

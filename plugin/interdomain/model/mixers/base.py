@@ -47,9 +47,9 @@ class Mixer(nn.Module):
     Attributes:
         cp_rank: This rank's place in context parallelism: x holds its part of each sequence. None
             means whole sequences.
-        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads for
-            all tokens of x, and the outputs must be summed over the ranks. The matrices are this
-            rank's slices, or DTensors with them (`split_dimension`); all other parameters are
+        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads
+            for all tokens of x, and the outputs must be summed over the ranks. The matrices are
+            this rank's slices, or DTensors with them (`split_dimension`); all other parameters are
             whole. None means all heads.
     """
 

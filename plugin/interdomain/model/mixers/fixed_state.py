@@ -166,8 +166,8 @@ class FixedStateMixer(Recurrence):
         Args:
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: Ignored: no baseline rotates queries or keys.
-            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is computed
-                here.
+            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is
+                computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """

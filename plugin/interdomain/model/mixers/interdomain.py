@@ -119,8 +119,8 @@ class InterdomainMixer(Recurrence):
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2]. A mixer
                 without `rope` ignores them.
-            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
-                `ssm_tensors`. None means that they are computed here.
+            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M])
+                from `ssm_tensors`. None means that they are computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """

@@ -61,8 +61,8 @@ class SSMParameters(NamedTuple):
     def decay(self) -> tuple[Tensor, Tensor]:
         """Returns log|Lambda| per token, and which basis functions count as bound (bool): [H, M].
 
-        `decay_exponent` bounds the decay softly. A basis function counts as bound if that takes more
-        than BOUND_SHARE of its decay.
+        `decay_exponent` bounds the decay softly. A basis function counts as bound if that takes
+        more than BOUND_SHARE of its decay.
         """
         dt = self.log_dt.exp()
         log_abs, _ = decay_exponent(dt, self.log_A_real, self.A_imag).unbind(-1)
@@ -131,9 +131,10 @@ def copied(parameter: Tensor) -> Tensor:
 
 
 class SSM(KeptInFloat32):
-    """The SSM parameters of a layer as a module. Called, it returns copies of them (`SSMParameters`).
+    """The SSM parameters of a layer as a module.
 
-    Around a call, a parallelisation that shards the parameters gathers them.
+    Called, it returns copies of them (`SSMParameters`). Around a call, a parallelisation that
+    shards the parameters gathers them.
 
     Args:
         n_heads: Heads of the state, H.
