@@ -21,7 +21,8 @@ from interdomain.data.indexed import file_sha256
 DEBIAN = "debian"
 DOWNLOADS = Path("data/debian-packages")
 SHORTEST = 500  # characters of a document
-JOINED = 8_000  # characters at which a document takes no further entry of a dictionary, or node of a manual
+# Characters at which a document takes no further entry of a dictionary, or node of a manual.
+JOINED = 8_000
 
 CHAPTER = re.compile(r"^(?=Chapter \d+[.:] )", re.M)
 DRAWN_TABLE = re.compile(r"^[ \t]*([|│].*[|│]|[+┌├└][-=+─┬┼┴]+[+┐┤┘])\n", re.M)
@@ -237,7 +238,8 @@ def man_text(source: str) -> str:
     """
     parts = []
     in_code = False
-    heads_line = False  # whether the next text is a line of its own: a heading, or the word that a paragraph explains
+    # True if the next text is a line of its own: a heading, or the word that a paragraph explains.
+    heads_line = False
     # A page begins with its title, .TH. Before it stand comments and definitions.
     begin = source.find("\n.TH ") + 1
     lines = iter(source[begin:].split("\n"))

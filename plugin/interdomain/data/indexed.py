@@ -65,6 +65,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: Path | str) -> None:
+        """Maps the files of the shard, and checks that they are complete."""
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = shard_files(prefix)
         for path in (self.idx_path, self.bin_path):
@@ -111,6 +112,7 @@ class IndexedDataset:
             raise self._damaged(
                 f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8"
             )
+        # A sequence has an i32 length and an i64 offset, and a document an i64 index.
         expected = HEADER.size + 12 * n_seq + 8 * n_doc_idx
         if (
             self.idx_bytes != expected
@@ -231,6 +233,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Finalizes the shard. If the block raised an error, removes what was written."""
         if error[0] is not None:
             # Closing flushes, which fails once more on a full disk.
             with contextlib.suppress(OSError):
@@ -316,6 +319,7 @@ class ShardWriter:
     def __init__(
         self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None
     ) -> None:
+        """Prepares to write. The first shard is opened with the first documents."""
         self.prefix = prefix
         self.shard_tokens = shard_tokens
         self.options = (vocab_size, code)

@@ -106,6 +106,7 @@ class PackedDataset:
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
+        """Counts the windows, and describes the order of the samples."""
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
         self.corpus = corpus
@@ -307,6 +308,7 @@ class MixtureDataset(PackedDataset):
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
+        """Makes the pattern that says which data set each sample comes from."""
         if len(datasets) != len(weights):
             raise ValueError(
                 f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}."

@@ -74,6 +74,7 @@ class Task:
     defaults: ClassVar[dict[str, int]]
 
     def __post_init__(self) -> None:
+        """Checks that the numbers fit one another."""
         if min(self.length, self.items, self.vocab) < 1 or self.seed < 0:
             problem = "each must be at least 1, and the seed at least 0"
         elif self.vocab > MAX_WORDS:
@@ -151,12 +152,14 @@ class MQAR(Task):
         return self.length // 2 - self.items - 1
 
     def words(self) -> list[str]:
+        """Returns as many keys as values: k0, k1, ..., v0, v1, ..."""
         n = (self.vocab - len(SPECIALS)) // 2
         keys = [f"k{i}" for i in range(n)]
         values = [f"v{i}" for i in range(n)]
         return keys + values
 
     def _problem(self) -> str:
+        """Says which constraint the numbers break. Empty if they break none."""
         if self.length % 2 or self.answers < 1:
             return "the length must be even, and at least 2 * items + 4"
         if len(self.words()) < 2 * self.items:
@@ -229,6 +232,7 @@ class SelectiveCopying(Task):
         return [*tokens, ".", "copy"]
 
     def _problem(self) -> str:
+        """Says which constraint the numbers break. Empty if they break none."""
         if self.length < 2 * self.items + 2:
             return "the length must be at least 2 * items + 2"
         if self.vocab < len(SPECIALS) + 4:

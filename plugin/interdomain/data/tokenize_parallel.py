@@ -46,8 +46,8 @@ class Encoding:
     Attributes:
         folder: Where the files of the parts go.
         tokenizer: Path of the tokenizer.
-        text_field: As in `documents_of`.
-        leave_out_bad: As in `documents_of`.
+        text_field: Column, or field of a JSON row, that holds the text.
+        leave_out_bad: Print bad documents to standard error and go on, instead of failing.
         validation_fraction: Share of the documents in the validation split.
     """
 
@@ -108,7 +108,7 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Pa
         Their path prefixes, in the order of SPLITS.
 
     Raises:
-        ValueError: As in `documents_of`.
+        ValueError: A document is bad, or a file is damaged or was changed.
     """
     # Everything that decides the bytes: input, settings, tokenizer and its library.
     causes = (
@@ -159,7 +159,7 @@ def encode_parts(
         workers: Number of processes. 1 encodes in this process.
 
     Raises:
-        ValueError: As in `encode_part`, or a worker was killed.
+        ValueError: A document is bad, a file is damaged or was changed, or a worker was killed.
     """
     if workers == 1:
         tokenizer = load_tokenizer(encoding.tokenizer)
@@ -201,6 +201,7 @@ def _begin_worker(encoding: Encoding) -> None:
 
 
 def _end_with_the_parent() -> None:
+    """Ends this worker when its parent process has ended. Runs in a thread."""
     # A parent that is killed does not close its pool: the workers would wait for ever.
     parent = multiprocessing.parent_process()
     assert parent is not None

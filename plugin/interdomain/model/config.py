@@ -105,6 +105,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig, ...] = field(default_factory=lambda: (MixerConfig(),))
 
     def __post_init__(self) -> None:
+        """Checks the values, alone and together, and shortens the pattern of mixers."""
         check_fields("", self, skip="mixers")
         # Two configurations of one model are equal: the pattern of mixers is the shortest one.
         if not self.mixers or self.n_layers % len(self.mixers):

@@ -261,7 +261,9 @@ class PositiveRandomFeatures(RandomFeatures):
             normal: Independent normal numbers, [H_kv, R, R].
         """
         columns = normal.double().mT
-        # q does not depend on the columns' lengths, which are those of r: give them back.
+        # q does not depend on the columns' lengths, which are those of r: give them back. The signs
+        # of q's columns are the library's choice: take those that make r's diagonal positive, so
+        # that each direction is uniformly distributed.
         q, r = torch.linalg.qr(columns)
         q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return (q * columns.norm(dim=1, keepdim=True)).mT.float()

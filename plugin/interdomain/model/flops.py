@@ -38,7 +38,7 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
     }
 
 
-@functools.cache
+@functools.cache  # all layers with the same settings are counted once
 def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
     """Returns the multiply-adds of a block per token.
 
@@ -49,6 +49,7 @@ def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
         seq_len: Tokens of a sequence, which softmax attention depends on.
     """
     macs: Counter[str] = Counter(mixer_class(layer.mixer).macs(layer, seq_len))
+    # A block on the meta device has the shapes of its weights, and takes no memory.
     with torch.device("meta"):
         block = TransformerBlock(layer, None)
     for module in block.modules():

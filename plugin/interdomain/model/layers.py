@@ -40,8 +40,8 @@ class LocalParameters(nn.Module):
         local_weight, local_bias: This rank's slice of a parameter that is a DTensor, as a plain
             tensor; set before each forward pass. None: the parameter is a plain tensor. They are
             buffers because torch.compile takes buffers' shapes as fixed.
-        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide by
-            its name.
+        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide
+            by its name.
     """
 
     whole: bool = False
@@ -77,6 +77,7 @@ class Embedding(LocalParameters, nn.Embedding):
     tp_rank: "GroupRank | None" = None
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up the rows of `tokens`, [B, T] integers; see the class for ranks."""
         rows = self.local()
         if self.tp_rank is None:
             return F.embedding(tokens, rows)
@@ -105,6 +106,7 @@ class RMSNorm(LocalParameters, nn.RMSNorm):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalises x over its last dimension."""
         y = F.rms_norm(x, self.normalized_shape, self.local(), self.eps)
         # Several products read it. Rounded here, it is rounded and kept for the backward pass only
         # once.
@@ -125,6 +127,7 @@ class ShortConv(LocalParameters):
     """
 
     def __init__(self, channels: int, width: int, bias: bool = True) -> None:
+        """Makes `width` weights for each of `channels` channels, and a bias if `bias`."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias: Any = None
@@ -164,6 +167,7 @@ class InputNorm(LocalParameters):
     """
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
+        """Makes a weight, [head_dim], and a bias, [n_heads, head_dim]; `eps` is the norm's."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
@@ -185,6 +189,7 @@ class OutputNorm(LocalParameters):
     """
 
     def __init__(self, head_dim: int, eps: float, *, soft: bool) -> None:
+        """Makes a weight, [head_dim]; `eps` is the norm's, and `soft` chooses its kind."""
         super().__init__()
         self.eps = eps
         self.soft = soft

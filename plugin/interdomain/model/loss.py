@@ -3,8 +3,8 @@
 The logits of all tokens never exist at once: with a large vocabulary they would be the largest
 tensor of a training step. A name `by_x` is the gradient of the loss by x.
 
-Shapes: N tokens, n tokens of a piece, E width of the model, V vocabulary (of this rank, in tensor
-parallelism).
+Shapes: B sequences, T tokens of a sequence, N = B T tokens, n tokens of a piece, E width of the
+model, V vocabulary (of this rank, in tensor parallelism).
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class Head(Linear):
         )
 
     def compile_loss(self, backend: str) -> None:
-        """Compiles all between the matrix products as one function.
+        """Compiles `piece_loss`, all that is computed between the matrix products.
 
         Args:
             backend: A backend of torch.compile, such as "inductor".

@@ -207,6 +207,8 @@ def share(weights: Tensor) -> Tensor:
 def by_head(weights: Tensor) -> dict[str, list[float]]:
     """Summarises the weights [H, T, T] of each head by means over the queries.
 
+    Args:
+        weights: w_tj, the query's position before the key's.
     Returns:
         "own token": The share of the token itself.
         "distance": How far back the head looks, in tokens.
@@ -215,6 +217,7 @@ def by_head(weights: Tensor) -> dict[str, list[float]]:
     """
     shares = share(weights)
     position = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
+    # Tokens from each key to the query, [T, T]. Later keys have weight 0, so their lag is not read.
     lag = (position[:, None] - position).clamp_min(0)
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
     own = shares.diagonal(dim1=1, dim2=2)

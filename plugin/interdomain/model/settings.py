@@ -32,6 +32,7 @@ KINDS = ["interdomain", *BASELINES]
 CONV_WIDTH = {"gla": 0, "softmax": None}
 # The output norms, and the value of w at the start.
 OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
+# The default, in the help text, of a setting that `mixer.condition` sets.
 BY_CONDITION = "as the condition has it"
 
 
@@ -43,7 +44,7 @@ def setting(
     Args:
         default: The value of a setting that nobody sets.
         text: The help text, without the default.
-        unset: What a run has that does not set it. Empty: the default.
+        unset: What a run that does not set it has, for the help text. Empty: the default.
         choices: All values that it may have. Empty: any value of its type.
         least: The smallest value of an integer.
     """
@@ -168,6 +169,7 @@ class MixerConfig:
     )
 
     def __post_init__(self) -> None:
+        """Checks the values, alone and together, and sets the default width of the convolution."""
         check_fields("mixer.", self)
 
         # Settings that do not fit each other.

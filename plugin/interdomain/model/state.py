@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # Shapes: B batch, T tokens, H heads of keys and state, R head_dim, M basis functions, P width of z,
-#         W taps of the convolution, E channels of the convolutions, S slots of a cache.
+#         W taps of the convolution, E channels of the convolutions, S slots of a cache,
+#         K key width and V value width of a baseline.
 
 
 def backward_pass() -> int | None:
@@ -311,7 +312,8 @@ class ModelState(State):
     def reserve(self, tokens: int) -> None:
         """Gives each cache that grows room for this number of tokens in all.
 
-        A cache also grows by itself, but not under a captured CUDA graph, whose addresses are fixed.
+        A cache also grows by itself, but not under a captured CUDA graph, whose addresses are
+        fixed.
         """
         for layer in self.layers:
             if layer.capacity is not None:

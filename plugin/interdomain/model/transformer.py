@@ -47,6 +47,7 @@ class FeedForward(nn.Module):
     """
 
     def __init__(self, dim: int, hidden: int) -> None:
+        """Makes the three matrices, from `dim` to `hidden` (w1, w3) and back (w2)."""
         super().__init__()
         self.w1 = Linear(dim, hidden)
         self.w2 = Linear(hidden, dim)
@@ -73,6 +74,7 @@ class TransformerBlock(nn.Module):
     tp_rank: GroupRank | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
+        """Makes the layer of `config` and draws its initial values."""
         super().__init__()
         self.mixer = config.mixer
         self.attention = mixer_class(config.mixer)(config, execution)
@@ -144,6 +146,7 @@ class Transformer(nn.Module):
     shared: SharedSSMTensors | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        """Makes the model of `config` and draws its initial values."""
         super().__init__()
         self.config = config
         self.bf16_products = execution is not None and execution.bf16_products

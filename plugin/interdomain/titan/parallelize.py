@@ -107,8 +107,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
 def apply_tensor_parallelism(model: Transformer, mesh: DeviceMesh) -> None:
     """Distributes matrices, norms and convolutions over the tensor-parallel ranks.
 
-    Every rank has a slice of a large matrix, unless its module asks for the `whole` matrix, and all of
-    the other parameters. `parallelize` distributes the SSM parameters.
+    Every rank has a slice of a large matrix, unless its module asks for the `whole` matrix, and all
+    of the other parameters. `parallelize` distributes the SSM parameters.
 
     Args:
         model: The model or a stage of a pipeline.
@@ -131,7 +131,7 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
 
     Args:
         unit: A module that FSDP2 gathers as a whole.
-        sum_in_backward: As for `parallelize`.
+        sum_in_backward: Sum the gradients of whole parameters over the ranks in the backward pass.
     """
     owned: list[tuple[nn.Module, str]] = []
     for module in unit.modules():

@@ -293,7 +293,8 @@ def pipeline_model(
         loss_fn: Computes the summed loss of a micro-batch from logits and labels.
     """
     job, plan = resolve(config)
-    # The number of labels of a step. A sequence of a corpus with answers has fewer labels than tokens.
+    # The number of labels of a step. A sequence of a corpus with answers has fewer labels than
+    # tokens.
     targets = plan.global_batch * plan.seq_len
     if job.data.corpus:
         targets = plan.global_batch * open_dataset(job, "train").targets
@@ -320,6 +321,7 @@ def build_tokenizer(config: Any) -> Any:
         SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is
             printed.
     """
+    # With a corpus the result is this package's `Tokenizer`, otherwise TorchTitan's.
     job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)

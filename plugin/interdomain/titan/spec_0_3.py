@@ -79,9 +79,11 @@ class TitanModelConfig(BaseModel.Config):
             prepare_for_user(config, self)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Returns the number of parameters, and the FLOPs of a training step per token."""
         return self.plan.n_params, self.plan.flops_per_token
 
     def build(self, **_: Any) -> TitanTransformer:
+        """Builds the model. TorchTitan calls this, with arguments that are not needed here."""
         model = TitanTransformer(self.plan)
         # TorchTitan's loss takes each tensor-parallel rank's columns of the logits.
         model.whole_logits = False
@@ -93,6 +95,8 @@ class TitanModelConfig(BaseModel.Config):
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
     """Makes a configuration of TorchTitan's whose component comes from a function.
+
+    TorchTitan calls the configuration's method `build` when it needs the component.
 
     Args:
         base: TorchTitan's class of the configuration.
@@ -269,7 +273,8 @@ def values_of_sections(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
 
-    # TorchTitan has an object in place of the mode of activation checkpointing.
+    # TorchTitan has an object in place of the mode of activation checkpointing. It must have the
+    # class of a mode, and only default values.
     chosen = config.activation_checkpoint
     for mode, kind in CHECKPOINTING.items():
         if chosen == kind():

@@ -80,10 +80,10 @@ class TitanTransformer(Transformer):
 
         Args:
             tokens: Token ids, [B, T].
-            state: As for `Transformer.forward`; not used in training.
+            state: Not used in training. The model's state to continue from.
             positions: Position of each token in its document, [B, T]. Only used with `documents`.
-            last: As for `Transformer.forward`; not used in training.
-            labels: As for `Transformer.forward`; TorchTitan computes the loss from logits.
+            last: Not used in training. The number of last positions whose logits are returned.
+            labels: Not used by TorchTitan, which computes the loss from logits.
 
         Returns:
             Logits, [B, T, vocab_size], or this tensor-parallel rank's columns of them.
@@ -133,7 +133,11 @@ class TitanTransformer(Transformer):
 
 
 def _sum_gradient(p: Any) -> None:
-    """Sums the gradient of an SSM parameter over the ranks, after each backward pass."""
+    """Sums the gradient of an SSM parameter over the ranks, after each backward pass.
+
+    Args:
+        p: The parameter, whole on every rank. Its gradient is this rank's share (`Partial`).
+    """
     p.grad = p.grad.redistribute(placements=p.placements)
 
 
@@ -146,7 +150,8 @@ def parallelize_variant(
         model: The model or a stage of a pipeline, on the meta device.
         parallel_dims: TorchTitan's degrees of parallelism.
         job: This plugin's configuration.
-        config: The configuration that TorchTitan's functions read, as for `parallelize`.
+        config: The configuration whose sections [activation_checkpoint] and [compile] TorchTitan's
+            functions read.
     """
     # TorchTitan's memory estimator calls this with fake tensors, under which no mesh can be built.
     with unset_fake_temporarily():

@@ -18,7 +18,8 @@ from ..parallel import GroupRank
 from ..settings import MixerConfig
 from ..state import MixerState
 
-# Shapes: B batch, T tokens (on this rank), E channels of the convolutions.
+# Shapes: B batch, T tokens (on this rank), J chosen tokens, E channels of the convolutions, W taps
+#         of a convolution.
 
 
 class Packing(NamedTuple):
@@ -46,9 +47,9 @@ class Mixer(nn.Module):
     Attributes:
         cp_rank: This rank's place in context parallelism: x holds its part of each sequence. None
             means whole sequences.
-        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads for
-            all tokens of x, and the outputs must be summed over the ranks. The matrices are this
-            rank's slices, or DTensors with them (`split_dimension`); all other parameters are
+        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads
+            for all tokens of x, and the outputs must be summed over the ranks. The matrices are
+            this rank's slices, or DTensors with them (`split_dimension`); all other parameters are
             whole. None means all heads.
     """
 
@@ -279,8 +280,7 @@ class Recurrence(Mixer):
             mixer: Ignored.
             order: Ignored.
             positions: The place of each token in its document, [B, T]. None means that each
-                sequence is
-                one document; the result is then None, too.
+                sequence is one document; the result is then None, too.
             dtype: Ignored.
             cp_rank: This rank's place in context parallelism. None means whole sequences.
         """

@@ -45,6 +45,7 @@ class StepSize(KeptInFloat32):
     """
 
     def __init__(self, n_heads: int, *, skip: bool) -> None:
+        """Makes A_log, dt_bias and, if `skip`, D, for `n_heads` heads of the state."""
         super().__init__()
         self.A_log = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
@@ -82,6 +83,7 @@ class FixedStateMixer(Recurrence):
     shared_keys = False
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's parameters for `config`, to be computed as `execution` says."""
         super().__init__()
         self.config = config.mixer
         self.layer = config
@@ -164,8 +166,8 @@ class FixedStateMixer(Recurrence):
         Args:
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: Ignored: no baseline rotates queries or keys.
-            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is computed
-                here.
+            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is
+                computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """
@@ -290,6 +292,7 @@ class FixedStateMixer(Recurrence):
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes conv [W - 1, E] and ssm [H, K, V] on one of `ranks` ranks."""
         H, K, V = state_shape(config.mixer, config.dim)
         keys, values = cls._widths(config)
         if not cls.shared_keys:
@@ -342,7 +345,8 @@ class FixedStateMixer(Recurrence):
         token = copies * (2 * keys + values)
         # Inputs of the norm and of the last matrix; the gate, its SiLU and the product.
         token += (2 + 3 * cls.gated) * values
-        # Float32 copies: normalised queries and keys, and a gate per channel.
+        # Float32 copies, each of which counts as two elements: normalised queries and keys, and a
+        # gate per channel.
         if cls.delta:
             token += 8 * keys
         if config.mixer.kind == "gla":
@@ -364,11 +368,14 @@ class FixedStateMixer(Recurrence):
             tensor: The number of tensor-parallel ranks.
         """
         H, K, V = state_shape(config.mixer, config.dim)
+        # The delta rules exchange whole heads: B, the matrix A, and a state. With a decay, single
+        # rows of heads are exchanged: a row of B, its decay, and a row of a state.
         rows = H // tensor
         per_row = K * (2 * V + K)
         if not cls.delta:
             rows *= K
             per_row = 2 * V + 1
+        # -(-a // b) rounds up: every rank gets the same number of rows.
         return (context - 1) * -(-rows // context) * per_row, 0
 
 
@@ -465,11 +472,9 @@ class GatedDeltaNetMixer(DeltaNetMixer):
 class Mamba2Mixer(FixedStateMixer):
     """Mamba-2 (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060).
 
-    It is computed by its duality with attention, as `recurrence`:
-
-    q is C, k is B (one head for all), v is dt x and log_decay is A dt, with
-    dt = softplus(Wa x + dt_bias). D x is added to the output. The gate comes before the norm, which
-    is over all heads.
+    It is computed by its duality with attention: in `recurrence`, q is C, k is B (one head for
+    all), v is dt x and log_decay is A dt, with dt = softplus(Wa x + dt_bias). D x is added to the
+    output. The gate comes before the norm, which is over all heads.
     """
 
     conv_bias = True

@@ -52,11 +52,14 @@ def plain_recurrence(
     if S is None:
         S = v.new_zeros(B, H, k.shape[3], V, dtype=dtype)
     with torch.autocast(v.device.type, enabled=False):
+        # One form for every kind of decay: per token, head and channel, where a single head or
+        # channel stands for all. Without decay the logs are 0.
         decay = v.new_zeros(B, T, 1, dtype=dtype)
         if log_decay is not None:
             decay = log_decay.to(dtype)
         if decay.ndim == 3:
             decay = decay[..., None]  # [B, T, H or 1, D]
+        # exp(-inf) = 0: the first token of a document reads nothing of the documents before it.
         if documents is not None:
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
         if beta is not None:

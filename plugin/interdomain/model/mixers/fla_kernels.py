@@ -215,7 +215,7 @@ def _context_parallel(
     n_rows, _, width, _ = rows.shape
 
     # Every rank gets the same number of rows, the last ones padded with zeros.
-    rows_per_rank = -(-n_rows // cp_rank.size)
+    rows_per_rank = -(-n_rows // cp_rank.size)  # rounded up
     counts = [rows_per_rank] * cp_rank.size
     padded = F.pad(rows.flatten(1), (0, 0, 0, rows_per_rank * cp_rank.size - n_rows))
     sent = send(padded, counts, counts, cp_rank)

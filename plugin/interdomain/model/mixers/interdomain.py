@@ -56,6 +56,7 @@ class InterdomainMixer(Recurrence):
     """
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's parameters for `config`, to be computed as `execution` says."""
         super().__init__()
         mixer = config.mixer
         self.config = mixer
@@ -118,8 +119,8 @@ class InterdomainMixer(Recurrence):
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2]. A mixer
                 without `rope` ignores them.
-            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
-                `ssm_tensors`. None means that they are computed here.
+            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M])
+                from `ssm_tensors`. None means that they are computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """
@@ -477,6 +478,7 @@ class InterdomainMixer(Recurrence):
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes conv [W - 1, E] and ssm [G, M, P, 2] on one of `ranks` ranks."""
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         channels = 0
@@ -526,6 +528,7 @@ class InterdomainMixer(Recurrence):
 
     @staticmethod
     def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Counts the elements per token that autograd keeps, and the scan's scores, [H, 2M]."""
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         # Keys and values before and after their features, queries likewise, and the output.
@@ -553,6 +556,7 @@ class InterdomainMixer(Recurrence):
             tensor: The number of tensor-parallel ranks.
         """
         G, M, P, _ = cls.state_shapes(config, tensor)["ssm"]
+        # Complex numbers, in both all-to-alls. -(-a // b) rounds up.
         rows = -(-G * M // context)
         return (context - 1) * (2 * 2 * rows * P + 1), 0
 
@@ -584,7 +588,8 @@ def _state_after(
     shifted = take(z, source.clamp_min(0)).to(log_decay.dtype)
     z = torch.where((source >= 0)[:, :, None, None], shifted, 0)
 
-    # All rows then have the same powers of Lambda. Real and imaginary parts are summed apart.
+    # All rows then have the same powers of Lambda. z is real, so the real and the imaginary parts
+    # of the powers are summed apart.
     weights = powers(log_decay, T - 1 - t)  # [G, T, M, 2]
     real = torch.einsum("bthp,htm->bhmp", z, weights[..., 0])
     imaginary = torch.einsum("bthp,htm->bhmp", z, weights[..., 1])

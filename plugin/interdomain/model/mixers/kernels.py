@@ -231,7 +231,7 @@ def interdomain_step(
         q: Query features of one token, [B, Hq, R].
         k: Its key features, [B, H, R].
         v: Its values, [B, H, D].
-        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary).
+        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary). Plain PyTorch ignores it.
         decay: Lambda itself, [H, M, 2], computed once for many steps.
         mixing: The matrices from state to readout, [H, 2M, 2M], or their upper half, [H, M, 2M].
         state: X before the token, [B, H, M, R + D, 2].
@@ -264,7 +264,7 @@ def linear_step(
 
     Args:
         z: Inputs of one token, [B, H, P].
-        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary).
+        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary). Plain PyTorch ignores it.
         decay: Lambda itself, [H, M, 2], computed once for many steps.
         readout: The weights of the readout, [H, 2M].
         state: X before the token, [B, H, M, P, 2].

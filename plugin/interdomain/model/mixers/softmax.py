@@ -19,8 +19,8 @@ from .base import Mixer
 from .kernels import input_features
 
 # Shapes: B batch, T tokens (queries), S keys or slots of the cache, H query heads, G heads of keys
-#         and values, R head_dim, W tokens of a sliding window, N blocks of W queries after the
-#         first.
+#         and values, R head_dim, E width of a projection, W tokens of a sliding window, N blocks
+#         of W queries after the first.
 
 
 class Attended(NamedTuple):
@@ -131,6 +131,7 @@ class SoftmaxMixer(Mixer):
     """
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's projections for `config`; `execution` says how to rotate."""
         super().__init__()
         self.execution = execution
         self.head_dim = config.head_dim
@@ -251,8 +252,7 @@ class SoftmaxMixer(Mixer):
             mixer: Settings of the layers.
             order: The place of each token in its sequence, [T].
             positions: The place of each token in its document, [B, T]. None means that each
-                sequence is
-                one document.
+                sequence is one document.
             dtype: The dtype of the masks.
             cp_rank: This rank's place in context parallelism. None means whole sequences.
         """
@@ -365,6 +365,7 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Counts the elements per token that autograd keeps. There are no scores of a scan."""
         kv_dim = config.n_kv_heads * config.head_dim
         # Queries before and after RoPE, and the output; keys before and after RoPE, and values.
         token = 3 * config.dim + 3 * kv_dim

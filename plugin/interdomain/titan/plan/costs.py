@@ -201,6 +201,7 @@ class CostModel:
             vocabulary = share.head // plan.config.dim
             hidden = tokens * plan.config.dim * (self.stored // tensor + 2 * self.width)
             logits = min(tokens, piece_tokens(vocabulary)) * vocabulary
+            # Bytes of the three copies: 2 + 4 + 4, or two of 4 if the product is float32.
             bytes_per_logit = 8 if self.width == 4 else 10
             loss = int(in_flight * hidden) + 4 * share.head + logits * bytes_per_logit
         return {
@@ -236,6 +237,7 @@ class CostModel:
         width = self.width
         kept, scores = mixer_class(layer.mixer).saved_elements(layer)
 
+        # `rest` is divided among the tensor-parallel ranks; what is added to it is not.
         rest = dim * self.stored + width * (kept + 3 * ffn + dim)
         if not self.compiled:
             rest += dim * self.stored + width * (ffn - dim)
@@ -262,7 +264,7 @@ class CostModel:
         - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
-        - SSM parameters: their gradients are summed.
+        - SSM parameters: gradients of the SSM parameters (Delta, A, C) are summed.
 
         Args:
             rank: The rank's place in the pipeline.
@@ -296,12 +298,14 @@ class CostModel:
                 exchanged += n * plan.local_batch * state * 4 * state_passes
                 exchanged += n * self.tokens * per_token * self.width * token_passes
 
-        # Hidden states around the parts of tensor parallelism, and between the stages of the
-        # pipeline.
+        # Hidden states around the parts of tensor parallelism. A mixer and a feed-forward each have
+        # a gather and a scatter, so a block has 4 exchanges forward and 4 backward. Selective
+        # checkpointing gathers twice more, full checkpointing does all 4 once more.
         hidden = n * self.tokens * plan.config.dim // tensor
         ends = bool(share.embedding) + bool(share.head)
         exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing]
         exchanges = exchanges * len(share.layers) + 2 * ends
+        # A stage receives hidden states and a gradient, the first and the last stage only one.
         between_stages = 0
         if pipeline > 1:
             between_stages = (2 * self.stages - ends) * hidden * self.stored

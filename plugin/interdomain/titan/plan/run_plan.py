@@ -246,6 +246,7 @@ def make_plan_for_torchtitan(
     global_batch = job.training.global_batch_size
     if global_batch < 0:
         global_batch = job.training.local_batch_size * mesh.data_ranks
+    # `check_micro_batches` has checked the pipeline; this checks the rest, as without one.
     check_batch(job, mesh.data_ranks, 1, global_batch)
     divided = {
         "training.global_batch_size": global_batch,

@@ -153,6 +153,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         checkpoint_config: Any,
         **torchtitans: Any,
     ) -> None:
+        """Takes what the checkpoints of the run need; TorchTitan's arguments are passed on."""
         self.record = record
         self.tokenizer = tokenizer
         self.lock = lock

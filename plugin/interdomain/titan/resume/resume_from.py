@@ -32,7 +32,7 @@ from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
 from ..settings.job_config import pairs
 from ..settings.schema import SETTINGS, JobConfig, Resume
 
-# Beginnings of the names of all entries that are no weights.
+# Beginnings of the names of a checkpoint's entries that are no weights.
 OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
 
 
@@ -173,6 +173,7 @@ def check_other_runs(folder: Path, own: str) -> None:
         # A link at the old place of a renamed folder leads to the new one.
         if other is None or str(Path(other).resolve()) == own:
             continue
+        # A copy within this run's folder is allowed if the other run saves elsewhere.
         if not is_inside or checkpoints_of(Path(other)).resolve() == folder.resolve():
             raise ValueError(
                 f"{path} is a checkpoint of another run, whose folder is {other} (this run's is "
@@ -231,7 +232,11 @@ def check_half_copies(folder: Path) -> None:
 
 
 def _check_version(folder: Path) -> None:
-    """Raises a ValueError if a later PyTorch wrote this checkpoint: it may not be damaged."""
+    """Raises a ValueError if a later PyTorch wrote this checkpoint: it may not be damaged.
+
+    Args:
+        folder: Folder of a checkpoint that cannot be read.
+    """
     try:
         wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
     except (OSError, ValueError, KeyError):
@@ -355,6 +360,7 @@ def require_same_run(
             f"{record['size']}): {'; '.join(differences)}. Restore the settings that it was made "
             "with, or give this run a folder of its own with --job.dump_folder."
         )
+    # A run continues from optimizer state, schedule, position in the data and step, too.
     has_other_state = any(name.startswith(OTHER_STATE) for name in point.files.entries)
     if (batch or optimizer) and not has_other_state:
         raise ValueError(

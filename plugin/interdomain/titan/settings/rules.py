@@ -90,6 +90,7 @@ def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
     Args:
         mixer: The settings of the section [mixer], by name.
     """
+    # The conditions whose mixers do not read it.
     unread = {"softmax"}
     if mixer.get("state_heads"):
         unread |= {*FIXED_STATE} - {"mamba2"}
@@ -128,6 +129,8 @@ def check_topology(job: JobConfig, config: ModelConfig, device: torch.device) ->
     """Checks that the degrees of parallelism divide the model and the sequences.
 
     Args:
+        job: The configuration of the run.
+        config: The model.
         device: A device of the type that the run computes on.
     """
     parallel = job.parallelism
@@ -154,7 +157,14 @@ def _check_context(
     lengths: dict[str, int],
     device: torch.device,
 ) -> Iterator[str]:
-    """Yields problems of context parallelism. `lengths`: tokens of a sequence, by setting."""
+    """Yields problems of context parallelism.
+
+    Args:
+        job: The configuration of the run.
+        config: The model.
+        lengths: Tokens of a sequence, by setting.
+        device: A device of the type that the run computes on.
+    """
     context = job.parallelism.context_parallel_degree
     degree = f"parallelism.context_parallel_degree = {context}"
     # A rank sends the last inputs of its convolutions to the next rank, so it needs as many tokens.
@@ -180,7 +190,13 @@ def _check_context(
 
 
 def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) -> Iterator[str]:
-    """Yields problems of tensor parallelism. `lengths`: tokens of a sequence, by setting."""
+    """Yields problems of tensor parallelism.
+
+    Args:
+        job: The configuration of the run.
+        config: The model.
+        lengths: Tokens of a sequence, by setting.
+    """
     tensor = job.parallelism.tensor_parallel_degree
     context = job.parallelism.context_parallel_degree
     # Numbers that the ranks divide, by the name that an error gives them. If layers differ, the
@@ -229,6 +245,7 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: in
     """Checks that a step's sequences divide over ranks and over a pipeline's micro-batches.
 
     Args:
+        job: The configuration of the run.
         data_ranks: Groups of ranks that read samples of their own.
         pipeline: Ranks that share the layers.
         global_batch: Sequences of a step.

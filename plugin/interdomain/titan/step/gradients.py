@@ -34,8 +34,8 @@ from .meshes import Meshes, is_divided, is_whole
 def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
     """Sums the gradients that FSDP2 does not sum. Collective, once per step.
 
-    The gradient on a rank is its share of a sum over the ranks. It is summed, not averaged: the loss
-    is already divided by the token count of all ranks.
+    The gradient on a rank is its share of a sum over the ranks. It is summed, not averaged: the
+    loss is already divided by the token count of all ranks.
 
     Args:
         parameters: This rank's parameters, all of them DTensors.
@@ -52,8 +52,8 @@ def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
     for p in ssm_parameters:
         p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
 
-    # Under tensor parallelism, norms and convolutions are the same on its ranks: one all-reduce over
-    # these. FSDP2 has given the gradients the placement of their parameters.
+    # Under tensor parallelism, norms and convolutions are the same on its ranks: one all-reduce
+    # over these. FSDP2 has given the gradients the placement of their parameters.
     _all_reduce([p.grad.to_local() for p in unsplit if not is_whole(p)], meshes.tensor.get_group())
 
 
