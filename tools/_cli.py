@@ -103,7 +103,7 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
     # The parts of the docstring.
     line, _, text = doc.strip().partition("\n\n")
     above, _, below = text.partition("\n\n    ")
-    name = " ".join(line.split()[:2])  # interdomain COMMAND
+    name = " ".join(line.split()[:2])  # interdomain COMMAND, or python -m
     return Parser(
         name,
         usage=" ".join([name, *usage.split(), "[OPTIONS]"]),

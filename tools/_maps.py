@@ -34,13 +34,13 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
     # 0.01, and logarithmic above.
     shares = share(weights) * weights.sign()
     norm = SymLogNorm(0.01, vmin=-1, vmax=1, base=10)
-    text = f"{title}: share of each column's token in each row's"
+    text = f"{title}: share of each column's token in each row's output"
     # The texts of few tokens stand beside the maps, which are larger then.
     if len(labels) > FEW:
         figure = _panels(text, shares, SMALL, norm)
     else:
         figure = _panels(text, shares, LARGE, norm)
-        for axis in figure.axes[:-1]:
+        for axis in figure.axes[:-1]:  # the last is the colour bar
             axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
             axis.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
     figure.savefig(path)

@@ -157,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     lines = [f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing]
     print("\n".join(lines))
 
-    # Compare all steps that both have, up to the first that differs.
+    # Compare all values that both have, step by step, up to the first that differs. The counts that
+    # are printed are those of steps with a logged loss.
     steps_by_column = {}
     for column in COLUMNS:
         steps_by_column[column] = a.curves[column].keys() & b.curves[column].keys()

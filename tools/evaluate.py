@@ -225,7 +225,10 @@ def read_data(args: argparse.Namespace, corpora: dict[str, str], tokenizer: Toke
 
     Args:
         args: The options.
-        corpora: From `corpora_of`.
+        corpora: The path or glob of each corpus, by its title.
+
+    Returns:
+        The tasks, and of each corpus stretches of the longest length, at most --limit of them.
         tokenizer: The tokenizer of one or several of the models.
     """
     tasks = {}

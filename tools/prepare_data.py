@@ -63,8 +63,12 @@ RECALL_OPTIONS = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line. Raises ValueError for a number that is out of range."""
-    parser = argument_parser(__doc__ or "", "(--output DIR | --verify CORPUS)")
+    """Parses the command line.
+
+    Raises:
+        ValueError: A number is out of range, or an option has no effect.
+    """
+    parser = argument_parser(__doc__, "(--output DIR | --verify CORPUS)")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=path_argument, metavar="DIR", help=OUTPUT)
     task.add_argument(
@@ -128,7 +132,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
     recall.add_argument(
-        "--synthetic-length", type=int, help="tokens of an example: training.seq_len"
+        "--synthetic-length",
+        type=int,
+        help="tokens of an example, which must be training.seq_len of the run",
     )
     recall.add_argument(
         "--synthetic-items",
@@ -150,15 +156,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}."
         )
     # Options of the other kind of corpus would have no effect.
-    kind = "text"
+    purpose = "a corpus of text"
     unused = RECALL_OPTIONS
     if args.synthetic:
-        kind = f"--synthetic {args.synthetic}"
+        purpose = f"a corpus of --synthetic {args.synthetic}"
         unused = TEXT_OPTIONS
+    if args.verify is not None:
+        purpose = "--verify"
+        unused = TEXT_OPTIONS + RECALL_OPTIONS
     for name in unused:
         if getattr(args, name) != parser.get_default(name):
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} has no effect on a corpus of {kind}: leave it out.")
+            raise ValueError(f"--{option} has no effect on {purpose}: leave it out.")
     require_at_least(
         args, max_bytes=1, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1
     )

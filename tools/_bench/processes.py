@@ -66,7 +66,11 @@ def count_compilations() -> Compilations:
 
 
 def compilations_of(rows: Iterable[dict]) -> Compilations:
-    """Returns the counts of all cases of these rows together."""
+    """Returns how many kernels the cases compiled, and how many they read from the disk's cache.
+
+    Args:
+        rows: The rows of the cases.
+    """
     total = Compilations()
     for row in rows:
         total.compiled += row.get("compiled", 0)

@@ -147,7 +147,11 @@ class Timer:
             self.writes = max(1, min(MAX_WRITES, writes))
 
     def step_ms(self, call: Call) -> list[float]:
-        """Runs a call once. Returns the milliseconds of each step."""
+        """Runs a call once. Returns the milliseconds of each of its steps.
+
+        Args:
+            call: The steps, such as forward and backward pass.
+        """
         # On a CPU: by the wall clock.
         if not self.on_gpu:
             seconds = [time.perf_counter()]
@@ -161,7 +165,8 @@ class Timer:
             event.record()
             events.append(event)
 
-        # Flush the cache, and keep the GPU busy while the host issues the launches below.
+        # Flush the cache, and keep the GPU busy while the host issues the launches below: these
+        # writes together take as long as the lead.
         for _ in range(self.writes):
             self.flushed.zero_()
         # Without a lead the GPU must be idle when the call begins.

@@ -60,10 +60,11 @@ def torchrun_command(
     Args:
         config: The TOML file.
         flags: Settings that override the file's.
-        ranks: The number of processes.
+        ranks: The number of processes on this node.
         restarts: How many times torchrun starts failed ranks again.
         rendezvous: torchrun's flags by which nodes find each other.
     """
+    # `elastic` is torchrun without its traceback after a signal.
     command = [python_here(), "-m", "interdomain.tools._start.elastic", *rendezvous]
     command += ["--nproc-per-node", str(ranks)]
     if restarts:

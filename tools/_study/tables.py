@@ -453,10 +453,10 @@ def page(groups: Groups) -> str:
     for name in table[0]:
         if any(row[name] is not None for row in table):
             columns.append(name)
-    cells = [[name.replace("_", " ") for name in columns]]
+    texts = [[name.replace("_", " ") for name in columns]]
     for row in table:
-        cells.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
-    lines = [*markdown_rows(cells), "", NOTES]
+        texts.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
+    lines = [*markdown_rows(texts), "", NOTES]
     for group, members in groups.items():
         lines += [f"- {reason}" for reason in incomparable(group, at_best_rates(members))]
     return "\n".join(lines) + "\n"
