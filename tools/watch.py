@@ -160,7 +160,7 @@ class Watcher:
         # Keep what identifies and explains the figures. The temporary folder's name says nothing.
         for row in contents["perplexity"]:
             del row["folder"]
-        _, record = checkpoints.read_sidecar(milestone)  # the checkpoint's interdomain.json
+        _, record = checkpoints.read_run_record(milestone)  # the checkpoint's interdomain.json
         results = {
             "step": record["step"],
             "tokens": record["tokens"],
