@@ -42,7 +42,7 @@ class TitanTransformer(Transformer):
     Attributes:
         meshes: The process groups. None until `parallelize_variant`: scripts and notebooks build a
             model on one device.
-        documents: True if positions say where documents begin. Otherwise they only count the
+        resets_at_documents: True if positions say where documents begin. Otherwise they only count the
             tokens, as the model does by itself.
         whole_logits: True if the loss takes the logits of the whole vocabulary. Otherwise it takes
             this tensor-parallel rank's columns.
@@ -50,7 +50,7 @@ class TitanTransformer(Transformer):
     """
 
     meshes: Meshes | None = None
-    documents = False
+    resets_at_documents = False
     whole_logits = True
     freqs_cis = None
 
@@ -81,14 +81,14 @@ class TitanTransformer(Transformer):
         Args:
             tokens: Token ids, [B, T].
             state: Not used in training. The model's state to continue from.
-            positions: Position of each token in its document, [B, T]. Only used with `documents`.
+            positions: Position of each token in its document, [B, T]. Only used with `resets_at_documents`.
             last: Not used in training. The number of last positions whose logits are returned.
             labels: Not used by TorchTitan, which computes the loss from logits.
 
         Returns:
             Logits, [B, T, vocab_size], or this tensor-parallel rank's columns of them.
         """
-        if not self.documents:
+        if not self.resets_at_documents:
             positions = None
         # `training.precision` says what is rounded, not autocast.
         with torch.autocast(tokens.device.type, enabled=False):
@@ -156,9 +156,11 @@ def parallelize_variant(
     # TorchTitan's memory estimator calls this with fake tensors, under which no mesh can be built.
     with unset_fake_temporarily():
         model.meshes = meshes_of(parallel_dims)
-    # TorchTitan shortens timeouts after the first step: now those of these groups, too.
+    # TorchTitan shortens the timeouts of its process groups after the first step. Now it shortens
+    # those of this plugin's groups, too.
     add_meshes(parallel_dims, model.meshes.axes)
-    model.documents = job.data.reset_state_at_documents
+    model.resets_at_documents = job.data.reset_state_at_documents
+    # TorchTitan's step has no place for `reduce_shares`, so the backward pass sums over the ranks.
     parallelize(model, model.meshes, job, config, sum_in_backward=True)
     return model
 

@@ -104,10 +104,11 @@ class PackedLoader(BaseDataLoader):
             node = Prefetcher(node, self.prefetch)
         node.reset()
         while True:
-            batch = self._take(node)
+            batch = self._next_batch(node)
             # Count a batch before the trainer gets it: a checkpoint that is saved after its step
             # must not repeat it.
-            self.consumed += len(batch[1]) * self.ranks
+            _, labels = batch  # [B, T]
+            self.consumed += len(labels) * self.ranks
             yield batch
 
     def _read(self, consumed: int) -> Iterator[Batch]:
@@ -123,7 +124,7 @@ class PackedLoader(BaseDataLoader):
             consumed += self.local_batch * self.ranks
 
     @user_errors
-    def _take(self, batches: Iterator[Batch]) -> Batch:
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch:
         """Returns the next batch. A damaged shard ends the run with an error message."""
         return next(batches)
 

@@ -134,7 +134,10 @@ class CostModel:
         return max(costs, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, rank: int) -> float:
-        """Returns the most micro-batches in flight on a rank, averaged over its stages.
+        """Returns how many micro-batches a rank keeps for the backward pass at its peak.
+
+        A rank with several stages keeps pairs of stage and micro-batch. Their peak number is divided
+        by the number of the rank's stages.
 
         Args:
             rank: The rank's place in the pipeline.
@@ -147,7 +150,8 @@ class CostModel:
             return micro_batches
         if self.plan.schedule == "1F1B":
             return min(micro_batches, ranks - rank)
-        # Interleaved1F1B: forward passes before a rank's first backward pass, and the one with it.
+        # Interleaved1F1B: forward passes before a rank's first backward pass, and the one with it. As
+        # in PyTorch's ScheduleInterleaved1F1B, the ranks go through their stages in rounds.
         rounds = max(1, micro_batches // ranks)
         per_round = micro_batches // rounds
         warmup = (self.stages - 1) * per_round + 2 * (ranks - 1 - rank)

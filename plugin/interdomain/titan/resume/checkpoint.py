@@ -82,8 +82,10 @@ DISK_FULL.append("unexpected pos")
 def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer) -> dict:
     """Returns a run's record, `interdomain.json`.
 
-    Our trainer adds fingerprints, which are hashes of the training and the validation text, and
-    writes it into every checkpoint. Under TorchTitan's trainer it lies in the run's folder.
+    It has the model's size and condition in the study. Our trainer writes the record into every
+    checkpoint; before that it adds fingerprints, which are hashes of the training and the validation
+    text and of the weights of their corpora. Under TorchTitan's trainer the record lies in the run's
+    folder.
 
     Args:
         plan: The plan of the run: what follows from the settings, such as the number of steps.

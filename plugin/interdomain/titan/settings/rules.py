@@ -126,12 +126,18 @@ def check_device(job: JobConfig) -> Iterator[str]:
 
 @raises_all
 def check_topology(job: JobConfig, config: ModelConfig, device: torch.device) -> Iterator[str]:
-    """Checks that the degrees of parallelism divide the model and the sequences.
+    """Checks that the model and the sequences can be divided among the ranks.
+
+    The checks concern context and tensor parallelism, CPU offload beside tensor or pipeline
+    parallelism, and the shapes of validation in a pipeline, which must be those of training.
 
     Args:
         job: The configuration of the run.
         config: The model.
         device: A device of the type that the run computes on.
+
+    Raises:
+        SettingsError: They cannot. The message has all problems.
     """
     parallel = job.parallelism
     lengths = {"training.seq_len": job.training.seq_len}

@@ -137,6 +137,7 @@ class GroupedOptimizers(OptimizersContainer):
         hyperparameters = []
         for group in self.groups:
             hyperparameters.append({name: x for name, x in group.items() if name != "params"})
+        # Loading replaces the dicts of the groups, so they are read again.
         super().load_state_dict(state_dict)
         for group, configured in zip(self.groups, hyperparameters, strict=True):
             group.update(configured)
