@@ -176,6 +176,7 @@ class TokenCorpus:
         vocab_size: int | None = None,
         verify: bool = False,
     ) -> None:
+        """Opens the shards of a split, and checks their sizes."""
         self.split = split
         self.vocab_size = vocab_size
         self.source = {}
@@ -230,6 +231,7 @@ class TokenCorpus:
 
     @staticmethod
     def _replaced(path: Path) -> ValueError:
+        """Returns the error for a file that differs from the manifest."""
         return ValueError(
             f"{path} is damaged or was replaced: it differs from the manifest. Copy the folder again, or prepare the corpus "
             "again."

@@ -65,6 +65,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: Path | str) -> None:
+        """Maps the files of the shard, and checks that they are complete."""
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = shard_files(prefix)
         for path in (self.idx_path, self.bin_path):
@@ -91,6 +92,7 @@ class IndexedDataset:
             self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def _damaged(self, why: str) -> ValueError:
+        """Returns the error for a damaged index. `why` comes after "Shard index FILE" in it."""
         return ValueError(
             f"Shard index {self.idx_path} {why}: the shard is truncated or damaged. Copy it again from where it was made, "
             "or prepare it again."
@@ -110,6 +112,7 @@ class IndexedDataset:
             raise self._damaged(
                 f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8"
             )
+        # A sequence has an i32 length and an i64 offset, and a document an i64 index.
         expected = HEADER.size + 12 * n_seq + 8 * n_doc_idx
         if (
             self.idx_bytes != expected
@@ -138,7 +141,12 @@ class IndexedDataset:
         return self.tokens(self._document_start(document), self._document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped."""
+        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped.
+
+        Args:
+            start: Position of the first token in the shard.
+            stop: Position after the last one.
+        """
         return self._tokens[start:stop]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
@@ -225,6 +233,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Finalizes the shard. If the block raised an error, removes what was written."""
         if error[0] is not None:
             # Closing flushes, which fails once more on a full disk.
             with contextlib.suppress(OSError):
@@ -302,14 +311,15 @@ class ShardWriter:
 
     Args:
         prefix: Path without the number.
-        vocab_size: As in `IndexedDatasetWriter`.
+        vocab_size: Bound of the ids. It decides the dtype: u16 below 65,500, else i32.
         shard_tokens: A shard is full with the document that brings it to this size.
-        code: As in `IndexedDatasetWriter`.
+        code: Code of another dtype in DTYPES.
     """
 
     def __init__(
         self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None
     ) -> None:
+        """Prepares to write. The first shard is opened with the first documents."""
         self.prefix = prefix
         self.shard_tokens = shard_tokens
         self.options = (vocab_size, code)
@@ -317,7 +327,15 @@ class ShardWriter:
         self.writer: IndexedDatasetWriter | None = None
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends documents, as in `IndexedDatasetWriter`."""
+        """Appends documents, and begins a new shard when one is full.
+
+        Args:
+            tokens: The documents back to back, integers in [0, vocab_size).
+            lengths: Tokens of each document, at least one. Their sum is the size of `tokens`.
+
+        Raises:
+            ValueError: An id is outside the vocabulary, or a document is empty.
+        """
         while len(lengths):
             # Write the documents that fill this shard, or all that are left, and go on with the
             # rest.

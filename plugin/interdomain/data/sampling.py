@@ -52,6 +52,7 @@ class FeistelPermutation:
         self.key_pairs = list(zip(keys[::2], keys[1::2], strict=True))
 
     def __call__(self, i: int) -> int:
+        """Returns the place of element i, from 0 to n - 1."""
         assert 0 <= i < self.n
         # Local names, which are faster than attributes in this loop.
         low_bits = self.low_bits
@@ -62,7 +63,7 @@ class FeistelPermutation:
             high = i >> low_bits
             for even, odd in self.key_pairs:
                 # Multiply, fold, multiply: the upper half of the product depends on every bit of
-                # the other half and the key.
+                # the other half and the key. The factors are those of SplitMix64.
                 x = (high ^ even) * 0x9E3779B97F4A7C15 & MASK64
                 low ^= ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & MASK64) >> 32 & low_mask
                 x = (low ^ odd) * 0x9E3779B97F4A7C15 & MASK64
@@ -105,6 +106,7 @@ class PackedDataset:
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
+        """Counts the windows, and describes the order of the samples."""
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
         self.corpus = corpus
@@ -306,6 +308,7 @@ class MixtureDataset(PackedDataset):
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
+        """Makes the pattern that says which data set each sample comes from."""
         if len(datasets) != len(weights):
             raise ValueError(
                 f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}."
