@@ -41,13 +41,15 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the ranges of temperature and top_p."""
+        """Checks the ranges."""
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1: got {self.top_p}.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all tokens) or more: got {self.top_k}.")
 
 
 def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:

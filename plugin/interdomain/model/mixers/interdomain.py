@@ -175,9 +175,9 @@ class InterdomainMixer(Recurrence):
             ssm_tensors: (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]).
             state: The state to continue from, which is advanced in place. None means zeros, and no
                 state is kept.
-            packing: Documents and padding of the rows.
+            packing: Documents, the inputs that convolutions may read, and padding of the rows.
         Returns:
-            The readout, [B, T, H, D] or [B, T, G, P], and the output gate (None without one).
+            The readout, [B, T, H, head_dim] or [B, T, G, P], and the output gate (None without one).
         """
         documents, back, lengths = packing
         log_decay, table = ssm_tensors
@@ -266,7 +266,8 @@ class InterdomainMixer(Recurrence):
             inputs = [q, k, v]
         gate = self._gate(x)
 
-        # The recurrence and its readout (eqs. 11 and 13), or the ratio of eq. 9.
+        # The recurrence and its readout (eqs. 11 and 13), or the ratio of eq. 9. `maps` records this
+        # call.
         initial_state = None if state is None else state.ssm
         o, final_state = self.call_core(
             core,
@@ -276,12 +277,12 @@ class InterdomainMixer(Recurrence):
             initial_state=initial_state,
             final_state=state is not None,  # training needs none
             documents=documents,
-            check_documents=False,
+            check_documents=False,  # the caller made them from positions
             group=group,
             execution=self.execution,
         )
         if mixer.normalize:
-            o = divided(o, v)
+            o = divided(o, v)  # v bounds the quotient
 
         # Advance the state. Over padding, the scan's final state has decayed too far.
         if state is not None:
@@ -602,6 +603,6 @@ def _with_ones(v: Tensor) -> Tensor:
     """Appends the ones channel, whose coefficients are eta of paper eq. 9.
 
     Args:
-        v: Values, [B, T, G, R]; the result is [B, T, G, R + 1].
+        v: Values, [B, T, G, head_dim]. The result has one channel more, D.
     """
     return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
