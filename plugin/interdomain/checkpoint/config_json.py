@@ -25,15 +25,23 @@ HYBRID = "hybrid"
 
 
 def to_transformers(config: ModelConfig) -> dict[str, Any]:
-    """Returns a model's settings as config.json has them. `from_transformers` is the inverse."""
+    """Returns a model's settings as config.json has them. `from_transformers` is the inverse.
+
+    If all layers have one mixer, its settings stand beside the model's, and its kind is `mixer`. Else
+    `mixer` is "hybrid", and `layer_settings` has the settings of each.
+
+    Args:
+        config: The model's configuration.
+    """
     settings = config.to_dict()
     del settings["mixer"]
     record = _renamed(settings)
     mixers = []
+    # The mixers are a pattern that the layers repeat.
     for layer in config.layers[: len(config.mixers)]:
         mixer = asdict(layer.mixer)
-        # A MixerConfig has None for as many heads as query heads. transformers wants the number,
-        # which comes last.
+        # A MixerConfig has None for as many heads as query heads. transformers wants the number. It
+        # comes last, where earlier versions wrote it.
         del mixer["n_kv_heads"]
         mixers.append(_renamed({**mixer, "n_kv_heads": layer.n_kv_heads}))
     if len(mixers) == 1:

@@ -207,7 +207,7 @@ def check_lengths(folder: Path, index: Index) -> None:
     Raises:
         ValueError: A file is missing or too short.
     """
-    # The end of the last piece in each file.
+    # The position behind the last byte of each file's pieces.
     ends = np.zeros(len(index.files), np.int64)
     np.maximum.at(ends, index.pieces["file"], index.pieces["first"] + index.pieces["length"])
     for name, end in zip(index.files, ends.tolist(), strict=True):

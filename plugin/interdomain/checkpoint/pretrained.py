@@ -97,8 +97,8 @@ def write_weights(
     Args:
         folder: The folder of the exported model.
         config: The model's configuration, which gives the tensors' names and sizes.
-        dtype: The data type to store. SSM parameters and random frequencies are float32 if it is
-            less precise.
+        dtype: The data type to store. If it is less precise than float32, SSM parameters and random
+            frequencies are stored in float32.
         read: Returns the tensors of the names that it is given. It is called once per file.
         max_shard_bytes: Largest number of bytes per file.
 
@@ -114,7 +114,8 @@ def write_weights(
     sizes = {name: x.numel() * dtypes[name].itemsize for name, x in expected.items()}
     shards = shard_names(sizes, max_shard_bytes)
 
-    # Write them one by one, so that only the tensors of one file are in memory.
+    # Write them one by one, so that only the tensors of one file are in memory. Their names are
+    # those of the transformers model, with its prefix.
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = folder / WEIGHTS

@@ -30,7 +30,10 @@ def note_folders(run: Path, checkpoints: str, events: str) -> None:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Returns the folder of a run's checkpoints.
+    """Returns the folder of a run's checkpoints: the one in folders.json, or its default.
+
+    Args:
+        run: The folder of the run.
 
     Raises:
         ValueError: folders.json is damaged.
@@ -39,7 +42,10 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def events_of(run: Path) -> Path:
-    """Returns the folder of a run's TensorBoard events.
+    """Returns the folder of a run's TensorBoard events: the one in folders.json, or its default.
+
+    Args:
+        run: The folder of the run.
 
     Raises:
         ValueError: folders.json is damaged.

@@ -40,14 +40,16 @@ CLASSES = {
 def save_pretrained(self: PretrainedConfig, save_directory: str | Path, **options: Any) -> None:
     """Saves config.json as transformers does, and then the model's Python files.
 
-    transformers copies the Python files of this folder, too, which need the package. `write_code`
-    then writes all files that an exported model has: `*_interdomain.py`, which need only torch and
-    transformers, and the licence.
+    It replaces `InterdomainConfig.save_pretrained`. transformers copies the Python files of this
+    folder, too, which need the package. `write_code` then overwrites them with those of an exported
+    model, which need only torch and transformers, and adds the licence.
 
     Args:
         self: The configuration, an InterdomainConfig.
         save_directory: The folder of the exported model.
-        options: The arguments of `PretrainedConfig.save_pretrained`.
+        options: The arguments of `PretrainedConfig.save_pretrained`. With push_to_hub = True the
+            files are uploaded before they are overwritten: upload with the model's own
+            `save_pretrained` or `push_to_hub` instead.
     """
     PretrainedConfig.save_pretrained(self, save_directory, **options)
     write_code(Path(save_directory))

@@ -105,7 +105,11 @@ class InterdomainCache(Cache):
     __slots__ = ("length", "made_in", "masks", "tables")
 
     def __new__(cls, *args: Any) -> "InterdomainCache":
-        # The attributes in __slots__ are set here, because exporters make a cache without __init__.
+        """Sets the attributes in __slots__, because exporters make a cache without __init__.
+
+        Args:
+            args: What a caller may give to a cache's constructor. They are ignored.
+        """
         cache = super().__new__(cls)
         cache.length = 0
         cache.made_in = backward_pass()
@@ -126,6 +130,9 @@ class InterdomainCache(Cache):
 
         Args:
             mask: [B, length + T], 0 for padding.
+
+        Returns:
+            Also True before any pass, and for a mask with another number of rows.
         """
         # `_prepare` raises an error for another number of rows.
         if self.position is None or len(mask) != self.batch_size:

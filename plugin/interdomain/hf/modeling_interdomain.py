@@ -294,6 +294,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
     ) -> tuple[dict[int | None, tuple[Any, Rows]], Tensor]:
         """Prepares what the layers need to know of a batch, once for all layers of the same window.
 
+        It also adds to the cache the mask of this pass, and for softmax with a window the slots.
+
         Args:
             embeds: The embeddings [B, T, dim] of the tokens.
             attention_mask: [B, T] or [B, tokens read + T], 0 for padding; None for no padding.
@@ -301,8 +303,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
             cache: The cache that the pass advances, or None.
 
         Returns:
-            RoPE's cosines and sines and the rows, by window; and the tokens of each row after this
-            pass, [B].
+            RoPE's cosines and sines and the `Rows` (where padding stands and how layers move it), by
+            window (None: layers without one); and the tokens of each row after this pass, [B].
+
+        Raises:
+            ValueError: The cache holds another number of rows, or mask or positions do not fit.
         """
         B, T, _ = embeds.shape
         device = embeds.device
@@ -321,7 +326,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         mask = None
         if attention_mask is not None:
             mask = self._mask_of_new_tokens(attention_mask, B, T, cache).to(device)
-            # While a graph is traced, values decide nothing. A single token is not padding then.
+            # While a graph is traced, values decide nothing. A single token then counts as no padding.
             if torch.compiler.is_compiling():
                 is_without_padding = T == 1
             else:
@@ -332,7 +337,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 cache.masks.append((before, mask))
 
         # The number of each token in its row: `counted` if padding stands between the tokens,
-        # `ordered` if it stands behind them.
+        # `ordered` if it stands behind them, where recurrent layers move it (`Rows.padded`).
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and not is_exporting():

@@ -141,7 +141,7 @@ class Corpus(argparse.Action):
         except (OSError, ValueError) as e:
             parser.exit(2, f"error: {e}\n")
         setattr(namespace, self.dest, folder)
-        # The files hold ids of tokens already: Megatron needs only their number.
+        # The files hold ids of tokens already: Megatron needs only the size of the vocabulary.
         namespace.tokenizer_type = "NullTokenizer"
         # Up to Megatron-Core 0.17 NullTokenizer adds one token to this number: NullTokenizer(0) has
         # 1.
@@ -357,18 +357,19 @@ def _check_shape(args: Namespace, mixers: tuple[MixerConfig, ...], mlp_apart: bo
 
     Args:
         args: The parsed arguments.
-        mixers: The mixers of the layers.
+        mixers: The mixers of the layers, in order: one per layer if `mlp_apart`, else a pattern that
+            the layers repeat.
         mlp_apart: True if Megatron counts a mixer and its MLP as two layers, as HybridModel does.
     Raises:
         ValueError: They make no model. The error has Megatron's names of the sizes.
     """
-    # Megatron asks for these if they are missing.
-    if None in (args.hidden_size, args.num_attention_heads, args.num_layers):
-        return
     shape = Namespace(**vars(args))
     if mlp_apart:
-        # Megatron counts the layers of the pattern only later.
+        # Megatron counts the layers of --hybrid-layer-pattern only later.
         shape.num_layers = 2 * len(mixers)
+    # Megatron asks for these if they are missing.
+    if None in (shape.hidden_size, shape.num_attention_heads, shape.num_layers):
+        return
     if shape.kv_channels is None:
         shape.kv_channels = args.hidden_size // args.num_attention_heads
     ranks = args.tensor_model_parallel_size
@@ -378,7 +379,7 @@ def _check_shape(args: Namespace, mixers: tuple[MixerConfig, ...], mlp_apart: bo
         check_split(plain_config(shape, groups, mixers, mlp_apart), ranks)
     except ValueError as e:
         raise ValueError(
-            f"--hidden-size {args.hidden_size}, --num-layers {args.num_layers}, "
+            f"--hidden-size {args.hidden_size}, --num-layers {shape.num_layers}, "
             f"--num-attention-heads {args.num_attention_heads}, --kv-channels "
             f"{shape.kv_channels}, --num-query-groups {groups} and --tensor-model-parallel-size "
             f"{ranks} make no model of this project: {e}"
