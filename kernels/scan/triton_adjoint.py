@@ -140,7 +140,8 @@ def adjoint_pass(
             b_dv = tl.dot(b_tc, b_z.to(DTYPE), input_precision=PRECISION)
             if p_n is not None:
                 b_dv = tl.where((b_n == n_last)[:, None], b_dv, 0.0)
-        # The costate passes to the state before the chunk only if no document ends in the chunk.
+        # The costate passes to the state before the chunk only if the chunk and the token before it
+        # share one document.
         if p_n is not None:
             b_z = tl.where(n_before == n_last, b_z, 0.0)
         # Add up the query heads that share the state head.
@@ -389,7 +390,7 @@ def decay_pass(
             b_bw = (b_bt * (b_i + 1.0)[None, :]).to(DTYPE)
             b_bt = b_bt.to(DTYPE)
         b_y = tl.dot(b_bt, b_p.to(DTYPE), b_y, input_precision=PRECISION)
-        # Z and Y pass to the state before the chunk only if no document ends in the chunk.
+        # Z and Y pass to the state before the chunk only if both share one document.
         if p_n is not None:
             b_z = tl.where(n_before == n_last, b_z, 0.0)
             b_t = tl.where(n_before == n_last, b_t, 0.0)

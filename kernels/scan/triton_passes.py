@@ -277,7 +277,7 @@ def contract_kernel(
         m_p = o_l[:, None] >= o_l[None, :]
         b_a = tl.dot(b_q, b_s.to(DTYPE), input_precision=PRECISION)
         # Packed documents: scores count within a document. Only tokens of the document before the
-        # chunk read its state, and the state passes on only if no document ends in the chunk.
+        # chunk read its state, and the state passes on only if all of the chunk belongs to it.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             m_p = m_p & (b_n[:, None] == b_n[None, :])
