@@ -1,97 +1,113 @@
-"""mkdocs: what the site shows otherwise than GitHub."""
+"""Hooks of mkdocs, for what the site shows otherwise than GitHub.
+
+These are notebooks, pairs of pictures, and the table of settings.
+"""
 
 import ast
 import dataclasses
 import inspect
 import json
 import re
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from mkdocs.structure.files import File
 
+from interdomain.markdown import markdown_rows
 from interdomain.titan.settings import schema
 
-# A light and a dark picture, as GitHub shows them. The site has a switch of its own, which its theme knows by the links' ends.
+# A light and a dark picture, as GitHub shows them. The site has a switch of its own, which its
+# theme knows by the links' ends.
 PICTURE = re.compile(
-    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img alt="(.*?)" src="(.*?)">\s*</picture>'
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*'
+    r'<img alt="(.*?)" src="(.*?)">\s*</picture>'
 )
+SETTINGS_MARK = "<!-- settings -->"
 
 
-def on_files(files, config):
-    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
-        files.remove(notebook)
-        page = notebook.src_uri.replace(".ipynb", ".md")
-        files.append(
-            File.generated(config, page, content=as_markdown(json.loads(notebook.content_string)))
-        )
+def on_files(files: Any, config: Any) -> None:
+    """Replaces each notebook by a page."""
+    for file in list(files):
+        if file.src_uri.endswith(".ipynb"):
+            page = file.src_uri.replace(".ipynb", ".md")
+            content = as_markdown(json.loads(file.content_string))
+            files.remove(file)
+            files.append(File.generated(config, page, content=content))
 
 
-def as_markdown(notebook):
-    """A notebook's cells, each with its output: text, or a picture."""
-    out = []
+def as_markdown(notebook: dict[str, Any]) -> str:
+    """Returns a notebook's cells, each with its output: text, or a picture."""
+    blocks = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
-        out.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        if cell["cell_type"] == "code":
+            source = f"```python\n{source}\n```"
+        blocks.append(source)
+        # A cell prints text or shows a picture.
         for output in cell.get("outputs", ()):
             if output["output_type"] == "stream":
-                out.append(f"```text\n{''.join(output['text'])}```")
+                text = "".join(output["text"])
+                blocks.append(f"```text\n{text}```")
             else:
-                out.append(
-                    f"![output](data:image/png;base64,{''.join(output['data']['image/png']).strip()})"
-                )
-    return "\n\n".join(out)
+                png = "".join(output["data"]["image/png"]).strip()
+                blocks.append(f"![output](data:image/png;base64,{png})")
+    return "\n\n".join(blocks)
 
 
-def on_page_markdown(markdown, **_):
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Changes links to notebooks and pairs of pictures, and fills in the settings."""
     markdown = markdown.replace(".ipynb)", ".md)")
     markdown = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
-    return (
-        markdown.replace("<!-- settings -->", settings())
-        if "<!-- settings -->" in markdown
-        else markdown
-    )
+    if SETTINGS_MARK in markdown:
+        markdown = markdown.replace(SETTINGS_MARK, settings())
+    return markdown
 
 
-def settings():
-    """A table for each section of the settings, as titan/settings/schema.py declares them."""
-    texts = comments_of_fields(inspect.getsource(schema))
-    out = []
+def settings() -> str:
+    """Returns a table for each section of the settings that titan/settings/schema.py declares."""
+    comments = comments_of_fields(inspect.getsource(schema))
+    lines = []
     for section, table in get_type_hints(schema.JobConfig).items():
-        title, _, text = inspect.getdoc(table).partition(": ")
-        out += [
-            f"### {title}\n",
-            f"{text[0].upper()}{text[1:]}\n",
-            "| setting | type | default | |",
-            "|---|---|---|---|",
-        ]
+        # The docstring of a section begins with its title.
+        title, _, text = str(inspect.getdoc(table)).partition(": ")
+        text = text[0].upper() + text[1:]
+        lines += [f"### {title}\n", f"{text}\n"]
+        cells = [["setting", "type", "default", ""]]
         defaults = table()
         for field in dataclasses.fields(table):
+            # Type, default and meaning of a setting.
             declared = schema.SETTINGS[f"{section}.{field.name}"]
             kind = inspect.formatannotation(declared.kind)
             if declared.bound:
                 kind += f", {declared.bound.description}"
-            text = texts.get((table.__name__, field.name)) or schema.MIXER_HELP[field.name]
+            text = comments.get((table.__name__, field.name)) or schema.MIXER_HELP[field.name]
             if declared.torchtitan:
                 text += f" Only our trainer has it: TorchTitan's {declared.torchtitan}."
-            cells = [f"`{field.name}`", kind, f"`{getattr(defaults, field.name)!r}`", text]
-            out.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        out.append("")
-    return "\n".join(out)
+            default = getattr(defaults, field.name)
+            cells.append([f"`{field.name}`", kind, f"`{default!r}`", text])
+        lines += [*markdown_rows(cells), ""]
+    return "\n".join(lines)
 
 
-def comments_of_fields(source):
-    """{(class, field): its comment}: the lines `#:` above the field, or the comment beside it."""
+def comments_of_fields(source: str) -> dict[tuple[str, str], str]:
+    """Returns the comment of each field, by (class, field).
+
+    It is in the lines `#:` above the field, or beside it.
+    """
     lines = source.splitlines()
-    texts = {}
+    comments = {}
     for table in ast.parse(source).body:
-        for field in table.body if isinstance(table, ast.ClassDef) else []:
+        if not isinstance(table, ast.ClassDef):
+            continue
+        for field in table.body:
             if not isinstance(field, ast.AnnAssign):
                 continue
-            first = field.lineno - 1
+            # Lines above the field, from the last one upwards.
             above = []
+            first = field.lineno - 1
             while lines[first - 1].startswith("    #: "):
                 first -= 1
                 above.insert(0, lines[first].strip(" #:"))
-            beside = lines[field.end_lineno - 1][field.end_col_offset :]
-            texts[table.name, field.target.id] = " ".join(above) or beside.strip(" #")
-    return texts
+            declaration = "\n".join(lines[field.lineno - 1 : field.end_lineno])
+            beside = re.findall("  # (.*)", declaration)
+            comments[table.name, ast.unparse(field.target)] = " ".join(above or beside)
+    return comments

@@ -33,8 +33,6 @@ def row(case: Case, seeds: int) -> tuple[list[str], float]:
     if case.shape.T > 10_000:  # still long enough for several segments
         run = replace(run, shape=replace(case.shape, T=2048 + case.shape.T % 64, H=4))
     results = [check_kernels.run_case(run, torch.device("cpu"), seed) for seed in range(seeds)]
-    if failed := [one["result"] for one in results if "errors" not in one]:
-        raise RuntimeError(f"{case}: {failed[0]}")
     worst = max(results, key=lambda one: one["worst"] / one["bound"])
     margin = worst["bound"] / worst["worst"]
     numbers = [f"{worst['bound']:.1e}", f"{worst['worst']:.1e}", worst["in"], f"{margin:.1f}"]

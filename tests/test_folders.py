@@ -13,11 +13,15 @@ from interdomain import folders
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 )
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
+
+    def fail(file):
+        raise error
+
     path = tmp_path / "record.json"
-    folders.write_whole(path, b"one")
-    monkeypatch.setattr(folders, "sync", lambda f: (_ for _ in ()).throw(error))
+    folders.write_atomically(path, b"one")
+    monkeypatch.setattr(folders, "sync", fail)
     with pytest.raises(type(error)):
-        folders.write_whole(path, b"two")
+        folders.write_atomically(path, b"two")
     assert path.read_bytes() == b"one"
     assert os.listdir(tmp_path) == ["record.json"]
 
@@ -37,7 +41,7 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refused):
         answer["error"] = number
         output = tmp_path / str(number)
         with folders.new_folder(output) as folder:
-            folders.write_whole(folder / "weights", b"...")
+            folders.write_atomically(folder / "weights", b"...")
         assert (output / "weights").read_bytes() == b"..."
     answer["error"] = errno.EIO
     with (
@@ -49,7 +53,7 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refused):
 
 
 @pytest.mark.parametrize(
-    ("build", "suffix"), [(folders.new_folder, "partial"), (folders.kept_folder, "unfinished")]
+    ("build", "suffix"), [(folders.new_folder, "partial"), (folders.resumable_folder, "unfinished")]
 )
 def test_nothing_is_removed_through_a_link(tmp_path, build, suffix):
     (tmp_path / "archive").mkdir()

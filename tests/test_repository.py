@@ -108,7 +108,7 @@ ALLOWED = {
         ),  # late, where a file needs them
     },
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
-    "files": {
+    "checkpoint": {
         *(
             "torch",
             "safetensors",
@@ -123,7 +123,7 @@ ALLOWED = {
     },
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),
-        "interdomain.files",  # what a saved folder holds
+        "interdomain.checkpoint",  # what a saved folder holds
     },
     "titan": {
         "wandb",  # late: where metrics.enable_wandb asks for it
@@ -146,7 +146,7 @@ ALLOWED = {
         ),
         *(
             "interdomain.environment",
-            "interdomain.files",
+            "interdomain.checkpoint",
             "interdomain.launcher",
             "interdomain.markdown",
         ),
@@ -161,7 +161,12 @@ ALLOWED = {
             "interdomain.features",
             "interdomain.data",
         ),
-        *("interdomain.model", "interdomain.files", "interdomain.folders", "interdomain.removed"),
+        *(
+            "interdomain.model",
+            "interdomain.checkpoint",
+            "interdomain.folders",
+            "interdomain.removed",
+        ),
     },
     "vllm": {
         *(
@@ -170,7 +175,7 @@ ALLOWED = {
             "vllm",
             "interdomain.features",
             "interdomain.model",
-            "interdomain.files",
+            "interdomain.checkpoint",
             "interdomain.hf",
         ),
     },
@@ -187,7 +192,7 @@ ALLOWED = {
         ),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.environment"),
-        *("interdomain.files", "interdomain.launcher", "interdomain.markdown"),
+        *("interdomain.checkpoint", "interdomain.launcher", "interdomain.markdown"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and plots need
@@ -442,7 +447,6 @@ def tools(lines, cwd, wheel, without=()):
     log = tempfile.mkdtemp(dir=wheel.parent)
     code = f"""
 import os, runpy, sys, {"torch" if without else "interdomain.titan.settings.job_config"}
-assert "torch._inductor.compile_fx" not in sys.modules  # it costs a second of every start
 sys.modules.update(dict.fromkeys({sorted(without)!r}))  # imports fail, find_spec finds nothing
 for i, line in enumerate({lines!r}):
     if not os.fork():

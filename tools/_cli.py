@@ -1,24 +1,33 @@
-"""Parts that the command-line tools share: options of one kind, and a user's mistake as one paragraph with exit status 2."""
+"""Parts that the commands share: common options, and a user's mistake as one paragraph with exit status 2."""
 
 import argparse
 import functools
+import itertools
 import os
 import re
 import signal
 import sys
 import textwrap
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from interdomain.folders import expand_path
 from interdomain.removed import removal_of
 
+if TYPE_CHECKING:
+    import torch
+
+    from interdomain.data import Tokenizer
+
+# Help texts of common arguments.
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
 STANDALONE = "standalone folder (made by interdomain convert)"
+
 KINDS_OF_SOURCES = ("hf:", "debian:")  # a folder may follow
-# Extras, with the modules that commands import late from each.
+# The modules of each extra that commands import late.
 EXTRAS = {
     "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),
     "data": ("pyarrow", "datasets", "tokenizers", "tiktoken", "google"),
@@ -29,42 +38,51 @@ EXTRAS = {
 class Help(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of a docstring, and adds its default to the text of an option."""
 
-    def _split_lines(self, text, width):
+    def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
-    def _get_help_string(self, action):
+    def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
+        # Switches, and options without a default, have none to show.
         default = action.default
         if isinstance(default, list):
             default = " ".join(map(str, default))
-        if default not in (None, "", argparse.SUPPRESS) and not isinstance(default, bool):
+        has_default = default not in (None, "", argparse.SUPPRESS) and not isinstance(default, bool)
+        if has_default:
             text += f" (default: {default})"
         return text.replace("%", "%%")
 
 
 class Parser(argparse.ArgumentParser):
-    def parse_args(self, args=None, namespace=None) -> Any:
-        """Raises: ValueError for an option, or an option's value, that an earlier version had."""
+    """A parser that says what to use instead of an option that an earlier version had."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses a command line.
+
+        Raises:
+            ValueError: An option, or the value of an option, was removed.
+        """
         words = sys.argv[1:] if args is None else args
         command = self.prog.removeprefix("interdomain ")
-        for option, value in zip(words, [*words[1:], ""], strict=True):
-            option = option.partition("=")[0]
-            if removal := removal_of(f"{command} {option}") or removal_of(
-                f"{command} {option} {value}"
-            ):
+        for word, following in itertools.pairwise([*words, ""]):
+            option = word.partition("=")[0]
+            removal = removal_of(f"{command} {option}")
+            removal = removal or removal_of(f"{command} {option} {following}")
+            if removal:
                 raise ValueError(removal)
         return super().parse_args(words, namespace)
 
 
 def argument_parser(doc: str | None, usage: str = "") -> Parser:
-    """A tool's parser.
+    """Makes a tool's parser.
 
     Args:
-        doc: Its module's docstring: a line to paste, paragraphs above the options, more lines to paste (indented), and
-            paragraphs below the options.
-        usage: What the command needs, before [OPTIONS].
+        doc: The docstring of its module: a line to paste, paragraphs above the options, more lines to
+            paste (indented), and paragraphs below the options.
+        usage: The arguments that the command needs, before [OPTIONS].
     """
     assert doc is not None
+    # The parts of the docstring.
     line, _, text = doc.strip().partition("\n\n")
     above, _, below = text.partition("\n\n    ")
     name = " ".join(line.split()[:2])  # interdomain COMMAND
@@ -74,37 +92,37 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
         description=above,
         epilog=f"examples:\n    {line}\n    {below}",
         formatter_class=Help,
-        allow_abbrev=False,  # an option of an older version must not pass for the beginning of another
+        # An option of an older version must not be taken for the beginning of another.
+        allow_abbrev=False,
     )
 
 
 def path_argument(text: str) -> Path:
-    """The type of an argument that is a path. `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`."""
+    """Converts an argument that is a path. `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`."""
     return Path(path_or_name(text))
 
 
 def path_or_name(text: str) -> str:
-    """The type of an argument that is a path, an address (whose `//` a Path would not keep) or a name."""
-    if "$" in text and os.path.lexists(text):  # A shell's `*.txt` names files as they are.
-        return text
-    kind = next((kind for kind in KINDS_OF_SOURCES if text.startswith(kind)), "")
+    """Converts an argument that is a path, a name or an address, whose `//` a Path would not keep."""
+    if "$" in text and os.path.lexists(text):
+        return text  # a name that a shell's `*.txt` found
+    kind = ""
+    for prefix in KINDS_OF_SOURCES:
+        if text.startswith(prefix):
+            kind = prefix
     try:
         return kind + expand_path(text.removeprefix(kind))
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from e
 
 
-def add_device(parser, text: str = DEVICE) -> None:
-    parser.add_argument(
-        "--device",
-        default="auto",
-        metavar="NAME",
-        help=text,
-    )
+def add_device(parser: argparse.ArgumentParser, text: str = DEVICE) -> None:
+    """Adds --device with a help text."""
+    parser.add_argument("--device", default="auto", metavar="NAME", help=text)
 
 
-def add_dtype(parser, dtypes) -> None:
-    """--dtype of a tool that reads a standalone folder."""
+def add_dtype(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
+    """Adds --dtype, for a tool that reads a standalone folder."""
     parser.add_argument(
         "--dtype",
         choices=dtypes,
@@ -112,54 +130,64 @@ def add_dtype(parser, dtypes) -> None:
     )
 
 
-def require_at_least(args: argparse.Namespace, **least: int) -> None:
-    """Raises: ValueError for a number, or one of a list, below the least that its option allows."""
-    for name, low in least.items():
-        option = getattr(args, name)
-        values = option if isinstance(option, list) else [option]
+def require_at_least(args: argparse.Namespace, **minimum: int) -> None:
+    """Raises ValueError for an option whose number, or a number of whose list, is too small.
+
+    Args:
+        minimum: The smallest number that each option allows. An option that is None is passed over.
+    """
+    for name, low in minimum.items():
+        values = getattr(args, name)
+        if not isinstance(values, list):
+            values = [values]
         for value in values:
             if isinstance(value, int) and value < low:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {low}: got {value}.")
 
 
-def choose_device(name: str):
-    """The torch.device that --device names, made the current one. Raises: ValueError for one that is not there."""
+def choose_device(name: str) -> "torch.device":
+    """Returns the device that --device names, and makes it the current one.
+
+    Raises:
+        ValueError: PyTorch does not see such a device.
+    """
     import torch
 
-    gpus = []
+    # The names that can be given here.
+    names = ["cpu"]
     if torch.cuda.is_available():
-        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        names += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if gpus else "cpu"
-    if name != "cpu" and name not in gpus and not (name == "cuda" and gpus):
+        name = "cuda" if len(names) > 1 else "cpu"
+    if name not in names:
         raise ValueError(
-            f"--device {name} cannot be used here: PyTorch sees {', '.join(gpus) or 'no GPU(s)'}. Choose cpu, one of these, "
-            "or auto. If this machine has a GPU, install a CUDA build of PyTorch that fits the driver."
+            f"--device {name} cannot be used here: PyTorch sees {', '.join(names)}. Choose one of these, or auto. If this "
+            "machine has a GPU, install a CUDA build of PyTorch that fits the driver."
         )
     device = torch.device(name)
     if device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches on the current one
+        torch.cuda.set_device(device)  # Triton launches kernels on the current one
     return device
 
 
 def python_here() -> str:
-    """This interpreter, by a path relative to the working folder where it lies inside."""
+    """This interpreter, by a path relative to the current folder if it is inside."""
     python = Path(sys.executable)
-    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return str(python)
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra: in a checkout with its exact versions."""
-    place = (
-        f"-c constraints.txt -e '.[{extra}]'"
-        if Path("constraints.txt").is_file()
-        else f"'interdomain[{extra}]'"
-    )
-    return f"{python_here()} -m pip install {place}"
+    """The command that installs an extra. In a checkout it has the exact versions."""
+    source = f"'interdomain[{extra}]'"
+    if Path("constraints.txt").is_file():
+        source = f"-c constraints.txt -e '.[{extra}]'"
+    return f"{python_here()} -m pip install {source}"
 
 
-def documents_note(folder, tokenizer) -> str | None:
-    """A note for a model whose record does not say how documents began in training; None if it does."""
+def documents_note(folder: Path | str, tokenizer: "Tokenizer") -> str | None:
+    """A note for an exported model that does not record how documents began in training; None if it does."""
     if tokenizer.documents.recorded:
         return None
     start = tokenizer.documents.start
@@ -170,45 +198,47 @@ def documents_note(folder, tokenizer) -> str | None:
     )
 
 
-def note_documents(folder, tokenizer) -> None:
-    """Print `documents_note` to standard error."""
+def note_documents(folder: Path | str, tokenizer: "Tokenizer") -> None:
+    """Prints `documents_note` to standard error."""
     if note := documents_note(folder, tokenizer):
         print(f"note: {note}", file=sys.stderr)
 
 
 def visible(text: str) -> str:
-    """Text without the control characters that a terminal would obey: file names and a model's text may hold some."""
-    return re.sub(
-        r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda match: f"\\x{ord(match[0]):02x}", text
-    )
+    """Escapes the control characters that a terminal would obey. File names and a model's text may hold some."""
+    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", _escaped, text)
 
 
-def user_errors(main):
-    """Decorates a tool's `main`: ValueError, OSError and a package that an extra has say what was wrong, with exit status 2.
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\x{ord(match[0]):02x}"
 
-    Anything else is ours and keeps its traceback.
+
+def user_errors(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorates a tool's `main`, so that a user's mistake is one paragraph with exit status 2.
+
+    A mistake is a ValueError, an OSError, or a package that is missing and belongs to an extra. Any other
+    error is ours and keeps its traceback.
     """
 
     @functools.wraps(main)
-    def guarded(argv=None) -> int:
+    def guarded(argv: list[str] | None = None) -> int:
         try:
             return main(argv)
         except BrokenPipeError:  # as after `| head`
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # or Python's last flush would complain
+            # Python's last flush would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         except ModuleNotFoundError as e:
             module = str(e.name).partition(".")[0]
             for extra, modules in EXTRAS.items():
                 if module in modules:
-                    message = (
-                        f"this needs {module}, which is not installed. The extra `{extra}` has it"
+                    return report(
+                        f"this needs {module}, which is not installed. The extra `{extra}` has it: {install_command(extra)}"
                     )
-                    return report(f"{message}: {install_command(extra)}")
             raise
         except OSError as e:
-            if not e.strerror:  # one of ours
+            # An error of the operating system has a number and its text; one that we raise has a message.
+            if not e.strerror:
                 return report(str(e))
             if e.filename is None:
                 return report(f"{e.strerror}.")
@@ -222,6 +252,6 @@ def user_errors(main):
 
 
 def report(error: str) -> int:
-    """Prints an error. Returns: its exit status."""
+    """Prints an error. Returns its exit status."""
     print(f"error: {visible(error)}", file=sys.stderr)
     return 2

@@ -1,49 +1,71 @@
-"""A run's curves: read from its TensorBoard folder as one, whatever number of restarts wrote it."""
+"""A run's curves, read from its folder of TensorBoard events.
+
+The files of all restarts are read as one.
+"""
 
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
-from interdomain.files.event_files import EVENTS
-from interdomain.files.run_folder import events_of
+from interdomain.checkpoint.event_files import EVENTS
+from interdomain.checkpoint.run_folder import events_of
 
 Curves = dict[str, dict[int, float]]  # {tag: {step: value}}
 
 
 def events_folder(run: Path) -> Path:
-    """The folder with a run's events: `run` itself or the one in which the run wrote them. Raises: FileNotFoundError."""
+    """Returns the folder with a run's events: `run` itself, or the one in which the run wrote them.
+
+    Raises:
+        FileNotFoundError: Neither folder holds events.
+    """
     for folder in (run, events_of(run)):
         if any(folder.glob(EVENTS)):
             return folder
     raise FileNotFoundError(
-        f"{run} holds no TensorBoard events. Give a run's folder (metrics.enable_tensorboard = true)."
+        f"{run} holds no TensorBoard events. "
+        "Give a run's folder (metrics.enable_tensorboard = true)."
     )
 
 
-def read_events(folder: Path):
-    """TensorBoard's accumulator over all files of `folder`, nothing sampled away, steps that were run again once."""
+def read_events(folder: Path) -> Any:
+    """Returns TensorBoard's accumulator over all files of a folder, with every step.
+
+    Steps that were run again count once.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every restart
-    return EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}
-    ).Reload()
+    sizes = {"scalars": 0, "tensors": 0, "histograms": 1}  # 0: all of them
+    return EventAccumulator(str(folder), size_guidance=sizes).Reload()
 
 
-def curves_of(events) -> Curves:
-    """Every scalar, by step."""
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+def curves_of(events: Any) -> Curves:
+    """Returns every scalar of an accumulator, by step."""
+    curves = {}
+    for tag in events.Tags()["scalars"]:
+        curves[tag] = {event.step: event.value for event in events.Scalars(tag)}
+    return curves
 
 
 def read_curves(folder: Path) -> Curves:
-    """Every scalar of a folder of events, by step."""
+    """Returns every scalar of a folder of events, by step."""
     return curves_of(read_events(folder))
 
 
-def facts_of(events, name: str) -> dict:
-    """Facts of a run's last start: its configuration, hyperparameters or environment. Empty if they were not written."""
+def facts_of(events: Any, name: str) -> dict[str, Any]:
+    """Returns facts of a run's last start.
+
+    Args:
+        events: The run's accumulator.
+        name: "configuration", "hyperparameters" or "environment".
+
+    Returns:
+        The facts; empty if they were not written.
+    """
     tag = f"run/{name}/text_summary"
     if tag not in events.Tags()["tensors"]:
         return {}
     text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
-    return json.loads(text.strip("`\n"))  # fenced, for TensorBoard draws Markdown
+    return json.loads(text.strip("`\n"))  # fenced, because TensorBoard draws Markdown

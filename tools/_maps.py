@@ -1,4 +1,4 @@
-"""Pictures of maps for `inspect-model`, by matplotlib."""
+"""Pictures of attention maps and pairings for `inspect-model`, by matplotlib."""
 
 from pathlib import Path
 from typing import Any
@@ -7,24 +7,31 @@ from torch import Tensor
 
 from interdomain.model.maps import share
 
-FEW = 40  # tokens that are written beside a map
+FEW = 40  # up to this many tokens are written beside a map
+SMALL = 2.2  # inches of a panel
+LARGE = 5.6  # inches of a panel with tokens beside it
 
 
 def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> None:
-    """A panel per head of weights [H, T, T]: in each row the weights over the sum of their sizes, negative ones in red."""
+    """Draws a panel per head: each weight as its share of its row, negative ones in red.
+
+    Args:
+        path: The PNG to write.
+        title: The title of the picture.
+        weights: The maps, [H, T, T].
+        labels: The texts of the T tokens.
+    """
     from matplotlib.colors import SymLogNorm
 
-    size = 2.2
-    if len(labels) <= FEW:
-        size = max(size, 0.14 * len(labels))
+    # Linear up to a share of 0.01, and logarithmic above.
+    shares = share(weights) * weights.sign()
     norm = SymLogNorm(0.01, vmin=-1, vmax=1, base=10)
-    figure = _panels(
-        f"{title}: share of each column's token in each row's",
-        share(weights) * weights.sign(),
-        size,
-        norm,
-    )
-    if len(labels) <= FEW:
+    text = f"{title}: share of each column's token in each row's"
+    # The texts of few tokens stand beside the maps, which are larger then.
+    if len(labels) > FEW:
+        figure = _panels(text, shares, SMALL, norm)
+    else:
+        figure = _panels(text, shares, LARGE, norm)
         for axis in figure.axes[:-1]:
             axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
             axis.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
@@ -32,28 +39,39 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
 
 
 def draw_pairing(path: Path, title: str, weights: Tensor) -> None:
-    """A panel per head of weights [H, s, r] over the largest of the head, negative ones in red."""
+    """Draws a panel per head: each weight over the largest of its head, negative ones in red.
+
+    Args:
+        path: The PNG to write.
+        title: The title of the picture.
+        weights: The weights of `model.pairing`, [H, s, r].
+    """
     from matplotlib.colors import Normalize
 
     scaled = weights / weights.abs().amax((1, 2), keepdim=True)
-    figure = _panels(
-        f"{title}: weight of a value for a query that matches a key", scaled, 2.2, Normalize(-1, 1)
-    )
+    text = f"{title}: weight of a value for a query that matches a key"
+    figure = _panels(text, scaled, SMALL, Normalize(-1, 1))
     figure.supxlabel("r: how many tokens ago the value came", fontsize="small")
     figure.supylabel("s: how many tokens ago the key came", fontsize="small")
     figure.savefig(path)
 
 
 def _panels(title: str, matrices: Tensor, size: float, norm: Any) -> Any:
-    """A figure with a panel of `size` inches per head, four in a row, and a colour bar as its last axis."""
+    """Makes a figure with a panel per head, four in a row, and a colour bar as its last axes.
+
+    Args:
+        title: The title of the figure.
+        matrices: The values, [H, rows, columns].
+        size: The size of a panel in inches.
+        norm: Matplotlib's map of values to colours.
+    """
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
-    heads = len(matrices)
-    columns = min(4, heads)
-    rows = -(-heads // columns)
-    figure = Figure(
-        figsize=(size * columns + 0.8, size * rows + 0.4), dpi=110, layout="constrained"
-    )
+    columns = min(4, len(matrices))
+    rows = -(-len(matrices) // columns)
+    figsize = (size * columns + 0.8, size * rows + 0.4)
+    figure = Figure(figsize=figsize, dpi=110, layout="constrained")
+    # All heads have the same colours, which one bar explains.
     image: Any = None
     for head, matrix in enumerate(matrices.cpu().numpy()):
         axis = figure.add_subplot(rows, columns, head + 1)

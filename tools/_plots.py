@@ -1,11 +1,13 @@
-"""Curves and dots in panels, for the tools that measure something along an axis; needs matplotlib."""
+"""Curves and dots in panels, for tools that measure something along an axis.
 
-import math
+Needs matplotlib.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Told apart on white and on black, beside each other too; the first seven also by colour-blind readers.
+# Readers tell these apart on white and on black; the first seven also colour-blind readers.
 COLOURS = (
     "#3b82c4",
     "#e06a0d",
@@ -20,11 +22,25 @@ COLOURS = (
     "#7fb83a",
     "#f2789f",
 )
+LINES = ("-", "--", ":", "-.")
+PANEL_WIDTH = 6.0  # inches
+LEAST_HEIGHT = 3.0
+LABEL_HEIGHT = 0.24
+
+# The colour and line style of each label.
+Looks = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """NaN in y is a gap; error: drawn as bars."""
+    """A line through points.
+
+    Attributes:
+        label: The name in the legend. Curves with the same label look the same in all panels.
+        x: Places of the points.
+        y: Values. NaN is a gap.
+        error: Half the lengths of the error bars; None draws none.
+    """
 
     label: str
     x: Sequence[float]
@@ -34,6 +50,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
+    """Curves in one pair of axes, with the legend at their right.
+
+    Attributes:
+        title: The title above the axes.
+        curves: The curves, in the order of the legend.
+        x_label: The label of the x axis.
+        y_label: The label of the y axis.
+        log_x: True for a logarithmic x axis with a tick at each point.
+        log_y: True for a logarithmic y axis.
+    """
+
     title: str
     curves: Sequence[Curve]
     x_label: str
@@ -45,45 +72,53 @@ class Panel:
     def labels(self) -> list[str]:
         return [curve.label for curve in self.curves]
 
-    def draw(self, axis: Any, looks: dict[str, dict]) -> None:
-        """Draws the curves, and beside them their names in the order in which the curves end."""
+    def draw(self, axis: Any, looks: Looks) -> None:
+        """Draws into matplotlib's axes."""
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-        def last(curve: Curve) -> float:
-            return next((y for y in reversed(curve.y) if not math.isnan(y)), 0.0)
-
-        for curve in sorted(self.curves, key=last, reverse=True):
-            look = (
-                dict(marker="o", markersize=3, linewidth=1.5, capsize=2, elinewidth=0.8)
-                | looks[curve.label]
+        # A line with points and error bars for each curve.
+        ticks = set()
+        for curve in self.curves:
+            ticks.update(curve.x)
+            axis.errorbar(
+                curve.x,
+                curve.y,
+                yerr=curve.error,
+                label=curve.label,
+                marker="o",
+                markersize=3,
+                capsize=2,
+                elinewidth=0.8,
+                **looks[curve.label],
             )
-            axis.errorbar(curve.x, curve.y, yerr=curve.error, label=curve.label, **look)
         axis.set(xlabel=self.x_label, ylabel=self.y_label)
+        # A tick for each point, with the number in full.
         if self.log_x:
-            ticks = sorted({x for curve in self.curves for x in curve.x})
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(
-                ticks, [f"{x:,.0f}" if x >= 1e4 else f"{x:,.4g}" for x in ticks], rotation=45
-            )
+            axis.set_xscale("log")
+            axis.set_xticks(sorted(ticks), [f"{x:,}" for x in sorted(ticks)], rotation=45)
+            axis.xaxis.set_minor_formatter(NullFormatter())
         if self.log_y:
             axis.set_yscale("log")
+            # Ticks at these multiples of powers of ten: an axis within one decade needs more of
+            # them.
             low, high = axis.get_ylim()
-            subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if high < 10 * low else (1, 3)
-            axis.yaxis.set_major_locator(LogLocator(subs=subs))
+            multiples = (1, 3) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
+            axis.yaxis.set_major_locator(LogLocator(subs=multiples))
             axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
             axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(visible=True, alpha=0.3, linewidth=0.5)
-        axis.legend(
-            fontsize="small",
-            frameon=False,
-            handlelength=1.8,
-            loc="center left",
-            bbox_to_anchor=(1, 0.5),
-        )
+        axis.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 class Dot(NamedTuple):
-    """A value with its interval. label: chooses the colour; name: what stands beside it."""
+    """A value with its interval.
+
+    Attributes:
+        label: Chooses the colour.
+        value: The place on the x axis.
+        interval: The two ends of the bar; None draws none.
+        name: The text beside the row.
+    """
 
     label: str
     value: float
@@ -93,7 +128,13 @@ class Dot(NamedTuple):
 
 @dataclass(frozen=True)
 class Dots:
-    """A row for each dot, the first on top."""
+    """A row for each dot, the first on top.
+
+    Attributes:
+        title: The title above the axes.
+        dots: The dots.
+        x_label: The label of the x axis.
+    """
 
     title: str
     dots: Sequence[Dot]
@@ -103,14 +144,23 @@ class Dots:
     def labels(self) -> list[str]:
         return [dot.label for dot in self.dots]
 
-    def draw(self, axis: Any, looks: dict[str, dict]) -> None:
+    def draw(self, axis: Any, looks: Looks) -> None:
+        """Draws into matplotlib's axes."""
         for i, dot in enumerate(self.dots):
+            # The dot, its interval, and its value above it.
             colour = looks[dot.label]["color"]
-            axis.plot(dot.value, i, "o", color=colour, markersize=6)
+            axis.plot(dot.value, i, "o", color=colour)
             if dot.interval:
-                axis.plot(dot.interval, [i, i], "|-", color=colour, markersize=6)
-            place = dict(xytext=(0, 6), textcoords="offset points", fontsize="x-small", ha="center")
-            axis.annotate(f"{dot.value:.2f}", (dot.value, i), **place)
+                axis.plot(dot.interval, [i, i], "|-", color=colour)
+            axis.annotate(
+                f"{dot.value:.2f}",
+                (dot.value, i),
+                xytext=(0, 6),
+                textcoords="offset points",
+                fontsize="x-small",
+                ha="center",
+            )
+        # The first dot is on top.
         axis.set_yticks(range(len(self.dots)), [dot.name for dot in self.dots])
         axis.set_xlabel(self.x_label, loc="right")
         axis.set_ylim(len(self.dots) - 0.4, -0.8)
@@ -118,21 +168,27 @@ class Dots:
         axis.grid(axis="x", alpha=0.3, linewidth=0.5)
 
 
-def figure_of(rows: Sequence[Sequence[Panel | Dots]]):
-    """A figure of rows of panels, each row as high as its names need."""
+def figure_of(rows: Sequence[Sequence[Panel | Dots]]) -> Any:
+    """Returns a figure of rows of panels. Each row is as high as its labels need."""
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
-    # The colour and line of a label are the same in all panels. Lines are dashed when the colours run out.
-    labels = dict.fromkeys(label for row in rows for panel in row for label in panel.labels)
-    looks = {}
-    for i, label in enumerate(labels):
-        line = ("-", "--", ":", "-.")[i // len(COLOURS) % 4]
-        looks[label] = dict(color=COLOURS[i % len(COLOURS)], linestyle=line)
+    # Looks in the order in which labels come, and the heights of the rows.
+    looks: Looks = {}
+    heights = []
+    for row in rows:
+        most_labels = max(len(panel.labels) for panel in row)
+        heights.append(max(LEAST_HEIGHT, 0.6 + LABEL_HEIGHT * most_labels))
+        for panel in row:
+            for label in panel.labels:
+                # Lines are dashed when the colours run out.
+                repeats, colour = divmod(len(looks), len(COLOURS))
+                look = {"color": COLOURS[colour], "linestyle": LINES[repeats % len(LINES)]}
+                looks.setdefault(label, look)
+
+    # The panels on a grid.
     columns = max(len(row) for row in rows)
-    heights = [max(3.0, 0.6 + 0.24 * max(len(panel.labels) for panel in row)) for row in rows]
-    longest_name = max(len(label) for label in looks)  # names stand beside the curves
-    width = 5.2 + 0.06 * max(0, longest_name - 20)
-    figure = Figure(figsize=(width * columns, sum(heights) + 0.3), dpi=150, layout="constrained")
+    size = (PANEL_WIDTH * columns, sum(heights) + 0.3)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
     grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
     for i, row in enumerate(rows):
         for j, panel in enumerate(row):

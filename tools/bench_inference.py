@@ -2,10 +2,10 @@
 
 Time decoding and the reading of prompts, as the paper does.
 
-A decode step of the whole model is timed over batch size and prefix length, for interdomain and softmax, with and
-without CUDA graphs. Reading a prompt is timed with its peak memory. The paper's figures stand beside ours. Weights are
-random, which changes no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so, or at the sizes and
-prefixes that you name.
+A decode step of the whole model is timed over batch size and prefix length, for interdomain and
+softmax, with and without CUDA graphs. Reading a prompt is timed with its peak memory. The paper's
+figures stand beside ours. Weights are random, which changes no time. Without a GPU it runs at tiny
+sizes on the CPU, and the results say so, or at the sizes and prefixes that you name.
 
     interdomain bench-inference --quick --sizes 125M --output benchmarks/results/quick
 
@@ -15,7 +15,7 @@ Documentation: docs/benchmarks.md
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,26 +24,36 @@ import torch
 from interdomain.model import SIZES, ModelConfig, ModelState, Transformer, build_config
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
 from interdomain.tools._bench import results
-from interdomain.tools._bench.timing import measure, peak_memory, ratio, release, timer
+from interdomain.tools._bench.processes import attempt, count_compilations
+from interdomain.tools._bench.timing import Timer, measure, peak_memory, ratio, release
 from interdomain.tools._cli import argument_parser, require_at_least, user_errors
 from interdomain.tools._paper import PAPER
 
 PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain, graph")
-PAPER_PATHS = ("softmax, eager", "interdomain, graph")
-SIZE_BATCHES = (1, 8)  # of all sizes but the first
-ROOM = 16  # slots beyond those that a timed call fills, for the steps that warm up
+PAPER_PATHS = ("softmax, eager", "interdomain, graph")  # those that the paper measured
+SIZE_BATCHES = (1, 8)  # batch sizes of all model sizes but the first
+ROOM = 16  # cache slots beyond those that a timed call fills, for the steps that warm up
 DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What is measured if nothing else is asked for, in this order: what tells most comes first.
+    """The measurements that are made if no option says otherwise.
+
+    They are made in this order: the most telling ones come first.
 
     Attributes:
+        sizes: Names of model sizes. The first is measured at all batch sizes and with prompts.
+        batches: Sequences decoded at once.
+        prefixes: Tokens before the timed steps.
         prompts: (batch, tokens). The last one is read by interdomain in chunks only.
+        chunk: Tokens of a chunk of a prompt.
+        dtype: Name of the dtype of weights and caches.
         steps: Tokens in a timed call.
-        rounds: Timed calls, which may take `seconds` together.
+        rounds: The largest number of timed calls.
+        seconds: The time that the timed calls may take together.
+        paths: Those of PATHS to decode by.
     """
 
     sizes: Sequence[str] = ("1.3B", "125M", "350M", "760M")
@@ -61,7 +71,8 @@ class Mode:
 
 
 GPU = Mode()
-# The paper's comparison in a minute: no prompts are read, and interdomain is timed as a CUDA graph only.
+# The paper's comparison in a minute: no prompts are read, and interdomain is timed as a CUDA graph
+# only.
 QUICK = Mode(
     sizes=("1.3B", "125M"),
     batches=(1, 8, 64),
@@ -71,6 +82,7 @@ QUICK = Mode(
     rounds=8,
     paths=("softmax, eager", "softmax, graph", "interdomain, graph"),
 )
+# For a CPU.
 TINY = Mode(
     sizes=("debug",),
     batches=(1, 2),
@@ -86,7 +98,8 @@ TINY = Mode(
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Transformer:
-    """A model like one from a folder, with normal numbers for weights."""
+    """Makes a model as one that is loaded, with normal numbers for weights."""
+    # Weights get memory once, on the device.
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
@@ -95,116 +108,129 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Trans
     return model.to(getattr(torch, dtype)).requires_grad_(False).eval()
 
 
-def put(state: ModelState, prefix: int) -> ModelState:
-    """`state` as it stands after `prefix` tokens, but for what its tensors hold."""
+def set_position(state: ModelState, prefix: int) -> None:
+    """Sets a state to `prefix` tokens.
+
+    The numbers in its tensors stay as they are: the time of a step depends on shapes only.
+    """
     state.length = prefix
     state.position.fill_(prefix)
-    return state
 
 
-def decode_figures(
-    model: Transformer, graph: bool, batch: int, prefix: int, mode: Mode, device: torch.device
-) -> dict[str, Any]:
-    """Milliseconds of one of mode.steps steps in a row from `prefix`."""
-    tokens = torch.randint(model.config.vocab_size, (batch,), device=device)
-    state = model.init_state(batch, capacity=prefix + mode.steps + ROOM)
-    if state.capacity is not None:
-        for layer in state.layers:
-            layer.k.normal_()
-            layer.v.normal_()
-    decoder = Decoder(model, put(state, prefix), room=mode.steps, graph=graph)
+@dataclass
+class Bench:
+    """What all measurements share."""
 
-    def steps():
-        put(decoder.state, prefix)
-        for _ in range(mode.steps):
-            decoder.step(tokens)
+    mode: Mode
+    device: torch.device
+    report: results.Report
 
-    # At an idle GPU: eager, the host's gaps count.
-    taken = measure(steps, device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[-1]
-    ms = taken.median / mode.steps
-    return {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "times": taken._asdict()}
+    def decode(self, model: Transformer, graph: bool, batch: int, prefix: int) -> dict[str, Any]:
+        """Times steps in a row from a prefix. Returns the figures of one step."""
+        mode = self.mode
+        tokens = torch.randint(model.config.vocab_size, (batch,), device=self.device)
+
+        # A state as it is after a prompt, without the time and memory of reading one.
+        state = model.init_state(batch, capacity=prefix + mode.steps + ROOM)
+        if state.capacity is not None:
+            # Caches of softmax hold random numbers.
+            for layer in state.layers:
+                layer.k.normal_()
+                layer.v.normal_()
+        set_position(state, prefix)
+        decoder = Decoder(model, state, room=mode.steps, graph=graph)
+
+        def steps() -> None:
+            set_position(decoder.state, prefix)
+            for _ in range(mode.steps):
+                decoder.step(tokens)
+
+        # The GPU is idle when a call begins: the gaps that the host leaves count, as in decoding.
+        _, times = measure(
+            [steps], self.device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0
+        )
+        ms = times.median / mode.steps
+        return {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "times": times._asdict()}
+
+    def read_prompt(
+        self, model: Transformer, batch: int, length: int, chunk: int
+    ) -> dict[str, Any]:
+        """Reads a prompt twice.
+
+        Returns:
+            The speed of the second reading, and its peak memory with this model's weights.
+        """
+        tokens = torch.randint(model.config.vocab_size, (batch, length), device=self.device)
+        # The first reading compiles and tunes.
+        read = functools.partial(prefill, model, tokens, chunk=chunk)
+        read()
+
+        # The second one is timed, and its memory is measured.
+        timer = Timer(self.device, lead_ms=0)
+        ms: list[float] = []
+        peak = peak_memory([lambda: ms.extend(timer.step_ms([read]))], self.device)
+        row = {"tokens/s": 1e3 * batch * length / sum(ms)}
+        if peak is not None:
+            weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+            row["GiB"] = peak / 2**10 + weights / 2**30
+        return row
+
+    def attempt(self, measurement: functools.partial) -> dict[str, Any]:
+        """Returns the figures of a measurement, or a remark why there are none."""
+        figures = attempt(measurement, self.device, "this row")
+        return {"remark": figures} if isinstance(figures, str) else figures
+
+    def decode_batch(self, models: dict[str, Transformer], size: str, batch: int) -> None:
+        """Reports decoding from every prefix by every path."""
+        # The paper's ranges over all prefixes.
+        paper_ms = PAPER["decode"].get(size, {}).get(str(batch), ())
+        paper: dict[str, str] = dict(zip(PAPER_PATHS, paper_ms, strict=False))
+        for prefix in self.mode.prefixes:
+            softmax_ms = []
+            for path in self.mode.paths:
+                condition, how = path.split(", ")
+                row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
+                model = models[condition]
+                row |= self.attempt(
+                    functools.partial(self.decode, model, how == "graph", batch, prefix)
+                )
+                ms = row.get("ms a step")
+                # Softmax comes first in every mode's paths.
+                if condition == "interdomain":
+                    row["speedup"] = ratio(min(softmax_ms, default=None), ms)
+                elif ms is not None:
+                    softmax_ms.append(ms)
+                self.report.add(f"decode, {size}", row)
+
+    def read_prompts(self, models: dict[str, Transformer]) -> None:
+        """Reports every prompt, read by both models in chunks and in one piece."""
+        paper = {(row["batch"], row["tokens"]): row for row in PAPER["prompt_memory"]}
+        self.report.table("reading a prompt", PROMPTS)
+        for prompt in self.mode.prompts:
+            batch, length = prompt
+            for how, chunk in (("chunked", self.mode.chunk), ("whole", length)):
+                for condition, model in models.items():
+                    path = f"{condition} {how}"
+                    if prompt == self.mode.prompts[-1] and path != "interdomain chunked":
+                        continue
+                    row = {"prompt": f"B={batch}, {length:,} tokens", "read": path}
+                    row["paper: GB"] = paper.get(prompt, {}).get(path)
+                    row |= self.attempt(
+                        functools.partial(self.read_prompt, model, batch, length, chunk)
+                    )
+                    self.report.add("reading a prompt", row)
 
 
-def prefill_figures(
-    model: Transformer, batch: int, length: int, chunk: int, device: torch.device
-) -> dict[str, Any]:
-    """The second reading of [batch, length] tokens: GiB at the peak, with the weights of this model only, and tokens/s."""
-    tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)
-    read = functools.partial(prefill, model, tokens, chunk=chunk)
-    read()
-    run = timer(device, lead_ms=0)
-    if device.type == "cpu":
-        return {"tokens/s": 1e3 * batch * length / sum(run(read))}
-    ms: list[float] = []
-    peak = peak_memory(lambda: ms.extend(run(read)), device) or 0.0
-    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    return {"GiB": peak / 2**10 + weights / 2**30, "tokens/s": 1e3 * batch * length / sum(ms)}
-
-
-def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> dict[str, Any]:
-    """figures(*args, device), or a "remark" why there is nothing: out of memory is a result."""
-    try:
-        row = figures(*args, device)
-    except Exception as e:
-        row = {"remark": results.reason(e)}
-    release(device)
-    results.require_healthy(device, "this row")
-    return row
-
-
-def decode_batch(
-    models, size: str, batch: int, mode: Mode, device: torch.device, report: results.Report
-) -> None:
-    """Rows of every prefix and path at one batch."""
-    figures = PAPER["decode"].get(size, {}).get(str(batch), ())
-    paper: dict[str, str] = dict(zip(PAPER_PATHS, figures, strict=False))
-    for prefix in mode.prefixes:
-        fastest_softmax = None
-        for path in mode.paths:
-            condition, how = path.split(", ")
-            row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
-            row |= attempt(
-                decode_figures,
-                models[condition],
-                how == "graph",
-                batch,
-                prefix,
-                mode,
-                device=device,
-            )
-            ms = row.get("ms a step")
-            if condition == "softmax":
-                fastest_softmax = min(filter(None, (ms, fastest_softmax)), default=None)
-            elif fastest_softmax:
-                row["speedup"] = ratio(fastest_softmax, ms)
-            report.add(f"decode, {size}", row)
-
-
-def read_prompts(models, mode: Mode, device: torch.device, report: results.Report) -> None:
-    """Every prompt read by both models, in chunks and in one piece."""
-    paper = {(row["batch"], row["tokens"]): row for row in PAPER["prompt_memory"]}
-    report.table("reading a prompt", PROMPTS)
-    for prompt in mode.prompts:
-        batch, length = prompt
-        for how, chunk in (("chunked", mode.chunk), ("whole", length)):
-            for condition, model in models.items():
-                path = f"{condition} {how}"
-                if prompt == mode.prompts[-1] and path != "interdomain chunked":
-                    continue
-                row = {"prompt": f"B={batch}, {length:,} tokens", "read": path}
-                row["paper: GB"] = paper.get(prompt, {}).get(path)
-                row |= attempt(prefill_figures, model, batch, length, chunk, device=device)
-                report.add("reading a prompt", row)
-
-
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "inference")
     p.add_argument(
         "--sizes",
         nargs="+",
+        choices=SIZES,
         metavar="SIZE",
-        help=f"{', '.join(SIZES)}; the first at all batch sizes and with prompts (default: {' '.join(GPU.sizes)})",
+        help=f"{', '.join(SIZES)}; the first at all batch sizes and with prompts "
+        f"(default: {' '.join(GPU.sizes)})",
     )
     p.add_argument(
         "--steps",
@@ -236,29 +262,39 @@ def parse(argv) -> argparse.Namespace:
 
 @user_errors
 @torch.no_grad()
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = results.choose_device(args.device)
     require_at_least(args, steps=1, batches=1, prefixes=1)
-    mode = QUICK if args.quick else GPU
+
+    # The mode of the device, and what the options change in it.
+    mode = GPU
     if device.type == "cpu":
         mode = TINY
-    asked = {name: getattr(args, name) for name in ("sizes", "steps", "batches", "prefixes")}
-    all_batches = mode is QUICK
-    mode = replace(mode, **{name: option for name, option in asked.items() if option is not None})
-    sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))
+    elif args.quick:
+        mode = QUICK
+    for name in ("sizes", "steps", "batches", "prefixes"):
+        option = getattr(args, name)
+        if option is not None:
+            mode = replace(mode, **{name: option})
+
+    # Both models of a size are in memory together.
     report = results.Report(args.name, args.output, device, asdict(mode), named=bool(args.prefixes))
-    counts = results.count_compilations()
-    for size in sizes:
-        models = {
-            c: random_model(build_config(size, c), device, mode.dtype)
-            for c in ("interdomain", "softmax")
-        }
+    bench = Bench(mode, device, report)
+    counts = count_compilations()
+    for size in mode.sizes:
+        models = {}
+        for condition in ("interdomain", "softmax"):
+            config = build_config(size, condition)
+            models[condition] = random_model(config, device, mode.dtype)
         report.table(f"decode, {size}", DECODE)
-        for batch in mode.batches if all_batches or size == sizes[0] else SIZE_BATCHES:
-            decode_batch(models, size, batch, mode, device, report)
-        if size == sizes[0] and mode.prompts:
-            read_prompts(models, mode, device, report)
+        # Other sizes than the first have fewer batch sizes, and no prompts.
+        first = size == mode.sizes[0]
+        for batch in mode.batches:
+            if first or args.quick or args.batches or batch in SIZE_BATCHES:
+                bench.decode_batch(models, size, batch)
+        if first and mode.prompts:
+            bench.read_prompts(models)
         release(device)
     report.finish(counts=str(counts))
     return 0

@@ -2,13 +2,15 @@
 
 Time training steps by condition, size and sequence length.
 
-Each case is a short run of TorchTitan with this plugin, on random tokens, on one GPU. Cases differ in condition,
-torch.compile and activation checkpointing. The table has tokens per second, memory, utilisation and loss, from the
-run's own log. A case that fails says why, and the others go on. Without a GPU it trains a tiny model on the CPU, and
-the results say so.
+Each case is a short run of TorchTitan with this plugin, on random tokens, on one GPU. Cases differ
+in condition, torch.compile and activation checkpointing. The table has tokens per second, memory,
+utilisation and loss, from the run's own log. A case that fails says why, and the others go on.
+Without a GPU it trains a tiny model on the CPU, and the results say so.
 
-    interdomain bench-training --sizes 350M --seq-len 4096 65536 --tokens 65536 --output benchmarks/results/long
-    interdomain bench-training --cases softmax:eager:none s4d:eager:none --output benchmarks/results/eager
+    interdomain bench-training --sizes 350M --seq-len 4096 65536 --tokens 65536 \
+        --output benchmarks/results/long
+    interdomain bench-training --cases softmax:eager:none s4d:eager:none \
+        --output benchmarks/results/eager
     interdomain bench-training --ranks 2 --seq-len 16384 262144 --cases interdomain:eager:full \
         --output benchmarks/results/context --train-flags --parallelism.context_parallel_degree 2
 
@@ -17,7 +19,6 @@ Documentation: docs/benchmarks.md
 
 import argparse
 import importlib
-import itertools
 import re
 import statistics
 import subprocess
@@ -25,10 +26,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from interdomain.files.run_folder import events_of
+from interdomain.checkpoint.run_folder import events_of
 from interdomain.model import CONDITIONS
 from interdomain.tools import launch
 from interdomain.tools._bench import results
@@ -37,8 +39,9 @@ from interdomain.tools._cli import argument_parser, user_errors
 from interdomain.tools._curves import EVENTS, Curves, read_curves
 from interdomain.tools._start import torchrun
 
-CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
-# Scalars of a run.
+TRAIN_CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
+CONFIGS = {path.stem: path for path in sorted(TRAIN_CONFIGS.glob("*.toml"))}
+# Tags of a run's scalars.
 SPEED = "throughput(tps)"
 MFU = "mfu(%)"
 MEMORY = "memory/max_reserved(GiB)"
@@ -53,27 +56,40 @@ COLUMNS = [
     "loss",
     "remark",
 ]
-LAST_LINES = 40  # of a failed run's output, on standard error
+LAST_LINES = 40  # lines of a failed run's output that are shown
 
-# A run that is cut should not lose the first ones. Softmax before what is compared with it.
+# CONDITION:compilation:activation checkpointing. The most telling cases come first, and softmax
+# before what is compared with it.
 CASES = (
-    *("softmax:compile:selective", "interdomain:compile:selective", "s4d:compile:selective"),
-    *(
-        "softmax:compile:none",
-        "interdomain:compile:none",
-        "softmax:eager:selective",
-        "interdomain:eager:selective",
-    ),
-    *("softmax:compile:full", "interdomain:compile:full"),
+    "softmax:compile:selective",
+    "interdomain:compile:selective",
+    "s4d:compile:selective",
+    "softmax:compile:none",
+    "interdomain:compile:none",
+    "softmax:eager:selective",
+    "interdomain:eager:selective",
+    "softmax:compile:full",
+    "interdomain:compile:full",
 )
 TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
-CASE = "CONDITION:compile|eager:none|selective|full"  # compilation, activation checkpointing
-CHOICES = (tuple(CONDITIONS), ("compile", "eager"), ("none", "selective", "full"))
+CASE = "CONDITION:compile|eager:none|selective|full"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One case at one size and length."""
+    """One case at one size and length.
+
+    Attributes:
+        case: CONDITION:compile|eager:none|selective|full.
+        config: The TOML file of the size.
+        batch_size: Sequences in a step, over all ranks.
+        seq_len: Tokens of a sequence.
+        steps: Training steps.
+        log_freq: Steps between two logs.
+        ranks: Processes.
+        limit: The longest time that the run may take, in seconds.
+        train_flags: More flags of the trainer.
+    """
 
     case: str
     config: Path
@@ -82,12 +98,20 @@ class Run:
     steps: int
     log_freq: int
     ranks: int
-    limit: float  # seconds
+    limit: float
     train_flags: list[str]
 
 
 def flags(run: Run, data: Path, output: Path) -> list[str]:
-    """Flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
+    """Returns the trainer's flags on top of the size's TOML file.
+
+    They make the run short, on random tokens, and let it save nothing.
+
+    Args:
+        run: The run.
+        data: The folder that `write_data` filled.
+        output: The folder of the run.
+    """
     condition, mode, checkpointing = run.case.split(":")
     values = {
         "job.dump_folder": output,
@@ -105,6 +129,7 @@ def flags(run: Run, data: Path, output: Path) -> list[str]:
         "metrics.log_freq": run.log_freq,
         "metrics.mixer_freq": 0,
     }
+    # Flags without a value.
     words = [
         "--validation.no-enable",
         "--checkpoint.no-enable",
@@ -118,81 +143,108 @@ def flags(run: Run, data: Path, output: Path) -> list[str]:
 
 
 def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
-    """Random ids as a bare shard, and a tokenizer to satisfy the trainer, which never encodes a word here."""
+    """Writes random ids as a corpus, and a tokenizer, which the trainer opens and never uses.
+
+    Args:
+        folder: An empty folder.
+        vocabulary: The number of different ids.
+        tokens: The number of ids.
+    """
     import numpy as np
 
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    # Every model's vocabulary is larger.
-    (folder / "tokenizer.model").write_bytes(train_sentencepiece([Path(__file__).read_text()], 512))
+    # The vocabulary of every model is larger than this tokenizer's.
+    tokenizer = train_sentencepiece([Path(__file__).read_text()], 512)
+    (folder / "tokenizer.model").write_bytes(tokenizer)
+    # One long document.
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 
 
-def run_case(run: Run, data: Path, output: Path) -> dict:
-    """One run from start to end: a row of the table."""
+def run_case(run: Run, data: Path) -> dict[str, Any]:
+    """Trains from start to end. Returns a row of the table.
+
+    Args:
+        run: The run.
+        data: The folder that `write_data` filled. The run's folder and its log are written there.
+    """
+    output = data / "run"
     command = torchrun.torchrun_command(str(run.config), flags(run, data, output), run.ranks)
-    env = torchrun.environment(run.ranks) | {"TQDM_DISABLE": "1"}
+    environment = torchrun.environment(run.ranks) | {"TQDM_DISABLE": "1"}
+
+    # The run in processes of its own, which may fail or hang.
     log = data / "log.txt"
     problem = None
     with open(log, "w") as f:
         try:
             done = subprocess.run(
-                command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.limit
+                command, stdout=f, stderr=subprocess.STDOUT, env=environment, timeout=run.limit
             )
             if done.returncode:
                 problem = f"exit status {done.returncode}"
-        except subprocess.TimeoutExpired:  # torchrun was killed, and its ranks die with it
+        except subprocess.TimeoutExpired:  # torchrun was killed, and its ranks end with it
             problem = f"cut after {run.limit:.0f} s"
+
+    # A run that failed has figures, too, if it came to a steady step.
     events = events_of(output)
-    curves = read_curves(events) if any(events.glob(EVENTS)) else {}
+    curves = {}
+    if any(events.glob(EVENTS)):
+        curves = read_curves(events)
     row = {"case": run.case, **figures(curves, run)}
+    # A failed run says why in the table, and shows its last lines.
     if problem:
-        output_of_run = log.read_text(errors="replace")
-        row["remark"] = explain(problem, output_of_run)
-        print(*output_of_run.splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr, flush=True)
+        printed = log.read_text(errors="replace")
+        row["remark"] = explain(problem, printed)
+        print(*printed.splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr, flush=True)
     elif "tokens/s" not in row:
         row["remark"] = f"no steady step was logged in {run.steps} steps"
     return row
 
 
-def explain(problem: str, log: str) -> str:
-    """The reason of a failed run in one line, from what it printed."""
-    if "OutOfMemoryError" in log:
+def explain(problem: str, printed: str) -> str:
+    """Returns the reason of a failed run in one line, from what it printed."""
+    if "OutOfMemoryError" in printed:
         return "out of memory"
-    # torchrun's own last words, of a ChildFailedError, only repeat the exit status.
-    errors = re.findall(r"^(?!.*ChildFailedError).*(?:error:|Error: ).*$", log, re.MULTILINE)
-    return results.without_paths(f"{problem}: {errors[-1].strip() if errors else 'no word'}")[:300]
+    # The last words of torchrun, a ChildFailedError, only repeat the exit status.
+    errors = re.findall(r"^(?!.*ChildFailedError).*(?:error:|Error: ).*$", printed, re.MULTILINE)
+    last_error = errors[-1].strip() if errors else "no word"
+    return results.without_paths(f"{problem}: {last_error}")[:300]
 
 
-def figures(curves: Curves, run: Run) -> dict:
-    """Medians over the steady windows between two logs; the highest memory; the last loss.
+def figures(curves: Curves, run: Run) -> dict[str, Any]:
+    """Returns the run's speed, its highest memory, and its last loss.
 
-    A run logs after its first step and then every `log_freq`; what comes before the second of these is compilation,
-    autotuning and growing memory pools, and is left out.
+    Speeds are medians over the steady windows between two logs.
+
+    A run logs after its first step, and then every `log_freq` steps. Before the second of these
+    logs come compilation, autotuning and growing memory pools. They are left out.
     """
+    # Memory and loss are known from the first log on.
+    row = {}
+    if MEMORY in curves:
+        row["GiB reserved"] = max(curves[MEMORY].values())
+    if LOSS in curves:
+        row["loss"] = curves[LOSS][max(curves[LOSS])]
+    # Speed and utilisation are known from the second log on.
     speed = curves.get(SPEED, {})
-    loss = curves.get(LOSS, {})
-    row = {
-        "GiB reserved": max(curves.get(MEMORY, {}).values(), default=None),
-        "loss": loss[max(loss)] if loss else None,
-    }
     steady = [step for step in speed if step > run.log_freq]
     if steady:
         row["tokens/s"] = statistics.median(speed[step] for step in steady)
         row["ms a step"] = 1e3 * run.batch_size * run.seq_len / (row["tokens/s"] * run.ranks)
-        if torch.cuda.is_available() and MFU in curves:  # a CPU has none
+        if torch.cuda.is_available() and MFU in curves:  # on a CPU it has no meaning
             row["MFU %"] = statistics.median(curves[MFU][step] for step in steady)
     return row
 
 
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    results.add_arguments(p, "training", "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
+    results.add_output(p, "training")
     p.add_argument(
         "--sizes",
         nargs="+",
+        choices=CONFIGS,
         metavar="SIZE",
         help="files in train_configs (default: 1.3B; on a CPU debug)",
     )
@@ -219,7 +271,8 @@ def parse(argv) -> argparse.Namespace:
         "--cases",
         nargs="+",
         metavar="CASE",
-        help=f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)",
+        help=f"{CASE}: condition, torch.compile, activation checkpointing "
+        f"(default: {' '.join(CASES)}; on a CPU two)",
     )
     p.add_argument(
         "--ranks",
@@ -244,76 +297,95 @@ def parse(argv) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-@user_errors
-def main(argv=None) -> int:
-    args = parse(argv)
-    device = results.choose_device(args.device)
-    if args.device != "auto":
-        raise ValueError(
-            f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU."
-        )
-    defaults = dict(
-        sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3)
-    )
-    results.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
-    for case in args.cases:
-        if tuple(case.split(":")) not in itertools.product(*CHOICES):
+def check_cases(cases: list[str]) -> None:
+    """Checks the option --cases.
+
+    Raises:
+        ValueError: A case has another form, or names an unknown condition.
+    """
+    for case in cases:
+        condition, _, options = case.partition(":")
+        if condition not in CONDITIONS or not re.fullmatch(
+            "(compile|eager):(none|selective|full)", options
+        ):
             raise ValueError(
                 f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}."
             )
-    configs = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
-    results.choose("--sizes", args.sizes, configs)
-    shown = ("sizes", "seq_len", "tokens", "steps", "ranks", "train_flags")
-    report = results.Report(
-        args.name, args.output, device, {name: getattr(args, name) for name in shown}
-    )
 
-    # The sizes of the vocabularies. This imports TorchTitan and what it imports, some of it only to read a configuration.
+
+@user_errors
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    # The trainer chooses its GPUs by itself.
+    device = results.choose_device("auto")
+    results.fill_in(
+        args,
+        device,
+        sizes=(["1.3B"], ["debug"]),
+        seq_len=([4096], [64]),
+        tokens=(16_384, 128),
+        steps=(20, 3),
+        cases=(CASES, TINY_CASES),
+    )
+    check_cases(args.cases)
+    options = {}
+    for name in ("sizes", "seq_len", "tokens", "steps", "ranks", "train_flags"):
+        options[name] = getattr(args, name)
+    report = results.Report(args.name, args.output, device, options)
+
+    # Random ids need the sizes of the vocabularies. To read a configuration, TorchTitan and what it
+    # imports must be there.
+    vocabularies = {}
     try:
         for name in ("tensorboard", "torchdata"):
             importlib.import_module(name)
         from interdomain.titan.plan.run_plan import model_config
 
-        vocabularies = {}
         for size in args.sizes:
-            vocabularies[size] = model_config(launch.job_config(str(configs[size]), [])).vocab_size
+            vocabularies[size] = model_config(launch.job_config(str(CONFIGS[size]), [])).vocab_size
     except ImportError as e:
         report.note(
-            f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs."
+            f"Skipped: {e.name or e} cannot be imported; "
+            "the extra `train` installs what training needs."
         )
         report.finish("skipped")
         return 0
 
+    # A table for each size and length, with a row for each case.
     measured = 0
-    cases = list(itertools.product(args.sizes, args.seq_len, args.cases))
-    for i, (size, length, case) in enumerate(cases, 1):
-        batch = max(1, args.tokens // length)
-        table = f"{size}, {batch} x {length:,} tokens per step"
-        if case == args.cases[0]:
+    for size in args.sizes:
+        for seq_len in args.seq_len:
+            # As many sequences as make the tokens of a step, and at least one.
+            batch_size = max(1, args.tokens // seq_len)
+            table = f"{size}, {batch_size} x {seq_len:,} tokens per step"
             report.table(table, COLUMNS)
-        print(f"{table}, {i} of {len(cases)}: {case}", file=sys.stderr, flush=True)
-        run = Run(
-            case=case,
-            config=configs[size],
-            batch_size=batch,
-            seq_len=length,
-            steps=args.steps,
-            log_freq=5 if device.type == "cuda" else 1,
-            ranks=args.ranks,
-            limit=args.case_limit,
-            train_flags=args.train_flags,
-        )
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
-            row = run_case(run, folder, folder / "run")
-        # Softmax with the same settings, if it came before.
-        same_settings = "softmax:" + case.partition(":")[2]
-        speeds = {other["case"]: other.get("tokens/s") for other in [*report.rows(table), row]}
-        row["over softmax"] = ratio(row.get("tokens/s"), speeds.get(same_settings))
-        report.add(table, row)
-        measured += "tokens/s" in row
-    report.finish(counts=f"{measured} of {len(cases)} cases measured")
+            speeds = {}
+            for case in args.cases:
+                print(f"{table}: {case}", file=sys.stderr, flush=True)
+                run = Run(
+                    case=case,
+                    config=CONFIGS[size],
+                    batch_size=batch_size,
+                    seq_len=seq_len,
+                    steps=args.steps,
+                    log_freq=5 if device.type == "cuda" else 1,
+                    ranks=args.ranks,
+                    limit=args.case_limit,
+                    train_flags=args.train_flags,
+                )
+                # Each case has its data and its folder, which are removed after it.
+                with tempfile.TemporaryDirectory() as folder:
+                    tokens = (args.steps + 1) * batch_size * (seq_len + 1)
+                    write_data(Path(folder), vocabularies[size], tokens)
+                    row = run_case(run, Path(folder))
+                # Softmax with the same settings, if it came before.
+                speeds[case] = row.get("tokens/s")
+                _, _, settings = case.partition(":")
+                row["over softmax"] = ratio(speeds[case], speeds.get(f"softmax:{settings}"))
+                report.add(table, row)
+                measured += "tokens/s" in row
+    n_cases = len(args.sizes) * len(args.seq_len) * len(args.cases)
+    report.finish(counts=f"{measured} of {n_cases} cases measured")
     return 0
 
 

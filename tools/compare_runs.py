@@ -17,28 +17,32 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from interdomain.tools._cli import argument_parser, path_argument, user_errors
 from interdomain.tools._curves import curves_of, events_folder, facts_of, read_events
 
-COLUMNS = {  # as they are compared and printed
+# The TensorBoard tags that are compared, by the name that is printed.
+COLUMNS = {
     "loss": "loss_metrics/global_avg_loss",
     "grad_norm": "grad_norm",
     "validation_loss": "validation_metrics/loss",
 }
-NOT_COMPARED = (
-    "job.dump_folder",
-    "job.description",
-)  # settings in which runs that are the same may differ
+FREE_SETTINGS = ("job.dump_folder", "job.description")  # in which runs may differ
 
 
 @dataclass
 class Run:
-    """A run's curves {column: {step: value}} and its configuration {section.field: value}, empty where it is not stored."""
+    """A run as it is compared.
+
+    Attributes:
+        curves: The value of each of COLUMNS at each step.
+        configuration: The value of each setting. Empty if the run did not log them.
+    """
 
     name: str
     curves: dict[str, dict[int, float]]
-    configuration: dict[str, object]
+    configuration: dict[str, Any]
 
     def describe(self) -> str:
         loss = self.curves["loss"]
@@ -46,44 +50,53 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Raises: FileNotFoundError, ValueError for a folder without a run's loss."""
+    """Reads a run's folder.
+
+    Raises:
+        FileNotFoundError, ValueError: The folder holds no loss of a run.
+    """
     events = read_events(events_folder(path))
-    every = curves_of(events)
-    curves = {column: every[tag] for column, tag in COLUMNS.items() if tag in every}
-    if "loss" not in curves:
+    logged = curves_of(events)
+    curves = {column: logged.get(tag, {}) for column, tag in COLUMNS.items()}
+    if not curves["loss"]:
         raise ValueError(f"{path} holds no loss: no step was logged.")
     configuration = {}
+    # A run logs its settings by section.
     for section, fields in facts_of(events, "configuration").items():
         for name, value in fields.items():
             configuration[f"{section}.{name}"] = value
     return Run(str(path), curves, configuration)
 
 
-def relative(a: float, b: float) -> float:
-    """|a - b| over the larger of the two; 0 where both are the same infinity, or both no number."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
+def is_same(a: float, b: float, tolerance: float) -> bool:
+    """True if two values differ by no more than the tolerance, relative to the larger one.
+
+    Both may be the same infinity, or both no number.
+    """
+    if math.isnan(a) and math.isnan(b):
+        return True
+    return math.isclose(a, b, rel_tol=tolerance)
 
 
 def settings_that_differ(a: Run, b: Run) -> list[str]:
-    lines = ["configuration:"]
-    for name in sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED}):
-        x = a.configuration.get(name, "(not there)")
-        y = b.configuration.get(name, "(not there)")
-        if x != y:
-            lines.append(f"  {name}  {x}  {y}")
-    return lines if lines[1:] else ["configuration: the same"]
+    """A line for each setting that differs, below a title."""
+    lines = []
+    for name in sorted(a.configuration | b.configuration):
+        value_a = a.configuration.get(name, "(not there)")
+        value_b = b.configuration.get(name, "(not there)")
+        if value_a != value_b and name not in FREE_SETTINGS:
+            lines.append(f"  {name}  {value_a}  {value_b}")
+    if not lines:
+        return ["configuration: the same"]
+    return ["configuration:", *lines]
 
 
 def only_in_one(a: Run, b: Run) -> list[str]:
-    """A line for each curve and run with steps that the other run does not have."""
+    """A line for each curve of a run with steps that the other run does not have."""
     lines = []
     for run, other in ((a, b), (b, a)):
         for column, curve in run.curves.items():
-            steps = curve.keys() - other.curves.get(column, {}).keys()
+            steps = curve.keys() - other.curves[column].keys()
             if steps:
                 lines.append(
                     f"{column} at {len(steps):,} step(s) from {min(steps):,} is logged in {run.name} only"
@@ -91,26 +104,21 @@ def only_in_one(a: Run, b: Run) -> list[str]:
     return lines
 
 
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__, "RUN_A RUN_B")
-    p.add_argument(
-        "run_a",
-        type=path_argument,
-        metavar="RUN_A",
-        help="a run's folder (job.dump_folder)",
-    )
-    p.add_argument(
-        "run_b",
-        type=path_argument,
-        metavar="RUN_B",
-        help="the same",
-    )
+    for name in ("run_a", "run_b"):
+        p.add_argument(
+            name,
+            type=path_argument,
+            metavar=name.upper(),
+            help="a run's folder (job.dump_folder)",
+        )
     p.add_argument(
         "--tolerance",
         type=float,
         default=0.0,
         metavar="X",
-        help="largest relative difference that counts as equal; 0: equal to the last bit",
+        help="largest relative difference that counts as equal; 0: bitwise equal",
     )
     p.add_argument(
         "--common", action="store_true", help="ignore steps and curves that only one run has"
@@ -122,52 +130,52 @@ def parse(argv) -> argparse.Namespace:
 
 
 @user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     a = read_run(args.run_a)
     b = read_run(args.run_b)
-
-    # {step: {column: relative difference}} of what both runs have.
-    differences: dict[int, dict[str, float]] = {}
-    columns = []
-    for column in COLUMNS:
-        shared = a.curves.get(column, {}).keys() & b.curves.get(column, {}).keys()
-        if shared:
-            columns.append(column)
-        for step in shared:
-            difference = relative(a.curves[column][step], b.curves[column][step])
-            differences.setdefault(step, {})[column] = difference
-    steps = sorted(differences)
-    with_loss = [step for step in steps if "loss" in differences[step]]
-    if not with_loss:
+    loss_steps = sorted(a.curves["loss"].keys() & b.curves["loss"].keys())
+    if not loss_steps:
         raise ValueError(
             f"the two runs have no logged step in common: {a.describe()}; {b.describe()}."
         )
 
+    # The two runs, and what only one of them has.
     missing = only_in_one(a, b)
-    print(
-        f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing, sep="\n"
-    )
-    how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"
-    for first in steps:
-        beyond = {
-            column: value for column, value in differences[first].items() if value > args.tolerance
-        }
+    lines = [f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing]
+    print("\n".join(lines))
+
+    # Compare all steps that both have, up to the first that differs.
+    steps_by_column = {}
+    for column in COLUMNS:
+        steps_by_column[column] = a.curves[column].keys() & b.curves[column].keys()
+    how = "to the bit"
+    if args.tolerance:
+        how = f"within {args.tolerance:g}"
+    for step in sorted(set().union(*steps_by_column.values())):
+        beyond = []
+        for column, steps in steps_by_column.items():
+            if step in steps:
+                value_a = a.curves[column][step]
+                value_b = b.curves[column][step]
+                if not is_same(value_a, value_b, args.tolerance):
+                    beyond.append(column)
+                    difference = abs(value_a - value_b) / max(abs(value_a), abs(value_b))
+                    print(f"{column} {value_a:.7g} and {value_b:.7g}, relative {difference:.1e}")
         if beyond:
-            for column, value in beyond.items():
-                print(
-                    f"{column} {a.curves[column][first]:.7g} and {b.curves[column][first]:.7g}, relative {value:.1e}"
-                )
-            before = sum(step < first for step in with_loss)
-            names = ", ".join(beyond)
+            before = sum(earlier < step for earlier in loss_steps)
             print(
-                f"the first step that differs is {first:,} ({names}); the same {how} at the {before:,} before it"
+                f"the first step that differs is {step:,} ({', '.join(beyond)}); the same {how} at the {before:,} before it"
             )
             return 1
-    same = f"the same {how} at {len(with_loss):,} step(s), {with_loss[0]:,} to {with_loss[-1]:,} ({', '.join(columns)})"
+
+    # No step differs.
+    compared = [column for column, steps in steps_by_column.items() if steps]
+    steps = f"{len(loss_steps):,} step(s), {loss_steps[0]:,} to {loss_steps[-1]:,}"
+    same = f"the same {how} at {steps} ({', '.join(compared)})"
     if missing and not args.common:
         print(
-            f"not the same: one run lacks what the other has, as said above. What both have (--common) is {same}"
+            f"not the same: one run lacks what the other has, see above. What both have (--common) is {same}"
         )
         return 1
     print(same)

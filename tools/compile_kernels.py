@@ -2,10 +2,11 @@
 
 Compile the Triton kernels for a GPU on a machine that has none.
 
-The kernels go into a folder that Triton reads where TRITON_CACHE_DIR names it. The cases of the kernel check and of the
-benchmarks run as they do on the GPU, with two differences: Triton is told that a GPU of the given capability is there, and a
-launch compiles its kernel and does nothing else. So the list of kernels follows from the cases. The check's cases are small
-and have real tensors; the benchmarks' are fake: they have shapes and no numbers.
+The kernels go into a folder that Triton reads where TRITON_CACHE_DIR names it. The cases of the
+kernel check and of the benchmarks run as they do on the GPU, with two differences: Triton is told
+that a GPU of the given capability is there, and a launch compiles its kernel and does nothing else.
+So the list of kernels follows from the cases. The check's cases are small and have real tensors;
+the benchmarks' are fake: they have shapes and no numbers.
 
     interdomain compile-kernels --cache kernels --groups step
 
@@ -18,7 +19,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,21 +36,23 @@ from interdomain.model.generation import Decoder
 from interdomain.scan import ops as scan_ops
 from interdomain.scan import triton_plan
 from interdomain.tools import bench_inference, bench_kernels, check_kernels
-from interdomain.tools._bench import cases, results
+from interdomain.tools._bench import cases
+from interdomain.tools._bench.processes import count_compilations
 from interdomain.tools._bench.timing import run_once
 from interdomain.tools._cli import argument_parser, path_argument, user_errors
 
 CPU = torch.device("cpu")
-OUR_MIXERS = (*bench_kernels.CHUNKWISE, "features", "linear", "layer")
-TRAINED = {
-    "125M": (8, 4096),
-    "350M": (8, 4096),
-}  # (batch, tokens) of the training steps in benchmarks/gpu.sh
-Problem = tuple[str, Callable[[], Any]]  # its name, and a function that launches its kernels
+MIXERS = (*bench_kernels.OURS, "layer")
+# Batch and tokens of the training steps in benchmarks/gpu.sh, by model size.
+TRAINED = {"125M": (8, 4096), "350M": (8, 4096)}
 
 
 class CompileOnlyDriver:
-    """Answers what Triton asks of a GPU before it compiles."""
+    """Answers what Triton asks of a GPU before it compiles.
+
+    Args:
+        capability: The compute capability, such as (9, 0).
+    """
 
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.compiler import GPUTarget
@@ -68,10 +71,14 @@ class CompileOnlyDriver:
 
 
 class RunOpsOnFakeTensors(TorchDispatchMode):
-    """Runs this package's ops on fake tensors. PyTorch would only ask them for the shapes of their results."""
+    """Runs this package's ops on fake tensors.
+
+    PyTorch would only ask them for the shapes of their results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        # The implementation of each op of the package, by the op's name.
         self.functions: dict[str, Callable] = {}
         for value in (*vars(scan_ops).values(), *vars(features_ops).values()):
             if isinstance(value, CustomOpDef):
@@ -80,7 +87,8 @@ class RunOpsOnFakeTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        # A number that is read from a tensor, such as a seed: fake tensors hold none, and no kernel depends on it.
+        # Fake tensors hold no number that could be read, such as a seed, and no kernel depends on
+        # it.
         if op is torch.ops.aten._local_scalar_dense.default:
             return 0
         function: Any = self.functions.get(op._schema.name, op)
@@ -88,19 +96,27 @@ class RunOpsOnFakeTensors(TorchDispatchMode):
 
 
 def pretend_gpu(capability: tuple[int, int]) -> None:
-    """Make this process compile for a GPU of this capability whatever it would launch, for tensors on the CPU."""
+    """Makes this process compile for a GPU whatever it would launch, for tensors on the CPU.
+
+    Args:
+        capability: The compute capability of the GPU.
+    """
     from triton.runtime import driver, jit
 
     driver.set_active(CompileOnlyDriver(capability))  # pyright: ignore[reportArgumentType]
+
+    # Triton's own warm-up compiles a kernel and does not launch it.
     launch = jit.JITFunction.run
 
     def compile_only(self: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, warmup=True, **options)
 
     jit.JITFunction.run = compile_only
-    # Kernels differ by whether an address is a multiple of 16 bytes, which every tensor's is on a GPU.
+    # Kernels differ by whether an address is a multiple of 16 bytes. On a GPU that of every tensor
+    # is.
     FakeTensor.data_ptr = lambda self: 0
     nn.Module._apply = replace_tensors  # pyright: ignore[reportAttributeAccessIssue]
+    # The package takes the CPU for this GPU.
     scan_ops.KERNEL_DEVICES = ("cuda", "cpu")
     features_support.unsupported = lambda *args: None
     triton_plan.capability = lambda device: capability
@@ -109,7 +125,10 @@ def pretend_gpu(capability: tuple[int, int]) -> None:
 def replace_tensors(
     self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Convert a module by new parameters. PyTorch's own `_apply` exchanges the tensors inside, which fake ones do not allow."""
+    """Converts a module by new parameters, in place of `nn.Module._apply`.
+
+    PyTorch's own exchanges the tensors inside the parameters, which fake ones do not allow.
+    """
     for child in self.children():
         child._apply(fn)
     for name, parameter in self._parameters.items():
@@ -121,43 +140,37 @@ def replace_tensors(
     return self
 
 
-def check_problems(groups: list[str] | None) -> Iterator[Problem]:
-    available = cases.groups(cuda=True)
-    for name in groups or available:
-        for case in available[name]:
-            if case.mode == "graph":  # captures the kernels of the step in place
-                case = replace(case, mode="in place")
-            yield f"check, {case}", functools.partial(run_check_case, case)
+def compile_case(case: cases.Case) -> None:
+    """Launches the kernels of a case of the check, on real tensors."""
+    if case.mode == "graph":
+        # A graph captures the kernels of the step in place.
+        case = replace(case, mode="in place")
+    problem = check_kernels.PROBLEMS[case.kind](case, CPU, 0)
+    check_kernels.with_gradients(problem.tested, problem.inputs, problem.cotangents)
 
 
-def run_check_case(case: cases.Case) -> None:
-    inputs, cotangents, function = check_kernels.PROBLEMS[case.kind](case, CPU, 0)
-    check_kernels.with_gradients(function, False, inputs, cotangents)
-
-
-def benchmark_problems() -> Iterator[Problem]:
-    for mixer in OUR_MIXERS:
+def benchmark_problems() -> dict[str, Callable[[], None]]:
+    """Returns functions that launch the kernels of the benchmarks, by name."""
+    problems: dict[str, Callable[[], None]] = {}
+    for mixer in MIXERS:
         for text in bench_kernels.SHAPES:
             shape = bench_kernels.parse_shape(text)
-            yield (
-                f"kernels, {mixer}, {shape}",
-                functools.partial(run_kernel_benchmark, mixer, shape),
-            )
+            problems[f"kernels, {mixer}, {shape}"] = functools.partial(mixer_step, mixer, shape)
     for size, (batch, length) in TRAINED.items():
-        yield (
-            f"training, {size}, {batch} x {length}",
-            functools.partial(run_training_step, size, batch, length),
-        )
+        name = f"training, {size}, {batch} x {length}"
+        problems[name] = functools.partial(training_step, size, batch, length)
     for size in bench_inference.QUICK.sizes:
-        yield f"decode, {size}", functools.partial(run_decode_steps, size)
+        problems[f"decode, {size}"] = functools.partial(decode_steps, size)
+    return problems
 
 
-def run_kernel_benchmark(mixer: str, shape: cases.Shape) -> None:
+def mixer_step(mixer: str, shape: cases.Shape) -> None:
+    """Runs a call of bench-kernels."""
     run_once(bench_kernels.candidate(mixer, shape, CPU))
 
 
-def run_training_step(size: str, batch: int, length: int) -> None:
-    """Run a forward and backward pass in bf16, as FSDP2's mixed precision computes them."""
+def training_step(size: str, batch: int, length: int) -> None:
+    """Runs forward and backward of a model in bf16, as FSDP2's mixed precision computes them."""
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
     model.requires_grad_(True).train()
     tokens = torch.zeros(batch, length, dtype=torch.int64)
@@ -165,7 +178,8 @@ def run_training_step(size: str, batch: int, length: int) -> None:
 
 
 @torch.no_grad()
-def run_decode_steps(size: str) -> None:
+def decode_steps(size: str) -> None:
+    """Decodes a token at each batch size of `bench-inference --quick`."""
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
     for batch in bench_inference.QUICK.batches:
         decoder = Decoder(model, model.init_state(batch), graph=False)
@@ -191,8 +205,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument(
         "--groups",
         nargs="+",
+        choices=cases.groups(True),
         metavar="NAME",
-        help=f"only the check's groups with these names: {names} (default: all of the check and the benchmarks)",
+        help=f"only the check's groups with these names: {names} (default: all of the check, and "
+        "the benchmarks)",
     )
     return p.parse_args(argv)
 
@@ -202,32 +218,34 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if not re.fullmatch(r"\d+\.\d", args.capability):
         raise ValueError(f"--capability must be X.Y, such as 9.0: got {args.capability}.")
-    if args.groups:
-        results.choose("--groups", args.groups, cases.groups(True))
+    available = cases.groups(True)
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
             "Triton is not installed: install the version that the machine with the GPU has."
         )
+
+    # From here on Triton compiles for the GPU, into the cache.
     os.environ["TRITON_CACHE_DIR"] = str(args.cache.resolve())
     major, minor = args.capability.split(".")
     pretend_gpu((int(major), int(minor)))
-    counts = results.count_compilations()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    counts = count_compilations()
 
     def report(name: str) -> None:
-        print(
-            f"{name}: {counts.compiled} compiled, {counts.read} read so far",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"{name}: {counts.compiled} compiled, {counts.read} read so far"
+        print(line, file=sys.stderr, flush=True)
 
-    for name, run in check_problems(args.groups):
-        run()
-        report(name)
-    for name, run in () if args.groups else benchmark_problems():
-        with fake, RunOpsOnFakeTensors():
-            run()
-        report(name)
+    # The cases of the check have real tensors.
+    for group in args.groups or available:
+        for case in available[group]:
+            compile_case(case)
+            report(f"check, {case}")
+    # The benchmarks are too large for this machine: their tensors are fake.
+    if not args.groups:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        for name, run in benchmark_problems().items():
+            with fake, RunOpsOnFakeTensors():
+                run()
+            report(name)
     print(counts)
     return 0
 

@@ -13,27 +13,29 @@ read back and compared with the source: the model, and every value.
 Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 """
 
+import argparse
 import json
-import re
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 import interdomain
+from interdomain.checkpoint import pretrained, step_folder
+from interdomain.checkpoint.index import read_tensors, write_tensors
+from interdomain.checkpoint.model_card import write_card
+from interdomain.checkpoint.model_code import write_code
+from interdomain.checkpoint.training_checkpoint import TrainingCheckpoint, open_checkpoint
+from interdomain.data import Tokenizer
 from interdomain.data.tokenizer_export import (
     padding_id,
     refuse_in_transformers,
     write_for_transformers,
 )
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files import pretrained
-from interdomain.files.checkpoint import open_checkpoint
-from interdomain.files.checkpoint_index import read_tensors, write_tensors
-from interdomain.files.model_card import write_card
-from interdomain.files.model_code import write_code
 from interdomain.folders import new_folder
 from interdomain.megatron import checkpoint as megatron
 from interdomain.model import ModelConfig, cell_of, meta_model
@@ -46,8 +48,10 @@ from interdomain.tools._cli import (
     user_errors,
 )
 
+MAX_FILE_BYTES = 4 * 10**9  # of a file of weights
 
-def parse(argv):
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__, "SOURCE --output DIR")
     p.add_argument(
         "source",
@@ -98,16 +102,13 @@ def parse(argv):
         help="tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only",
     )
     args = p.parse_args(argv)
-    if (args.to_checkpoint or args.to_megatron) and (
-        args.dtype or args.tokenizer or args.license is not None
-    ):
+
+    # Options of the other direction would be ignored: refuse them.
+    is_back = args.to_checkpoint or args.to_megatron
+    if is_back and (args.dtype or args.tokenizer or args.license):
         raise ValueError(
             "--dtype, --tokenizer and --license are for making a standalone folder. A checkpoint to train from is float32, and "
             "the folder has its tokenizer: leave them out."
-        )
-    if args.license is not None and not re.fullmatch(r"[a-z0-9.+-]+", args.license):
-        raise ValueError(
-            f"--license is {args.license!r}; give an identifier of the Hugging Face hub, such as cc-by-4.0."
         )
     if args.uptrain and not args.to_checkpoint:
         raise ValueError("--uptrain makes a checkpoint to train from: add --to-checkpoint.")
@@ -115,7 +116,9 @@ def parse(argv):
     return args
 
 
-def to_folder(source: Path, output: Path, args) -> str:
+def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
+    """Converts a checkpoint into a standalone folder, and returns a summary."""
+    # Open the checkpoint, and compare its bytes with their checksums.
     if megatron_folder := megatron.find_checkpoint(source):
         checkpoint, tokenizer = megatron.open_checkpoint(megatron_folder, args.tokenizer)
     elif args.tokenizer:
@@ -124,20 +127,24 @@ def to_folder(source: Path, output: Path, args) -> str:
         )
     else:
         checkpoint, tokenizer = open_checkpoint(source)
-    config, record = checkpoint.config, checkpoint.record
+    config = checkpoint.config
+    record = checkpoint.record
     dtype = pretrained.DTYPES[args.dtype]
-    expected = meta_model(config).state_dict()
-    checkpoint.check_bytes(list(expected))
-    with new_folder(output) as folder:
-        with tqdm(
-            total=len(expected), desc=checkpoint.folder.name, unit=" tensors", disable=None
-        ) as bar:
+    names = list(meta_model(config).state_dict())
+    checkpoint.check_bytes(names)
 
-            def read(names):
+    with new_folder(output) as folder:
+        # The weights.
+        title = checkpoint.folder.name
+        with tqdm(total=len(names), desc=title, unit=" tensors", disable=None) as bar:
+
+            def read(names: list[str]) -> dict[str, Tensor]:
                 bar.update(len(names))
                 return checkpoint.read(names)
 
-            count = pretrained.write_weights(folder, config, dtype, read, 4 * 10**9)
+            count = pretrained.write_weights(folder, config, dtype, read, MAX_FILE_BYTES)
+
+        # The tokenizer, also as transformers reads it.
         tokenizer.write(folder)
         try:
             write_for_transformers(tokenizer, folder)
@@ -147,37 +154,29 @@ def to_folder(source: Path, output: Path, args) -> str:
                 f"note: no tokenizer.json was written, AutoTokenizer refuses the folder: {e}",
                 file=sys.stderr,
             )
-        facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
+        note_documents(checkpoint.folder, tokenizer)
+
+        # What is known of the run.
+        facts = {name: record[name] for name in step_folder.SIDECAR_FACTS}
         facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
-        validation = checkpoint.folder / checkpoints.VALIDATION
-        try:
-            facts["validation"] = (
-                json.loads(validation.read_text()) if validation.is_file() else None
-            )
-        except ValueError as e:
-            raise ValueError(
-                f"{validation} is damaged ({e}). Remove it: the folder then names no validation."
-            ) from e
+        validation = checkpoint.folder / step_folder.VALIDATION
+        facts["validation"] = None
+        if validation.is_file():
+            facts["validation"] = json.loads(validation.read_text())
+
+        # Configuration, code and card. Then read the whole folder back.
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
-        note_documents(checkpoint.folder, tokenizer)
-        write_card(
-            folder,
-            config,
-            args.dtype,
-            tokenizer,
-            facts,
-            record.get("configuration", {}),
-            args.license,
-        )
+        configuration = record.get("configuration", {})
+        write_card(folder, config, args.dtype, tokenizer, facts, configuration, args.license)
         check_folder(folder, checkpoint, dtype)
     return f"{count} tensors, step {record['step']}"
 
 
-def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> None:
-    """generation_config.json, what transformers' `generate` does unless it is told otherwise."""
+def write_generation_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Writes generation_config.json, what transformers' `generate` does unless it is told otherwise."""
     record = {
         # A text without a prompt begins as a document in training. transformers takes a single token.
         "bos_token_id": next(reversed(tokenizer.documents.start), None),
@@ -190,12 +189,18 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> Non
     (folder / "generation_config.json").write_text(json.dumps(known, indent=2) + "\n")
 
 
-def check_folder(folder: Path, checkpoint, dtype: torch.dtype) -> None:
+def check_folder(
+    folder: Path, checkpoint: TrainingCheckpoint | megatron.MegatronCheckpoint, dtype: torch.dtype
+) -> None:
     """Reads the folder back as a user would, and compares the model and every value with the checkpoint's.
+
+    Args:
+        dtype: The data type of the weights in the folder.
 
     Raises:
         ValueError: Something differs, or a value is not finite.
     """
+    # Loading compares the files with their checksums, and the tensors' shapes with the configuration.
     model, _ = pretrained.load_pretrained(folder)
     if model.config != checkpoint.config:
         raise ValueError(
@@ -203,58 +208,72 @@ def check_folder(folder: Path, checkpoint, dtype: torch.dtype) -> None:
         )
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
-            beyond = f"{checkpoint.folder}: {name} holds values that are not finite, or too large for {tensor.dtype}"
             raise ValueError(
-                f"{beyond}. Nothing was kept. Convert with --dtype float32, or take an earlier step."
+                f"{checkpoint.folder}: {name} holds values that are not finite, or too large for {tensor.dtype}. "
+                "Nothing was kept. Convert with --dtype float32, or take an earlier step."
             )
         source = checkpoint.read([name])[name]
-        require_same(name, tensor, source.to(pretrained.storage_dtype(name, dtype)))
+        check_same(name, tensor, source.to(pretrained.storage_dtype(name, dtype)))
 
 
-def require_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+def check_same(name: str, tensor: Tensor, expected: Tensor) -> None:
+    """Raises ValueError unless a tensor that was read back is the one that was written."""
     if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
         raise ValueError(
             f"{name} did not read back as written: this machine's disk or memory is faulty."
         )
 
 
-def read_folder(folder: Path):
-    """(configuration, record, tensors, tokenizer) of a standalone folder, all of it checked."""
-    config, record = pretrained.read_config(folder)
-    tensors = pretrained.read_tensors(folder)
-    pretrained.check_tensors(folder, config, tensors)
-    tokenizer = pretrained.load_checked_tokenizer(folder, config, record)
-    pretrained.check_weights(folder, record)
+def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
+    """Returns the model's configuration, its tensors in float32, and the tokenizer of a standalone folder.
+
+    Raises:
+        FileNotFoundError, ValueError: A file is missing or damaged.
+    """
+    model, tokenizer = pretrained.load_pretrained(folder)
     # Training keeps its master weights in float32.
-    return config, record, {name: tensor.float() for name, tensor in tensors.items()}, tokenizer
+    tensors = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    return model.config, tensors, tokenizer
 
 
-def to_megatron(source: Path, output: Path, args) -> str:
-    config, _, tensors, tokenizer = read_folder(source)
+def documents_of(tokenizer: Tokenizer) -> dict[str, list[int]] | None:
+    """Returns how training documents begin and end, as a record has it; None if the model's record does not say."""
+    return tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
+
+
+def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
+    """Converts a standalone folder into a checkpoint for Megatron-Core, and returns a summary."""
+    config, tensors, tokenizer = read_folder(source)
     hybrid = args.to_megatron == "hybrid"
-    pattern = f' --hybrid-layer-pattern "{megatron.hybrid_pattern(config)}"' if hybrid else ""
+    pattern = ""
+    if hybrid:
+        pattern = f' --hybrid-layer-pattern "{megatron.hybrid_pattern(config)}"'
     with new_folder(output) as folder:
-        documents = tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
+        # Each layer's record in the checkpoint has the tokenizer's checksum and the documents.
+        documents = documents_of(tokenizer)
         megatron.write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid, documents)
         written = megatron.MegatronCheckpoint(folder / "release")
         for name, tensor in tensors.items():
-            require_same(name, written.read([name])[name], tensor)
+            check_same(name, written.read([name])[name], tensor)
     return f"{len(tensors)} tensors; start with Megatron's --load {args.output}{pattern}"
 
 
-def to_checkpoint(source: Path, output: Path, args) -> str:
-    config, record, tensors, tokenizer = read_folder(source)
-    facts, copied = record.get("facts", {}), f"{len(tensors)} tensors"
-    documents = tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
+def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
+    """Converts a standalone folder into a checkpoint to train from, and returns a summary."""
+    config, tensors, tokenizer = read_folder(source)
+    facts: dict[str, Any] = pretrained.read_config(source)[1].get("facts", {})
+    copied = f"{len(tensors)} tensors"
     if args.uptrain:
         config, tensors, copied = uptrained(args.uptrain, config, tensors)
-    sidecar = {
-        "format_version": checkpoints.SIDECAR_VERSION,
+
+    # The record of a run that has not taken a step.
+    record = {
+        "format_version": step_folder.SIDECAR_VERSION,
         "model": config.to_dict(),
         **cell_of(config, facts.get("size", "unknown"))._asdict(),
         "step": 0,
         "tokens": 0,
-        "run": {"documents": documents, "started_from": facts},
+        "run": {"documents": documents_of(tokenizer), "started_from": facts},
         "tokenizer": {
             "file": tokenizer.file,
             "sha256": tokenizer.sha256,
@@ -262,39 +281,50 @@ def to_checkpoint(source: Path, output: Path, args) -> str:
         },
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
+
+    # Write the checkpoint, and read every tensor back.
     with new_folder(output) as folder:
-        checkpoints.write_record(folder, sidecar, tokenizer)
+        step_folder.write_record(folder, record, tokenizer)
         write_tensors(folder, tensors)
         for name, tensor in tensors.items():
-            require_same(name, read_tensors(folder, [name])[name], tensor)
+            check_same(name, read_tensors(folder, [name])[name], tensor)
     return f"{copied}; start with --checkpoint.initial_load_path {args.output}"
 
 
 def uptrained(
-    run: Path, source: ModelConfig, tensors: dict[str, torch.Tensor]
-) -> tuple[ModelConfig, dict[str, torch.Tensor], str]:
-    """Starts a run's model from the tensors of another: those of the same name and shape are copied, the others are drawn as at
-    a run's start.
+    run: Path, source: ModelConfig, tensors: dict[str, Tensor]
+) -> tuple[ModelConfig, dict[str, Tensor], str]:
+    """Starts a run's model from the tensors of another.
+
+    Tensors of the same name and shape are copied. The others are drawn as at a run's start.
+
+    Args:
+        run: The TOML file of the run.
+        source: The configuration of the other model.
+        tensors: Its tensors by name.
 
     Returns:
         The configuration of the run's model, its tensors, and a summary.
+
     Raises:
         ValueError: The models differ in more than their mixers.
     """
     from interdomain.titan.plan.run_plan import model_config  # of the extra `train`
     from interdomain.titan.settings.job_config import job_config_of, read_toml
 
+    # The two models may differ in their mixers and in the length of their sequences.
     job = job_config_of(read_toml(run))
     config = model_config(job)
     source = replace(source, mixers=config.mixers, max_seq_len=config.max_seq_len)
     for field in fields(config):
-        there = getattr(source, field.name)
-        here = getattr(config, field.name)
-        if there != here:
-            differing = f"{field.name} {there} in the folder, {here} in {run}"
+        of_folder = getattr(source, field.name)
+        of_run = getattr(config, field.name)
+        if of_folder != of_run:
             raise ValueError(
-                f"the models must be alike but for their mixers: {differing}. Change [model]."
+                "the models must be alike but for their mixers: "
+                f"{field.name} {of_folder} in the folder, {of_run} in {run}. Change [model]."
             )
+
     started = {}
     copied = 0
     for name, tensor in meta_model(config).state_dict().items():
@@ -307,7 +337,7 @@ def uptrained(
 
 
 @user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     convert = to_folder
     if args.to_checkpoint:

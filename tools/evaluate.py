@@ -20,14 +20,12 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from interdomain.data import Tokenizer
-from interdomain.data.readers import find_inputs, list_spans
-from interdomain.environment import versions
-from interdomain.files.pretrained import (
+from interdomain.checkpoint.pretrained import (
     CONFIG,
     DTYPES,
     check_weights,
@@ -35,7 +33,10 @@ from interdomain.files.pretrained import (
     load_model,
     read_config,
 )
-from interdomain.folders import write_whole
+from interdomain.data import Tokenizer
+from interdomain.data.readers import find_inputs, list_spans
+from interdomain.environment import versions
+from interdomain.folders import write_atomically
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.tools import _cli
 from interdomain.tools._bench import results
@@ -50,10 +51,10 @@ NOTES = (
     "(docs/evaluation.md); compare bits per byte if tokenizers differ. The paper does not say which documents it read, nor how "
     "they were cut: compare shapes (docs/length.md)."
 )
-PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
+PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")  # whose versions are recorded
 
 
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
     p.add_argument(
         "folders",
@@ -78,7 +79,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """Options that say what is measured, and how: those of `check_options`, `corpora_of` and `read_data`."""
+    """Adds the options that say what is measured and how. `watch` has them, too."""
     _cli.add_device(p)
     _cli.add_dtype(p, DTYPES)
     p.add_argument(
@@ -92,7 +93,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "--limit",
         type=int,
         metavar="N",
-        help="for a trial: only N samples of each task, and N windows (of the longest length) of each corpus",
+        help="for a trial: only N samples of each task and N windows (of the longest length) of each corpus",
     )
     tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
     suites = ", ".join(task_table.SUITES)
@@ -153,71 +154,93 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
 
 
-def check_options(args) -> list[str]:
-    """Checks what can be seen without any data. Returns: the names of --tasks. Raises: ValueError, ModuleNotFoundError."""
+def check_options(args: argparse.Namespace) -> None:
+    """Checks what can be checked without any data, and sets `args.names`, the names of the tasks.
+
+    Raises:
+        ValueError: Options contradict each other, or are too small.
+        ModuleNotFoundError: lm-evaluation-harness is not installed.
+    """
+    # Without --tasks and --perplexity, the paper's tasks are meant.
     if args.tasks is None:
         args.tasks = [] if args.perplexity else ["paper"]
-    names = task_table.task_names(args.tasks)
-    if names and importlib.util.find_spec("lm_eval") is None:
+    args.names = task_table.task_names(args.tasks)
+    # `main` says which extra has the missing package.
+    if args.names and importlib.util.find_spec("lm_eval") is None:
         raise ModuleNotFoundError(name="lm_eval")
     if length.NAME in args.perplexity and len(args.perplexity) > 1:
         raise ValueError(
             f"--perplexity {length.NAME} stands alone. Evaluate other corpora with a second command."
         )
+    if args.max_length and not args.names:
+        raise ValueError("--max-length is for --tasks; the lengths of --perplexity are --lengths.")
     _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
-    if args.max_length is not None and not names:
-        raise ValueError(
-            "--max-length is of --tasks, and there are none; the lengths of --perplexity are --lengths."
-        )
-    return names
 
 
-def corpora_of(args) -> dict[str, str]:
-    """{corpus of --perplexity: its files}, after a check of what can be seen without reading all of it.
+def corpora_of(args: argparse.Namespace) -> dict[str, str]:
+    """Finds the corpora of --perplexity, and checks what can be checked without reading all of them.
 
+    Returns:
+        The files of each corpus.
     Raises:
         ValueError, FileNotFoundError: A corpus cannot be read.
     """
+    # The paper's corpora were written by --fetch, with a fixed field, and are always joined.
     if length.NAME in args.perplexity:
         args.packed = True
         args.text_field = "text"
-        return {
-            name: str(args.corpora / f"{name}.jsonl") for name in length.read_record(args.corpora)
-        }
+        record = length.read_record(args.corpora)
+        return {name: str(args.corpora / f"{name}.jsonl") for name in record}
+    # Corpora of the user: the files are there, and have the field.
     if args.perplexity:
         list(list_spans(find_inputs(args.perplexity).files, args.text_field))
     return {name: name for name in args.perplexity}
 
 
-def read_data(
-    args, names: list[str], corpora: dict[str, str], tokenizer: Tokenizer
-) -> tuple[dict, dict]:
-    """The data of tasks and corpora for a tokenizer: ({task: it with its data}, {corpus: its spans})."""
+class Data(NamedTuple):
+    """What is evaluated, in the tokens of one tokenizer.
+
+    Attributes:
+        tasks: The tasks of --tasks with their data.
+        spans: The text of each corpus of --perplexity.
+    """
+
+    tasks: harness.Tasks
+    spans: dict[str, np.ndarray]
+
+
+def read_data(args: argparse.Namespace, corpora: dict[str, str], tokenizer: Tokenizer) -> Data:
     tasks = {}
-    if names:
+    if args.tasks:
         tasks = harness.load_tasks(args.tasks, args.include_path, tokenizer)
     spans = {}
-    options = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
     for corpus, path in corpora.items():
-        spans[corpus] = perplexity.read_spans(path, tokenizer, max(args.lengths), **options)
-    return tasks, spans
+        spans[corpus] = perplexity.read_spans(
+            path,
+            tokenizer,
+            max(args.lengths),
+            text_field=args.text_field,
+            packed=args.packed,
+            limit=args.limit,
+        )
+    return Data(tasks, spans)
 
 
 @dataclass(frozen=True)
 class Folder:
-    """An exported model before its weights are read."""
+    """An exported model before its weights are read.
+
+    Attributes:
+        record: The part of config.json that describes the run.
+    """
 
     path: Path
     config: ModelConfig
-    record: dict
+    record: dict[str, Any]
     tokenizer: Tokenizer
 
-    @property
-    def data_key(self) -> tuple:
-        """Equal for exported models that read the same tokens."""
-        return self.tokenizer.sha256, self.tokenizer.documents
-
-    def facts(self) -> dict:
+    def facts(self) -> dict[str, Any]:
+        """The columns of the table of folders."""
         facts = self.record.get("facts", {})
         validation = facts.get("validation") or {}
         return {
@@ -236,49 +259,62 @@ class Folder:
 
 
 def open_folder(folder: str) -> Folder:
-    """Opens an exported model. Raises: FileNotFoundError, ValueError if it is none, not whole, or not as it was written."""
+    """Opens an exported model.
+
+    Raises:
+        FileNotFoundError, ValueError: It is no exported model, not complete, or not as it was written.
+    """
     path = Path(folder)
     config, record = read_config(path)
-    opened = Folder(path, config, record, load_checked_tokenizer(path, config, record))
+    tokenizer = load_checked_tokenizer(path, config, record)
     check_weights(path, record)
-    return opened
+    return Folder(path, config, record, tokenizer)
 
 
 def save(report: results.Report) -> None:
     """Writes JSON and Markdown, with the tables of what is known so far."""
+    # The size and condition of each model decide which figures of the paper stand beside them.
     contents = report.contents
     folders = report.rows("folders")
     cells = {(row["size"], row["condition"]) for row in folders}
     if contents["tasks"]:
-        by_folder = {name: out["results"] for name, out in contents["tasks"].items()}
-        rows = task_table.task_rows(by_folder, cells)
-        report.table("tasks", [*rows[0]], rows)
+        tasks = {name: out["results"] for name, out in contents["tasks"].items()}
+        rows = task_table.task_rows(tasks, cells)
+        report.table("tasks", list(rows[0]), rows)
     if contents["perplexity"]:
-        names = [row["folder"] for row in folders]
         groups = corpus_groups(list(dict.fromkeys(row["corpus"] for row in contents["perplexity"])))
-        in_paper = cells if "corpora" in contents else set()
-        rows = task_table.perplexity_rows(contents["perplexity"], names, groups, in_paper)
-        report.table("perplexity by context length", [*rows[0]], rows)
+        if "corpora" not in contents:
+            cells = set()  # the paper has no figures for these corpora
+        rows = task_table.perplexity_rows(
+            contents["perplexity"], [row["folder"] for row in folders], groups, cells
+        )
+        report.table("perplexity by context length", list(rows[0]), rows)
     report.write()
-    write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
+    write_atomically(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
 
 
 def corpus_groups(corpora: list[str]) -> dict[str, list[str]]:
-    """Rows of the table of perplexities: each corpus, and the mean of several. Of the paper's, its mean has five."""
+    """The rows of the table of perplexities: each corpus, and the mean of several.
+
+    The mean over the paper's corpora is the paper's, which leaves one out.
+    """
     groups = {corpus: [corpus] for corpus in corpora}
-    if corpora == [*length.CORPORA]:
+    if corpora == list(length.CORPORA):
         groups[length.MEAN] = length.IN_MEAN
     elif len(corpora) > 1:
         groups[f"mean of {len(corpora)}"] = corpora
     return groups
 
 
-def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> list[dict]:
-    """Rows of one exported model: every corpus at every length.
+def run_perplexity(
+    args: argparse.Namespace, folder: Folder, spans: dict[str, np.ndarray], device: torch.device
+) -> list[dict[str, Any]]:
+    """Measures one exported model on every corpus at every length.
 
     Raises:
         ValueError: No token stood before a text in training.
     """
+    # A window needs a token from which its first token is predicted.
     start = folder.tokenizer.documents.start
     if not start:
         raise ValueError(
@@ -287,70 +323,83 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
         )
     model = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False)
     rows = []
-    for corpus, used in spans.items():
+    for corpus, text in spans.items():
+        name = f"{folder.path}, {corpus}"
         for tokens in sorted(set(args.lengths)):
-            name = f"{folder.path}, {corpus}"
-            row = perplexity.measure(model, used, tokens, start, batch=args.batch_size, name=name)
+            row = perplexity.measure(model, text, tokens, start, batch=args.batch_size, name=name)
             rows.append({"corpus": corpus, **row})
     return rows
 
 
-def fetch(args, names: list[str]) -> None:
-    """Fetches the data of tasks and the paper's corpora. Raises: ValueError, FileNotFoundError for data that cannot be had."""
-    wanted = list(names)
-    if names:
+def fetch(args: argparse.Namespace) -> None:
+    """Fetches the data of tasks and the paper's corpora.
+
+    Raises:
+        ValueError, FileNotFoundError: Some data cannot be read.
+    """
+    # The data of tasks are in the hub's cache, and those of the made tasks nowhere.
+    fetched = list(args.names)
+    if args.names:
         harness.load_tasks(args.tasks, args.include_path, fetch=True)
+    # The paper's corpora are files in a folder of their own. They are fetched once.
     if length.NAME in args.perplexity:
-        wanted.append(f"the paper's corpora ({args.corpora})")
         if not (args.corpora / length.SOURCES).is_file():
             length.fetch(args.corpora)
         for name, row in length.read_record(args.corpora).items():
             print(
                 f"{name:<12} {row['documents']:>6,} documents, {row['bytes']:>11,} bytes of {row['dataset']}"
             )
-    if not wanted:
+        fetched.append(f"the paper's corpora ({args.corpora})")
+    if not fetched:
         raise ValueError(
             f"--fetch has nothing to fetch. Add --tasks NAME ... or --perplexity {length.NAME}."
         )
-    print(f"the data of {', '.join(wanted)} are on this machine")
+    print(f"the data of {', '.join(fetched)} are on this machine")
 
 
 @_cli.user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    names = check_options(args)
+    check_options(args)
     if args.fetch:
-        fetch(args, names)
+        fetch(args)
         return 0
     if not args.folders:
         raise ValueError(
             "no folder was given. Name one or more standalone folders (interdomain convert makes them)."
         )
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
-    evaluate_folders(args, names, output)
+    evaluate_folders(args, output)
     print((output / MARKDOWN).read_text())
     print(f"wrote {output / 'evaluation.json'} and {MARKDOWN}")
     return 0
 
 
-def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
-    """Evaluates args.folders. Returns: the contents of evaluation.json, which is written into `output`."""
+def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
+    """Evaluates args.folders.
+
+    Args:
+        args: The options, after `check_options`.
+        output: The folder of the report.
+    Returns:
+        The contents of evaluation.json.
+    """
     device = results.choose_device(args.device)
 
-    # Everything that can be wrong with the models and the data is found before anything is measured.
+    # Open all models and read all data before anything is measured, so that mistakes appear now.
     folders = [open_folder(path) for path in args.folders]
     corpora = corpora_of(args)
-    data = {}
+    data_by_tokenizer = {}
     for folder in folders:
-        if folder.data_key not in data:
-            data[folder.data_key] = read_data(args, names, corpora, folder.tokenizer)
+        key = data_key(folder)
+        if key not in data_by_tokenizer:
+            data_by_tokenizer[key] = read_data(args, corpora, folder.tokenizer)
 
-    # The report of what is asked for.
+    # Begin the report with the options and the table of folders.
     max_length = args.max_length or min(folder.config.max_seq_len for folder in folders)
-    options = options_of(args, names) | {"batch_size": args.batch_size, "max_length": max_length}
-    report = results.Report(
-        "evaluation", output, device, options, f"exported folders on {device.type.upper()}"
-    )
+    options = options_of(args) | {"batch_size": args.batch_size, "max_length": max_length}
+    label = f"exported folders on {device.type.upper()}"
+    report = results.Report("evaluation", output, device, options, label)
     report.contents["environment"] |= versions(PACKAGES)
     report.contents |= {"tasks": {}, "perplexity": []}
     if length.NAME in args.perplexity:
@@ -363,22 +412,25 @@ def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
         if note := _cli.documents_note(folder.path, folder.tokenizer):
             report.note(note)
 
-    # Measure, and write after each task and model.
+    # Measure, and write after each task and each model.
     for folder in folders:
         name = str(folder.path)
-        tasks, spans = data[folder.data_key]
-        if tasks:
+        data = data_by_tokenizer[data_key(folder)]
+        # Tasks: the harness loads the model itself.
+        if data.tasks:
             measured = report.contents["tasks"][name] = {}
-            for _, out in harness.evaluate_folder(
-                folder.path, tasks, folder.tokenizer, device, max_length, args
-            ):
-                for kind, values in out.items():
-                    measured.setdefault(kind, {}).update(values)
+            outputs = harness.evaluate_folder(
+                folder.path, data.tasks, folder.tokenizer, device, max_length, args
+            )
+            for out in outputs:
+                for part, values in out.items():
+                    measured.setdefault(part, {}).update(values)
                 save(report)
             release(device)
-        if spans:
-            rows = run_perplexity(args, folder, spans, device)
-            report.contents["perplexity"] += [{"folder": name, **row} for row in rows]
+        # Perplexity.
+        if data.spans:
+            for row in run_perplexity(args, folder, data.spans, device):
+                report.contents["perplexity"].append({"folder": name, **row})
             save(report)
             release(device)
     report.contents["status"] = "complete"
@@ -386,9 +438,14 @@ def evaluate_folders(args, names: list[str], output: Path) -> dict[str, Any]:
     return report.contents
 
 
-def options_of(args, names: list[str]) -> dict[str, Any]:
+def data_key(folder: Folder) -> tuple:
+    """Equal for exported models that read the same tokens."""
+    return folder.tokenizer.sha256, folder.tokenizer.documents
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The options that change figures."""
-    return {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
+    return {name: getattr(args, name) for name in RECORDED} | {"tasks": args.names}
 
 
 if __name__ == "__main__":

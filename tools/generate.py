@@ -11,16 +11,17 @@ written; several are decoded together and printed at the end. TorchTitan is not 
 Documentation: docs/checkpoints.md
 """
 
+import argparse
 import sys
 import time
 
+from interdomain.checkpoint.pretrained import DTYPES, load_pretrained
 from interdomain.data import StreamDecoder
-from interdomain.files.pretrained import DTYPES, load_pretrained
 from interdomain.model.generation import Sampling, generate
 from interdomain.tools import _cli
 
 
-def parse(argv):
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "FOLDER")
     p.add_argument(
         "folder",
@@ -76,13 +77,14 @@ def parse(argv):
     return p.parse_args(argv)
 
 
-def prompts_of(args) -> list[str]:
-    """Raises: ValueError for an empty standard input, and for text that is not UTF-8."""
-    if args.prompt:
-        "".join(args.prompt).encode()  # what a shell hands over may be bytes in any encoding
-        if "" in args.prompt:
-            print("[an empty prompt: the model begins a text]", file=sys.stderr)
-        return args.prompt
+def read_prompts(prompts: list[str] | None) -> list[str]:
+    """Returns the texts of --prompt, or standard input as one text.
+
+    Raises:
+        ValueError: Standard input is empty, or not UTF-8.
+    """
+    if prompts:
+        return prompts
     print("[no --prompt: reading the text from standard input]", file=sys.stderr)
     text = sys.stdin.read().rstrip("\n")
     if not text:
@@ -92,19 +94,25 @@ def prompts_of(args) -> list[str]:
     return [text]
 
 
+def show(text: str, end: str = "") -> None:
+    """Prints text at once. A terminal gets no control characters, a file or a pipe gets every byte."""
+    if sys.stdout.isatty():
+        text = _cli.visible(text)
+    print(text, end=end, flush=True)
+
+
 @_cli.user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
+    # Read the options and the prompts before the model, which takes long to load.
     args = parse(argv)
     _cli.require_at_least(args, max_tokens=1, top_k=0)
-    if not -(2**63) <= args.seed < 2**64:
-        raise ValueError(f"--seed must have at most 64 bits: got {args.seed}.")
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     device = _cli.choose_device(args.device)
-    prompts = prompts_of(args)
+    prompts = read_prompts(args.prompt)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))
     _cli.note_documents(args.folder, tokenizer)
 
-    # A text begins as a document in training.
+    # Encode the prompts. A text begins as a document in training.
     texts = [tokenizer.documents.start + tokenizer.encode(prompt) for prompt in prompts]
     if not all(texts):
         raise ValueError(
@@ -122,31 +130,33 @@ def main(argv=None) -> int:
     )
 
     # One prompt is printed as it is written, several at the end.
-    show = _cli.visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
     stream = None
     if len(prompts) == 1:
         stream = StreamDecoder(tokenizer, after=texts[0])
-        print(show(prompts[0]), end="", flush=True)
+        show(prompts[0])
+
+    # Each step gives one token per text. Ctrl-C ends the loop, and what was written is shown.
     status = 0
     written = 0
     began = time.perf_counter()
     try:
         for row in steps:
             for text, token in zip(texts, row, strict=True):
-                if token is None:
+                if token is None:  # this text has ended
                     continue
                 written += 1
                 if token != stop:
                     text.append(token)
                     if stream:
-                        print(show(stream.push(token)), end="", flush=True)
+                        show(stream.push(token))
     except KeyboardInterrupt:
         status = 130
     if stream:
-        print(show(stream.flush()))
+        show(stream.flush(), end="\n")
     else:
-        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
-            print(f"=== {i}: {prompt!r}\n{show(tokenizer.decode(text))}\n")
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+            show(f"=== {number}: {prompt!r}\n{tokenizer.decode(text)}\n", end="\n")
+
     seconds = time.perf_counter() - began
     print(f"[{written} tokens in {seconds:.1f} s]", file=sys.stderr)
     return status

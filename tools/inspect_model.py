@@ -2,10 +2,11 @@
 
 Show attention maps, and what the recurrences learned.
 
-For a text, every layer and head gets an attention map; for a recurrence it is the map that the recurrence implies.
-A layer of interdomain attention also gets its pairing: which value a query reads that matches a key.
-Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
-Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
+For a text, every layer and head gets an attention map; for a recurrence it is the map that the
+recurrence implies. A layer of interdomain attention also gets its pairing: which value a query
+reads that matches a key. Every recurrence gets its timescales, the share of its modes at the bound
+on the decay, and the scale of its readout. Written are inspect.json and inspect.md (numbers) and
+maps.safetensors (maps). With matplotlib there are pictures too.
 
     interdomain inspect-model exports/debug --text "$(cat README.md)" --max-tokens 9000 --layers 0
 
@@ -16,30 +17,38 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from interdomain.checkpoint.pretrained import load_pretrained
 from interdomain.data import StreamDecoder
-from interdomain.files.pretrained import load_pretrained
 from interdomain.folders import new_folder, require_empty
 from interdomain.markdown import cell_text, markdown_rows
 from interdomain.model import pairing
 from interdomain.model.maps import Layer, by_head, read_layers
-from interdomain.model.mixers.ssm import BINDS, SSMDynamics
+from interdomain.model.mixers.ssm import BOUND_SHARE, SSM
 from interdomain.tools import _cli
 from interdomain.tools._maps import draw_maps, draw_pairing
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 NOTES = f"""\
-error: the largest |map @ v - o|, relative to the largest |o|. RMS of o: of what the output projection reads, for this text.
-own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the share of the token itself;
-how many tokens back; over how many tokens (exp of the entropy); the share of negative weights. By layer means over heads.
-own value: a query matches one key of the last {pairing.LAGS}: the mean weight of that key's value over the RMS of all weights.
-timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the bound reduces by more than {BINDS:.0%}."""
+error: the largest |map @ v - o|, relative to the largest |o|.
+RMS of o: root mean square of what the output projection reads.
+own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the
+share of the token itself; how many tokens back; over how many tokens (exp of the entropy); the
+share of negative weights. By layer means over heads.
+own value: a query matches one key of the last {pairing.LAGS}: the mean weight of that key's value
+over the RMS of all weights.
+timescale: 1 / |log|Lambda|| in tokens.
+at bound: share of modes whose decay the bound reduces by more than {BOUND_SHARE:.0%}."""
+
+Row = dict[str, Any]
 
 
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "FOLDER --text TEXT")
     p.add_argument(
         "folder",
@@ -51,7 +60,7 @@ def parse(argv) -> argparse.Namespace:
         "--text",
         required=True,
         metavar="TEXT",
-        help='the text to look at; of a file: "$(cat FILE)"',
+        help='the text to look at; the text of a file is "$(cat FILE)"',
     )
     p.add_argument(
         "--output",
@@ -84,31 +93,53 @@ def parse(argv) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
-    """Token ids, after those that begin a text as in training, and the text that each completes. Raises: ValueError."""
-    _cli.require_at_least(args, max_tokens=2)
+def read_tokens(text: str, max_tokens: int, tokenizer: Any) -> tuple[list[int], list[str]]:
+    """Encodes a text as training does, after the tokens that begin a document.
+
+    Args:
+        text: The text.
+        max_tokens: The most tokens that are allowed.
+        tokenizer: The model's.
+
+    Returns:
+        The ids, and the text that each completes.
+
+    Raises:
+        ValueError: The text is too long or too short.
+    """
+    # Texts begin as documents did in training.
     start = tokenizer.documents.start
-    tokens = tokenizer.encode(args.text)
+    tokens = tokenizer.encode(text)
     ids = start + tokens
-    if not 1 < len(ids) <= args.max_tokens:
+    if not 2 <= len(ids) <= max_tokens:
         raise ValueError(
-            f"the text has {len(ids):,} tokens, those that begin it included. Allowed are 2 to {args.max_tokens:,} "
-            f"(--max-tokens). A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
+            f"the text has {len(ids):,} tokens, those that begin it included. "
+            f"Allowed are 2 to {max_tokens:,} (--max-tokens)."
         )
+
+    # A label shows line breaks and, for a token that completes no character, a dot.
     decoder = StreamDecoder(tokenizer)
     labels = ["⊢"] * len(start)
     for token in tokens:
-        labels.append(_cli.visible(decoder.push(token)).replace("\n", "⏎") or "·")
+        completed = _cli.visible(decoder.push(token)).replace("\n", "⏎")
+        labels.append(completed or "·")
     return ids, labels
 
 
-def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
-    """A row of the table of layers."""
+def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> Row:
+    """Makes a row of the table of layers.
+
+    Args:
+        i: The number of the layer.
+        layer: The layer.
+        heads: Figures of its heads by name. The row has their means.
+    """
     row = {"layer": i, "mixer": layer.kind, "error": layer.error, "RMS of o": layer.output_rms}
     for name, values in heads.items():
         row[name] = sum(values) / len(values)
+    # What a recurrence learned.
     ssm = getattr(layer.mixer, "ssm", None)
-    if isinstance(ssm, SSMDynamics):
+    if isinstance(ssm, SSM):
         dynamics = ssm()
         log_abs, bound = dynamics.decay()
         timescales = -1 / log_abs
@@ -120,17 +151,29 @@ def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
     return row
 
 
-def table(rows: list[dict]) -> list[str]:
-    """Markdown; `-` where a row lacks what another has."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names]
+def table(rows: list[Row]) -> list[str]:
+    """Returns the lines of a table in Markdown. A row may lack what others have."""
+    # The columns of all rows, in the order in which they come.
+    names: dict[str, None] = {}
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    cells = [list(names)]
     for row in rows:
         cells.append([cell_text(row.get(name)) for name in names])
     return markdown_rows(cells)
 
 
 def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
-    """The number of pictures; 0 without matplotlib."""
+    """Draws the maps and pairings of all layers, if matplotlib is installed.
+
+    Args:
+        folder: The folder for the pictures.
+        layers: The layers by number.
+        labels: The texts of the tokens.
+
+    Returns:
+        The number of pictures.
+    """
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -145,55 +188,47 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
 
 
 @_cli.user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     require_empty(args.output)
-    model, tokenizer = load_pretrained(
-        args.folder, device=_cli.choose_device(args.device), dtype=DTYPES[args.dtype]
-    )
+
+    # The model, the layers to look at, and the text.
+    device = _cli.choose_device(args.device)
+    model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES[args.dtype])
     n_layers = model.config.n_layers
-    wanted = args.layers or list(range(n_layers))
-    if not all(0 <= i < n_layers for i in wanted):
-        raise ValueError(
-            f"--layers must be from 0 to {n_layers - 1}: got {' '.join(map(str, wanted))}."
-        )
+    numbers = args.layers or list(range(n_layers))
+    for i in numbers:
+        if not 0 <= i < n_layers:
+            raise ValueError(f"--layers must be from 0 to {n_layers - 1}: got {i}.")
     _cli.note_documents(args.folder, tokenizer)
-    ids, labels = tokens_of(args, tokenizer)
-    layers = read_layers(
-        model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted
-    )
+    ids, labels = read_tokens(args.text, args.max_tokens, tokenizer)
+    layers = read_layers(model, torch.tensor(ids, device=device), numbers)
 
     # Numbers by layer and by head.
-    rows = []
-    head_rows = []
-    notes = []
-    maps = {}
+    rows: list[Row] = []
+    head_rows: list[Row] = []
+    notes: list[str] = []
+    maps: dict[str, Tensor] = {}
     for i, layer in layers.items():
-        heads = {}
+        heads: dict[str, list[float]] = {}
         if layer.weights is None:
             notes.append(f"layer {i}: no map for this mixer ({layer.kind}).")
         else:
             heads = by_head(layer.weights)
             maps[f"layer-{i:02d}"] = layer.weights.float().contiguous()
-            if layer.pairing is not None:
-                maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
-                sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
-                heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
-            for head in range(len(layer.weights)):
-                head_rows.append(
-                    {"layer": i, "head": head}
-                    | {name: values[head] for name, values in heads.items()}
-                )
+        if layer.weights is not None and layer.pairing is not None:
+            maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
+            sharing = len(layer.weights) // len(layer.pairing)  # heads that share a state
+            heads |= pairing.by_head(layer.pairing.repeat_interleave(sharing, 0))
+        for head, figures in enumerate(zip(*heads.values(), strict=True)):
+            head_row = dict(zip(heads, figures, strict=True))
+            head_rows.append({"layer": i, "head": head, **head_row})
         rows.append(layer_row(i, layer, heads))
 
-    page = [
-        f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}",
-        "",
-        *table(rows),
-        "",
-        NOTES,
-        *notes,
-    ]
+    # The page is printed, too. The file also has the table of heads.
+    title = f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}"
+    page = "\n".join([title, "", *table(rows), "", NOTES, *notes])
+    head_table = "\n".join(table(head_rows)) if head_rows else ""
     contents = {
         "folder": str(args.folder),
         "dtype": args.dtype,
@@ -202,14 +237,15 @@ def main(argv=None) -> int:
         "layers": rows,
         "heads": head_rows,
     }
+
+    # The folder appears when all files are in it.
     with new_folder(args.output) as folder:
-        (folder / "inspect.json").write_text(
-            json.dumps(contents, indent=1, ensure_ascii=False) + "\n"
-        )
-        (folder / "inspect.md").write_text("\n".join([*page, "", *table(head_rows or [{}]), ""]))
+        numbers_file = json.dumps(contents, indent=1, ensure_ascii=False)
+        (folder / "inspect.json").write_text(f"{numbers_file}\n")
+        (folder / "inspect.md").write_text(f"{page}\n\n{head_table}\n")
         save_file(maps, folder / "maps.safetensors")
         drawn = draw(folder, layers, labels)
-    print("\n".join(page))
+    print(page)
     pictures = f"{drawn} pictures" if drawn else "no pictures: matplotlib is not installed"
     print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")
     return 0

@@ -23,10 +23,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.checkpoint.step_folder import finished_steps
 from interdomain.removed import removal_of
 from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
@@ -39,18 +40,22 @@ from interdomain.tools._start.torchrun import (
     torchrun_command,
 )
 
+if TYPE_CHECKING:
+    from interdomain.titan.settings.schema import JobConfig
+
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
 CPU_RANKS = 2
-NO_GPUS = (
-    "",
-    "-1",
-    "NoDevFiles",
-)  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
+# Values of CUDA_VISIBLE_DEVICES for no GPU: by the user, and by SLURM for a job without any.
+NO_GPUS = ("", "-1", "NoDevFiles")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns: our own arguments, and the flags of settings. The TOML file may stand anywhere."""
+    """Parses a command line, on which the TOML file may stand anywhere.
+
+    Returns:
+        The launcher's own options, with the TOML file as `config`, and the flags of settings.
+    """
     p = argument_parser(__doc__)
     p.prog = "./launch.sh"
     p.usage = "./launch.sh [CONFIG.toml] [OPTIONS] [SETTINGS]"
@@ -72,15 +77,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument(
         "--site",
         metavar="NAME",
-        help="the cluster: a file of tools/sites, or the path of a NAME.env; local: this machine alone, inside an allocation "
+        help="the cluster: a file of tools/sites, or the path of a NAME.env; local: this machine only, inside an allocation "
         "too (default: INTERDOMAIN_SITE, else plain)",
     )
+    # Separate the TOML file and our own options from the flags of settings.
     files = [word for word in argv if word.endswith(".toml") and not word.startswith("-")]
     if len(files) > 1:
         raise ValueError(
             f"several configuration files: {', '.join(files)}. Give one, and change its settings by flags."
         )
     args, flags = p.parse_known_args([word for word in argv if word not in files])
+    # Flags of settings are checked later, by TorchTitan's names. These have better answers.
     for flag in flags:
         name = flag.partition("=")[0]
         if removal := removal_of(name):
@@ -90,25 +97,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 "give the configuration file without --job.config_file: ./launch.sh FILE.toml"
             )
     require_at_least(args, ranks=1)
-    args.config = files[0] if files else DEFAULT_CONFIG
+    args.config = DEFAULT_CONFIG
+    if files:
+        args.config = files[0]
     return args, flags
 
 
-def job_config(config: str, flags: list[str]):
-    """Raises: ValueError, FileNotFoundError."""
-    from interdomain.titan.settings.job_config import read_job_config
-
-    return read_job_config(["--job.config_file", config, *flags])
-
-
 def refuse_idle_gpus() -> None:
-    """Raises: ValueError where there are GPUs that PyTorch cannot use: what was started would quietly be on the CPU."""
+    """Raises ValueError if there are GPUs that PyTorch cannot use: a run would quietly be on the CPU."""
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
-    if (
-        gpus
-        and not torch.cuda.is_available()
-        and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS
-    ):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in NO_GPUS
+    if gpus and not hidden and not torch.cuda.is_available():
         raise ValueError(
             f"this machine has GPUs ({', '.join(gpus)}), but PyTorch {torch.__version__} cannot use them. Install a CUDA build "
             "of PyTorch that fits the driver (INTERDOMAIN_PYTHON can name an environment that has one). To run on the CPU, "
@@ -116,69 +115,80 @@ def refuse_idle_gpus() -> None:
         )
 
 
-def check_data(job, dry_run: bool = False) -> str:
-    """Open the tokenizer and the data, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
+def check_data(job: "JobConfig", dry_run: bool = False) -> str:
+    """Opens the tokenizer and the data as the run will. The embedded corpus is prepared if it is not there.
+
+    Args:
+        dry_run: Prepares nothing, and describes missing data.
+    Returns:
+        A description of the data.
+    Raises:
+        FileNotFoundError: Data are not there.
+        ValueError: Data are damaged, or do not fit the settings.
+    """
     from interdomain.titan.data.folders import open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
-    if (
-        job.data.corpus == EMBEDDED_CORPUS
-        and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file()
-    ):
+    # The first run prepares the embedded corpus.
+    is_prepared = (Path(EMBEDDED_CORPUS) / "manifest.json").is_file()
+    if job.data.corpus == EMBEDDED_CORPUS and not is_prepared:
         if dry_run:
             return f"{EMBEDDED_CORPUS}, which the run prepares first"
         print(
             f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True
         )
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
-            raise SystemExit(2)
+            raise SystemExit(REFUSED)
+    # Open what the run will open.
     try:
-        tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
+        tokenizer = open_tokenizer(job)
+        tokens = open_dataset(job, "train").num_tokens
+        line = f"{job.data.corpus} ({tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+        if job.validation.enable:
+            line += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     except FileNotFoundError as e:
         if dry_run:
             return f"NOT HERE: {e}"
         raise
-    line = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
-    if job.validation.enable:
-        line += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     return f"{line})"
 
 
-def next_steps(job, plan) -> str:
+def next_steps(job: "JobConfig") -> str:
     """Commands that watch, convert and generate, ready to paste."""
     dump = Path(job.job.dump_folder)
-    # The folder in which runs lie beside each other: TensorBoard shows them together.
-    runs = dump.parent if dump.parent.name else dump
-    lines = [
-        "# watch",
-        shlex.join([python_here(), "-m", "tensorboard.main", "--logdir", str(runs)]),
-    ]
+    # TensorBoard shows all runs of a folder together.
+    runs = dump
+    if dump.parent.name:
+        runs = dump.parent
+    tensorboard = [python_here(), "-m", "tensorboard.main", "--logdir", str(runs)]
+    lines = ["# watch", shlex.join(tensorboard)]
+    # The newest checkpoint of the run can be converted, and the exported model writes text.
     if job.checkpoint.enable:
-        folder = dump / job.checkpoint.folder
-        step = max(finished_steps(folder), default=plan.steps)
-        export = f"exports/{dump.name}-step{step}"
-        convert = [*command_here("convert"), str(folder / f"step-{step}"), "--output", export]
+        export = f"exports/{dump.name}"
+        convert = [*command_here("convert"), str(dump), "--output", export]
         generate = [*command_here("generate"), export, "--prompt", "def main("]
-        lines += [
-            "# convert to a standalone folder",
-            shlex.join(convert),
-            "# generate",
-            shlex.join(generate),
-        ]
+        lines += ["# convert to a standalone folder", shlex.join(convert)]
+        lines += ["# generate", shlex.join(generate)]
     return "\n".join(lines)
 
 
 @user_errors
-def main(argv=None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str] | None = None) -> int:
+    if argv is None:
+        argv = sys.argv[1:]
     args, flags = parse(argv)
-    job = job_config(args.config, [*flags, "--help"] if args.flags else flags)
 
+    # TorchTitan and tyro, of the extra `train`, are imported from here on.
     from interdomain.titan.plan.dry_run import describe
     from interdomain.titan.plan.run_plan import make_plan
-    from interdomain.titan.plan.schedule import check_jump
+    from interdomain.titan.settings.job_config import read_job_config
 
-    # The plan, and the command that carries it out here or on the nodes of an allocation.
+    arguments = ["--job.config_file", args.config, *flags]
+    if args.flags:
+        arguments.append("--help")
+    job = read_job_config(arguments)
+
+    # The plan, and the command that starts it on this machine or on the nodes of an allocation.
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     nodes = slurm.allocation(args.site, args.ranks, ranks)
     on_gpus = False
@@ -189,11 +199,11 @@ def main(argv=None) -> int:
     else:
         plan = make_plan(job, ranks)
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
-    check_jump(job, plan.steps, plan.warmup_steps)
     print(describe(plan, job, on_gpus))
     if nodes:
         print(nodes.describe())
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
+    # A dry run may be on a login node, without data and GPUs.
     if args.dry_run:
         print(f"{'data':>18}  {check_data(job, dry_run=True)}")
         return 0
@@ -201,30 +211,33 @@ def main(argv=None) -> int:
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
 
+    # Train.
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
     before = finished_steps(checkpoints).keys()
-    code = (
-        slurm.run(command, nodes.environment)
-        if nodes
-        else torchrun.run(command, torchrun.environment(ranks))
-    )
-    if code not in (0, CONTINUE, REFUSED, INTERRUPTED):
-        # A run that failed after it saved something new may get further when it is started again.
-        new = finished_steps(checkpoints).keys() - before
-        if new:
-            failed = f"the run failed (exit status {code}) after it saved step {max(new)}"
-            advice = f"The same command continues it, on another machine if this one is broken (exit status {CONTINUE})"
-            print(f"\n{failed}. {advice}.", file=sys.stderr)
-            return CONTINUE
-    if code:
-        return code
+    if nodes:
+        status = slurm.run(command, nodes.environment)
+    else:
+        environment = torchrun.environment(ranks)
+        status = torchrun.run(command, environment)
+    new = finished_steps(checkpoints).keys() - before
+    if new and status not in (0, CONTINUE, REFUSED, INTERRUPTED):
+        # A run that failed after it saved something new may get further in another start.
+        print(
+            f"\nthe run failed (exit status {status}) after it saved step {max(new)}. The same command continues it, on "
+            f"another machine if this one is broken (exit status {CONTINUE}).",
+            file=sys.stderr,
+        )
+        return CONTINUE
+    if status:
+        return status
 
+    # Print the result, and what can be done with it.
     events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
     if any(events.glob(EVENTS)):
-        measured = read_curves(events).get("validation_metrics/perplexity", {})
-        for step, value in sorted(measured.items()):
-            print(f"validation perplexity {value:.2f} at step {step}")
-    print("\n" + next_steps(job, plan))
+        perplexities = read_curves(events).get("validation_metrics/perplexity", {})
+        for step, perplexity in sorted(perplexities.items()):
+            print(f"validation perplexity {perplexity:.2f} at step {step}")
+    print("\n" + next_steps(job))
     return 0
 
 

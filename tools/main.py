@@ -13,19 +13,9 @@ from pathlib import Path
 from interdomain.removed import removal_of
 from interdomain.tools._cli import user_errors
 
-# Command -> file. A command has its module's name, with dashes.
-TOOLS = {
-    file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))
-}
-del TOOLS["main"]
-
-
-def summary(tool: Path) -> str:
-    """Summary of a tool: the first sentence of its docstring's second paragraph. The tool is not imported."""
-    paragraph = (ast.get_docstring(ast.parse(tool.read_text())) or "").split("\n\n")[1]
-    return re.split(r"\.(?: |$)", " ".join(paragraph.split()))[0]
-
-
+# The file of each command. A command has its module's name, with dashes.
+FILES = sorted(Path(__file__).parent.glob("[a-z]*.py"))
+TOOLS = {file.stem.replace("_", "-"): file for file in FILES if file.stem != "main"}
 USAGE = """\
 usage: interdomain COMMAND [OPTIONS]
 
@@ -36,19 +26,28 @@ Prepare data, train, convert, generate, evaluate and measure.
 `interdomain COMMAND --help` explains one command. docs/start.md shows a first run."""
 
 
+def summary(tool: Path) -> str:
+    """The first sentence of the second paragraph of a tool's docstring. The tool is not imported."""
+    docstring = ast.get_docstring(ast.parse(tool.read_text())) or ""
+    paragraph = " ".join(docstring.split("\n\n")[1].split())
+    return re.split(r"\.(?: |$)", paragraph)[0]
+
+
 @user_errors
-def main(argv=None) -> int:
-    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
-        commands = "\n".join(f"  {name:<17}{summary(file)}" for name, file in TOOLS.items())
-        print(USAGE.format(commands=commands), flush=True)
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        lines = [f"  {name:<17}{summary(file)}" for name, file in TOOLS.items()]
+        print(USAGE.format(commands="\n".join(lines)), flush=True)
         return 0
+    name, *arguments = words
     if removal := removal_of(name):
         raise ValueError(removal)
     if name not in TOOLS:
         raise ValueError(f"there is no command '{name}'. `interdomain --help` lists the commands.")
-    # Imported only now: some tools need libraries that others do without.
-    return importlib.import_module(f"interdomain.tools.{TOOLS[name].stem}").main(arguments)
+    # Only this tool is imported: some need libraries that others do without.
+    tool = importlib.import_module(f"interdomain.tools.{TOOLS[name].stem}")
+    return tool.main(arguments)
 
 
 if __name__ == "__main__":

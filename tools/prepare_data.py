@@ -20,9 +20,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -39,7 +40,7 @@ from interdomain.data.readers import (
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
-from interdomain.folders import kept_folder, new_folder, write_whole
+from interdomain.folders import new_folder, resumable_folder, write_atomically
 from interdomain.tools._cli import (
     OUTPUT,
     argument_parser,
@@ -50,6 +51,15 @@ from interdomain.tools._cli import (
 )
 
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
+# Options that only one kind of corpus reads.
+TEXT_OPTIONS = ("text_field", "max_bytes", "leave_out_bad", "tokenizer", "vocab_size", "workers")
+RECALL_OPTIONS = (
+    "synthetic_length",
+    "synthetic_items",
+    "synthetic_vocab",
+    "synthetic_examples",
+    "synthetic_seed",
+)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -139,6 +149,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(
             f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}."
         )
+    # Options of the other kind of corpus would have no effect.
+    kind = "text"
+    unused = RECALL_OPTIONS
+    if args.synthetic:
+        kind = f"--synthetic {args.synthetic}"
+        unused = TEXT_OPTIONS
+    for name in unused:
+        if getattr(args, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} has no effect on a corpus of {kind}: leave it out.")
     require_at_least(
         args, max_bytes=1, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1
     )
@@ -197,7 +217,7 @@ def write_manifest(
         "splits": splits,
     }
     text = json.dumps(manifest, indent=2) + "\n"
-    write_whole(folder / MANIFEST, text.encode())
+    write_atomically(folder / MANIFEST, text.encode())
 
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
@@ -222,10 +242,10 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
         "validation_fraction": args.validation_fraction,
     }
     answers = {"example_tokens": task.length, "per_example": task.answers}
-    bar = tqdm(total=examples, unit=" examples", disable=None)
+    bar = progress_bar(total=examples, unit=" examples")
     with new_folder(args.output) as folder, bar:
         tokenizer_file = folder / JsonTokenizer.file
-        write_whole(tokenizer_file, tokenizer_json(task.words()))
+        write_atomically(tokenizer_file, tokenizer_json(task.words()))
         splits = write_examples(task, folder, counts, args.shard_tokens, bar.update)
         write_manifest(folder, load_tokenizer(tokenizer_file), request, splits, answers=answers)
 
@@ -245,14 +265,13 @@ def prepare_text(args: argparse.Namespace) -> None:
     tokenizer = None
     if args.tokenizer:
         tokenizer = load_tokenizer(args.tokenizer)
-        tokenizer.encode(
-            "", add_eos=True
-        )  # raises here, and not for the first document, if there is no EOS
+        # Raises here, and not for the first document, if there is no EOS.
+        tokenizer.encode("", add_eos=True)
         request["tokenizer"] = {"sha256": tokenizer.sha256}
 
     # The work is done in a hidden folder, which stays if this process is killed. The corpus appears
     # when it is complete.
-    with kept_folder(args.output) as work:
+    with resumable_folder(args.output) as work:
         megabytes = sum(file.size for file in inputs.files) / 1e6
         print(f"reading {len(inputs.files):,} files ({megabytes:,.1f} MB)", flush=True)
         # Listing all spans first finds missing columns before the long work.
@@ -274,14 +293,22 @@ def prepare_text(args: argparse.Namespace) -> None:
             write_manifest(folder, tokenizer, request, splits)
 
 
+def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
+    """Returns a progress bar that moves in a terminal and writes one line a minute in a log."""
+    seconds = 60.0
+    if sys.stderr.isatty():
+        seconds = 0.1
+    return tqdm(iterable, mininterval=seconds, delay=seconds, **options)
+
+
 def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> Tokenizer:
     """Trains a tokenizer on the training documents of spans, and keeps it in the folder `work`."""
     documents = documents_of(spans, args.text_field, leave_out_bad=args.leave_out_bad)
-    bar = tqdm(documents, desc="training the tokenizer", unit=" documents", disable=None)
+    bar = progress_bar(documents, desc="training the tokenizer", unit=" documents")
     # Validation text stays unseen by the tokenizer, too.
     training = (text for text in bar if not in_validation(text, args.validation_fraction))
     path = work / SentencePieceTokenizer.file
-    write_whole(path, train_sentencepiece(training, args.vocab_size))
+    write_atomically(path, train_sentencepiece(training, args.vocab_size))
     return load_tokenizer(path)
 
 
@@ -299,7 +326,7 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
         workers = max(1, min(cores, total // BYTES_PER_WORKER))
     prefixes = []
     description = f"tokenising (processes: {workers})"
-    bar = tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=None)
+    bar = progress_bar(desc=description, total=total, unit="B", unit_scale=True)
     # Closed at once after an error, because its processes write into the work folder.
     with bar, contextlib.closing(encode_parts(parts, encoding, workers)) as results:
         for part, result in zip(parts, results, strict=True):

@@ -18,9 +18,9 @@ import fnmatch
 import json
 import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,27 +36,32 @@ from interdomain.tools._cli import (
 )
 from interdomain.tools._plots import figure_of
 
-# Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
+# The parts of a study are imported late: they need TorchTitan, of the extra `train`, and `main` says so if it is missing.
 if TYPE_CHECKING:
     from interdomain.tools._study.definition import Study
     from interdomain.tools._study.tables import Run
 
+RUN_STATUS = "Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 left on a signal: run it again."
 
-def parse(argv) -> argparse.Namespace:
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argument_parser(__doc__, "plan|run|show")
     commands = p.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog
     )
 
-    def add(name: str, text: str, arguments: str, more: str = "") -> argparse.ArgumentParser:
-        how: Any = dict(
-            usage=f"%(prog)s {arguments} [OPTIONS]", formatter_class=Help, allow_abbrev=False
+    def add_command(name: str, summary: str, more: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary}. {more}",
+            formatter_class=Help,
+            allow_abbrev=False,
         )
-        return commands.add_parser(name, help=text, description=f"{text}.{more}", **how)
 
-    plan = add("plan", "Print the runs, what they cost, and which are not finished", "STUDY.toml")
-    more = " Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 left on a signal: run it again."
-    run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
+    plan = add_command("plan", "Print the runs, what they cost, and which are not finished")
+    run = add_command("run", "Train the runs that are not finished", RUN_STATUS)
+    show = add_command("show", "Print a table of the finished runs of a study, or of single runs")
     for command in (plan, run):
         command.add_argument(
             "study",
@@ -68,25 +73,21 @@ def parse(argv) -> argparse.Namespace:
             "--only",
             default="*",
             metavar="PATTERN",
-            help="only runs of such a name, as '*/seed-1'",
+            help="only runs whose name matches, such as '*/seed-1'",
         )
-    where = run.add_mutually_exclusive_group()
-    where.add_argument(
+    # Where the runs are trained: on this machine or by SLURM.
+    place = run.add_mutually_exclusive_group()
+    place.add_argument(
         "--jobs",
         type=int,
         default=1,
         metavar="N",
         help="runs to train at a time, at least 1; they share the GPUs (or cores) of this machine",
     )
-    where.add_argument(
+    place.add_argument(
         "--sbatch",
         metavar="COMMAND",
         help="submit each run to SLURM instead, by this command and the run's file, as 'sbatch tools/sites/requeue.sbatch'",
-    )
-    show = add(
-        "show",
-        "Print a table of the finished runs of a study, or of single runs",
-        "STUDY.toml|RUN [...]",
     )
     show.add_argument(
         "runs",
@@ -107,8 +108,8 @@ def parse(argv) -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace) -> "Study":
-    """The study with the runs that --only names."""
+def read_chosen(args: argparse.Namespace) -> "Study":
+    """Reads the study, with the runs that --only names."""
     from interdomain.tools._study.definition import read_study
 
     study = read_study(args.study)
@@ -121,65 +122,75 @@ def chosen(args: argparse.Namespace) -> "Study":
 
 
 def plan(study: "Study") -> str:
-    """The runs as a table, and what is missing."""
+    """A table of the runs, and how much is missing."""
     from interdomain.tools._study.tables import describe_state
 
-    lines = [["run", "parameters", "state", "tokens", "FLOPs", "is"]]
+    cells = [["run", "parameters", "state", "tokens", "FLOPs", "is"]]
+    missing = 0
+    tokens = 0
+    flops = 0.0
     for run in study.runs:
         plan = run.plan
-        status = "not begun"
-        if run.is_finished:
-            status = "finished"
-        elif run.step:
-            status = f"at step {run.step:,} of {plan.steps:,}"
+        status = "finished"
+        if not run.is_finished:
+            status = "not begun"
+            if run.step:
+                status = f"at step {run.step:,} of {plan.steps:,}"
+            missing += 1
+            tokens += plan.tokens
+            flops += plan.flops
         state = describe_state(*plan.state)
-        lines.append(
-            [run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{plan.flops:.3g}", status]
-        )
-    missing = study.missing()
-    tokens = sum(run.plan.tokens for run in missing)
-    flops = sum(run.plan.flops for run in missing)
-    page = [*markdown_rows(lines), ""]
-    page.append(
-        f"{len(study.runs)} runs, {len(missing)} missing: {tokens:,} tokens, {flops:.3g} FLOPs"
-    )
-    if study.waiting:
-        known = "known when its runs at all rates are finished"
-        page.append(f"{study.waiting} more at the best rate of their condition, {known}")
-    return "\n".join(page)
+        cost = [f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{plan.flops:.3g}"]
+        cells.append([run.name, *cost, status])
+    total = f"{len(study.runs)} runs, {missing} missing: {tokens:,} tokens, {flops:.3g} FLOPs"
+    return "\n".join([*markdown_rows(cells), "", total])
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains what is missing, or submits it. Returns: the exit status."""
-    from interdomain.tools._study.run import require_data, run_here, submit
+    """Trains the runs that are not finished, or submits them.
 
-    study = chosen(args)
-    for one in study.runs:
-        _ = one.plan  # refuses before anything is trained
+    Returns:
+        The exit status.
+    """
+    from interdomain.tools._study.run import check_data_of, run_here, submit
+
+    # Each run at a time needs a GPU of its own. Without GPUs the runs share the cores.
     gpus = torch.cuda.device_count()
     if 0 < gpus < args.jobs:
         raise ValueError(
-            f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own."
+            f"--jobs {args.jobs} is more than the {gpus} GPU(s) of this machine, and each run needs its own."
         )
-    while missing := study.missing():
-        require_data(missing, study.corpora)
+    study = read_chosen(args)
+    for planned in study.runs:
+        _ = planned.plan  # raises an error for wrong settings before anything is trained
+    # Finished runs have a record, and are not trained again.
+    missing = study.missing()
+    if missing:
+        check_data_of(missing)
         if args.sbatch:
             submit(missing, study.name, shlex.split(args.sbatch))
             return 0
-        if code := run_here(missing, args.jobs):
-            return code
-        study = chosen(args)  # with the runs at the best rates
+        status = run_here(missing, args.jobs)
+        if status:
+            return status
     print(f"all runs are finished: interdomain study show {args.study}")
     return 0
 
 
 def shown(paths: list[Path]) -> "list[Run]":
-    """Raises: ValueError for a study without a finished run, and for a folder that holds no run."""
+    """Reads the finished runs of studies, and single runs.
+
+    Args:
+        paths: TOML files of studies, and folders of runs.
+    Raises:
+        ValueError: A study has no finished run, or a folder holds no run.
+    """
     from interdomain.tools._study.definition import read_record, read_study, record_of
     from interdomain.tools._study.tables import Run
 
     runs = []
     for path in paths:
+        # The folder of a run: its TensorBoard events take the place of a record.
         if path.suffix != ".toml":
             runs.append(Run.of(str(path), record_of(path)))
             continue
@@ -196,6 +207,7 @@ def show(paths: list[Path], output: Path | None) -> None:
     """Prints the table of runs, and writes the report if there is an `output`."""
     from interdomain.tools._study import tables
 
+    # Refuse a full folder before the records are read, which takes a while.
     if output:
         require_empty(output)
     runs = shown(paths)
@@ -204,26 +216,24 @@ def show(paths: list[Path], output: Path | None) -> None:
     print(text, end="")
     if not output:
         return
+    # Write the report.
     output.mkdir(parents=True, exist_ok=True)
-    contents = {"cells": tables.rows(groups), "runs": [asdict(run) for run in runs]}
-    (output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
+    (output / "study.json").write_text(json.dumps({"cells": tables.rows(groups)}, indent=1) + "\n")
     (output / "study.md").write_text(text)
     try:
-        figure_of([panels[:2] for panels in tables.panels(runs).values()]).savefig(
-            output / "study.png"
-        )
+        figure_of(list(tables.panels(runs).values())).savefig(output / "study.png")
         print(f"wrote {output}")
     except ImportError:
         print(f"wrote {output}, without a figure: matplotlib is not installed")
 
 
 @user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.command == "run":
         return run(args)
     if args.command == "plan":
-        print(plan(chosen(args)))
+        print(plan(read_chosen(args)))
     else:
         show(args.runs, args.output)
     return 0

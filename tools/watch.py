@@ -13,7 +13,6 @@ Documentation: docs/evaluation.md
 """
 
 import argparse
-import contextlib
 import json
 import shutil
 import signal
@@ -21,20 +20,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files.event_files import open_events
-from interdomain.files.run_folder import checkpoints_of, events_of
-from interdomain.folders import kept_folder, write_whole
+from interdomain.checkpoint import step_folder as checkpoints
+from interdomain.checkpoint.event_files import open_events
+from interdomain.checkpoint.run_folder import checkpoints_of, events_of
+from interdomain.folders import resumable_folder, write_atomically
 from interdomain.tools import _cli, convert, evaluate
 from interdomain.tools._evaluate import harness, task_table
 
-LOOK_SECONDS = 30
-RESULTS = "evaluation.json"  # beside a milestone
-CURVES = "evaluation"  # beside the run's events
+POLL_SECONDS = 30
+RESULTS = "evaluation.json"  # the results of a milestone, in its folder
+CURVES = "evaluation"  # a folder in the run's folder of events
 
 
-def parse(argv) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     p = _cli.argument_parser(__doc__, "RUN")
     p.add_argument(
         "run",
@@ -51,24 +51,33 @@ def parse(argv) -> argparse.Namespace:
 
 
 class Watcher:
-    """Evaluates a run's milestones.
+    """Evaluates the milestones of a run.
 
-    Args:
-        names: Of tasks.
-        work: A folder for what is removed again.
+    Attributes:
+        evaluated: The number of milestones that this watcher evaluated.
+        drawn: The values by tag of each step whose results are in the run's TensorBoard.
     """
 
-    def __init__(self, args: argparse.Namespace, names: list[str], work: Path) -> None:
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        """Makes a watcher.
+
+        Args:
+            args: The options of `watch`, after `evaluate.check_options`.
+            work: A folder for temporary files.
+        """
         self.args = args
-        self.names = names
         self.work = work
         self.evaluated = 0
         self.drawn: dict[int, dict[str, float]] = {}
 
     def run(self) -> str:
-        """Evaluates milestones until the run is at its end. Returns: a sentence about what was done."""
-        while not self.look() and not self.args.once:
-            time.sleep(LOOK_SECONDS)
+        """Evaluates milestones until the run has ended.
+
+        Returns:
+            A sentence about what was done.
+        """
+        while not self.poll() and not self.args.once:
+            time.sleep(POLL_SECONDS)
         if not self.drawn:
             folder = checkpoints_of(self.args.run)
             raise ValueError(
@@ -78,90 +87,88 @@ class Watcher:
         curves = events_of(self.args.run) / CURVES
         return f"evaluated {self.evaluated} milestone(s); the curves of {len(self.drawn)} are in {curves}"
 
-    def look(self) -> bool:
-        """Evaluates the milestones that are there. Returns: True if the last one is the run's last step."""
-        # A run that begins after the watcher says only then where its checkpoints are.
+    def poll(self) -> bool:
+        """Evaluates the milestones that have no results yet.
+
+        Returns:
+            True if the last milestone is the run's last step.
+        """
+        # The folder is read anew: a run that begins after the watcher writes only then where its checkpoints are.
         milestones = checkpoints.milestones(checkpoints_of(self.args.run))
         results = {}
         for step, milestone in milestones.items():
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # it is not evaluated yet, or was set aside meanwhile
+            if (milestone / RESULTS).is_file():
                 results[step] = self.read(milestone / RESULTS)
         self.draw(results)
+        # Evaluate the others, the oldest first.
         for step, milestone in sorted(milestones.items()):
             if step not in results:
-                found = self.evaluate(milestone)
-                if found is not None:
-                    results[step] = found
-                    self.draw(results)
+                results[step] = self.evaluate(milestone)
+                self.draw(results)
+        # The run's record says how many steps it was planned to have.
         last = max(milestones, default=None)
-        if last not in results:
-            return False
-        return results[last]["planned_steps"] == last
+        return last in results and results[last]["planned_steps"] == last
 
-    def read(self, file: Path) -> dict:
-        """Results of a milestone. Raises: ValueError if they were made with other options."""
-        try:
-            found = json.loads(file.read_text())
-            options = found["options"]
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(
-                f"{file} is damaged ({e}). Remove it: the milestone is then evaluated again."
-            ) from e
-        asked = evaluate.options_of(self.args, self.names)
+    def read(self, file: Path) -> dict[str, Any]:
+        """Reads the results of a milestone.
+
+        Raises:
+            ValueError: They were made with other options, and curves would mix the two.
+        """
+        results = json.loads(file.read_text())
+        made_with = results["options"]
+        asked = evaluate.options_of(self.args)
+        # By default the model sees as many tokens as in training, which is the same for all milestones.
         if self.args.max_length:
             asked["max_length"] = self.args.max_length
         for name, option in asked.items():
-            if options.get(name) != option:
-                there = f"{file} has {name} {options.get(name)}, and asked for is {option}"
-                raise ValueError(f"{there}. Give the same options, or remove the results.")
-        return found
+            if made_with.get(name) != option:
+                raise ValueError(
+                    f"{file} has {name} {made_with.get(name)}, and asked for is {option}. Give the same options, or remove "
+                    "the results."
+                )
+        return results
 
-    def evaluate(self, milestone: Path) -> dict | None:
-        """Evaluates a milestone and writes its results beside it. Returns: None if it went away meanwhile."""
-        inode = milestone.stat().st_ino  # a rename keeps it
-        try:
-            with tempfile.TemporaryDirectory(dir=self.work) as temporary:
-                folder = Path(temporary) / milestone.name
-                convert.to_folder(
-                    milestone, folder, convert.parse([str(milestone), "--output", str(folder)])
-                )
-                self.args.folders = [str(folder)]
-                contents = evaluate.evaluate_folders(
-                    self.args, self.names, Path(temporary) / "results"
-                )
-            record = checkpoints.read_sidecar(milestone)[1]
-            found = {
-                "step": record["step"],
-                "tokens": record["tokens"],
-                "planned_steps": record["run"].get("planned_steps"),
-                "options": contents["options"],
-                "environment": contents["environment"],
-                "tasks": contents["tasks"].get(str(folder), {}),
-                "perplexity": contents["perplexity"],
-            }
-            for row in found["perplexity"]:
-                del row["folder"]
-            if milestone.stat().st_ino != inode:
-                raise FileNotFoundError("it was renamed or removed while it was evaluated")
-            write_whole(milestone / RESULTS, (json.dumps(found, indent=1) + "\n").encode())
-        except (OSError, ValueError) as e:
-            # A milestone may be set aside at any time (.superseded, .damaged), or removed.
-            if milestone.exists() and milestone.stat().st_ino == inode:
-                raise
-            print(f"{milestone.name} is passed over: {e}", flush=True)
-            return None
+    def evaluate(self, milestone: Path) -> dict[str, Any]:
+        """Converts a milestone as `convert` does, evaluates it as `evaluate` does, and writes the results.
+
+        Returns:
+            The results.
+        """
+        with tempfile.TemporaryDirectory(dir=self.work) as temporary:
+            folder = Path(temporary) / milestone.name
+            options = convert.parse([str(milestone), "--output", str(folder)])
+            convert.to_folder(milestone, folder, options)
+            self.args.folders = [str(folder)]
+            output = Path(temporary) / "results"
+            contents = evaluate.evaluate_folders(self.args, output)
+        # Keep what identifies and explains the figures. The temporary folder's name says nothing.
+        for row in contents["perplexity"]:
+            del row["folder"]
+        record = checkpoints.read_sidecar(milestone)[1]
+        results = {
+            "step": record["step"],
+            "tokens": record["tokens"],
+            "planned_steps": record["run"].get("planned_steps"),
+            "options": contents["options"],
+            "environment": contents["environment"],
+            "tasks": contents["tasks"].get(str(folder), {}),
+            "perplexity": contents["perplexity"],
+        }
+        write_atomically(milestone / RESULTS, (json.dumps(results, indent=1) + "\n").encode())
         self.evaluated += 1
-        figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(found).items())
+        figures = ", ".join(f"{tag} {value:.4g}" for tag, value in scalars(results).items())
         print(f"{milestone.name}: {figures}", flush=True)
-        return found
+        return results
 
-    def draw(self, results: dict[int, dict]) -> None:
-        """Draws all results by step into the run's TensorBoard, in place of what was drawn before.
+    def draw(self, results: dict[int, dict[str, Any]]) -> None:
+        """Draws all results into the run's TensorBoard, in place of what was drawn before.
 
-        They have a folder of their own: TensorBoard reads the files of a folder one after the other, and after this one would
-        read no more of the training's.
+        They have a folder of their own: TensorBoard reads the files of a folder one after the other, and
+        would read no more of the training's file after a newer one.
+
+        Args:
+            results: The results of each step.
         """
         curves = {step: scalars(results[step]) for step in sorted(results)}
         if curves == self.drawn:
@@ -173,39 +180,40 @@ class Watcher:
         self.drawn = curves
 
 
-def scalars(results: dict) -> dict[str, float]:
-    """{tag: value} of a milestone's results, and averages of the paper's groups of tasks."""
+def scalars(results: dict[str, Any]) -> dict[str, float]:
+    """The values of a milestone's results by tag, with the averages of the paper's groups of tasks."""
     values = {}
-    by_task = results["tasks"].get("results", {})
-    for task, metrics in by_task.items():
-        for metric, measured in metrics.items():
-            values[f"tasks/{task}/{metric}"] = measured["value"]
-    for group, average in task_table.PAPER["averages"].items():
-        mean = task_table.mean_of(by_task, group)
-        if mean is not None:
-            values[f"tasks/{average['name']}"] = mean["value"]
+    # Averages have no metric in their tags.
+    averages = {average["name"] for average in task_table.PAPER["averages"].values()}
+    tasks = task_table.with_averages(results["tasks"].get("results", {}))
+    for (task, metric), measured in tasks.items():
+        tag = f"tasks/{task}"
+        if task not in averages:
+            tag += f"/{metric}"
+        values[tag] = measured["value"]
     for row in results["perplexity"]:
         values[f"perplexity/{row['corpus']}/{row['length']}"] = row["perplexity"]
     return values
 
 
 @_cli.user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    names = evaluate.check_options(args)
+    evaluate.check_options(args)
     if not args.run.is_dir():
         raise FileNotFoundError(
             f"There is no folder {args.run}; give the folder of a run that has begun."
         )
-    # What cannot be had is an error now, not after hours.
+    # Read the data once, so that an error appears now and not after hours.
     evaluate.corpora_of(args)
-    if names:
+    if args.names:
         harness.load_tasks(args.tasks, args.include_path)
+    # The folder of temporary files is locked, so that a run has one watcher.
     try:
-        with kept_folder(args.run / "watch") as work:
+        with resumable_folder(args.run / "watch") as work:
             for remains in work.iterdir():  # of a watcher that was killed
                 shutil.rmtree(remains)
-            print(Watcher(args, names, work).run())
+            print(Watcher(args, work).run())
     except BlockingIOError as e:
         raise ValueError(f"another watcher evaluates {args.run}: end it first.") from e
     except KeyboardInterrupt:

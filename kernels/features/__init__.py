@@ -4,8 +4,9 @@ Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution wi
 Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.
 """
 
-# plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they run), ops.py their `torch.library` ops,
-# support.py says what the kernels can run. This package imports torch, triton and `interdomain.scan`; plugin/ may import it.
+# plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they run), ops.py their
+# `torch.library` ops, support.py says what the kernels can run. This package imports torch, triton
+# and `interdomain.scan`; plugin/ may import it.
 
 import torch
 from torch import Tensor
@@ -34,35 +35,43 @@ def input_features(
     backend: str = "auto",
     check_documents: bool = True,
 ) -> Tensor:
-    """Short convolution, RoPE, SiLU with l2 norm, RMSNorm with a bias per head: each if asked for, in this order.
+    """Applies the operations between a projection and the scan, each if asked for.
+
+    In this order: short convolution, RoPE, SiLU with l2 norm, RMSNorm with a bias per head.
 
     Args:
-        x: a projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and rounded once.
-        head_dim: R, channels of a head.
-        conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. 10).
-        past: the W - 1 inputs before x, [B, W - 1, E]; None for zeros.
-        documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's document,
-            from 0 to 2^31 - 1, never falling along T. The convolution sees its own document alone; `past` is of document 0.
-        rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]; the halves of R form the pairs.
-        silu: SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. 10).
+        x: A projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and
+            rounded once.
+        head_dim: R, the channels of a head.
+        conv: (weight [E, 1, W] or [E, W], bias [E]) of the causal depthwise convolution (SC of
+            paper eq. 10).
+        past: The W - 1 inputs before x, [B, W - 1, E]. None means zeros.
+        documents: The document of each token, [B, T] integers, if several documents are packed into
+            a sequence: from 0 to 2^31 - 1, never falling along T. The convolution sees only its own
+            document; `past` belongs to document 0.
+        rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]. The two halves of R form the pairs.
+        silu: True for SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. 10).
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. 12).
-        backend: `triton` is one kernel, on CUDA only; `torch` plain PyTorch; `auto` is `triton` where that can run, else
-            `torch`. An explicit one never falls back.
-        eps: of the norm.
-        check_documents: as in the scan.
+        eps: The eps of the norm.
+        backend: `triton` is one kernel, on CUDA only. `torch` is plain PyTorch. `auto` is `triton`
+            if that can run, else `torch`. An explicit backend never falls back.
+        check_documents: As in the scan.
 
     Returns:
-        [B, T, H, R] in x's dtype, a view of x if nothing is asked for. Differentiable in x, conv, past and norm; the backward
-            keeps the inputs alone.
+        [B, T, H, R] in x's dtype; a view of x if nothing is asked for. Differentiable in x, conv,
+        past and norm. The backward keeps only the inputs.
 
     Raises:
-        ValueError: shapes, dtypes, devices, backend or documents are not as above (documents as in the scan).
+        ValueError: Shapes, dtypes, devices, backend or documents are not as above (documents as in
+            the scan).
     """
     if x.ndim != 3 or head_dim < 1 or x.shape[2] % head_dim:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}"
         )
     _check_dtype(x.dtype)
+
+    # Sizes, and the tensors that must have them.
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     if T == 0:
@@ -86,9 +95,13 @@ def input_features(
         _check("rope", rope, ((*rows, T, 1, R // 2),) * 2, x)
     if norm is not None:
         _check("norm", norm, ((R,), (H, R)), x)
+
+    # Nothing to compute is a view.
     backend = _choose(backend, x, head_dim, W, rope)
     if not (conv or rope or norm or silu):
         return x.unflatten(-1, (H, R))
+
+    # An op with a written backward, or plain PyTorch, which autograd records.
     args = (
         x,
         R,
@@ -120,20 +133,30 @@ def input_features_step(
     eps: float = 1e-5,
     backend: str = "auto",
 ) -> Tensor:
-    """`input_features` of one token for all projections of a layer at once, without gradients: one kernel on CUDA.
+    """Applies `input_features` to one token, for all projections of a layer at once.
+
+    It is one kernel on CUDA, and records no gradients.
 
     Args:
-        x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R; may be OVERWRITTEN by the result.
-        head_dim: R, channels of a head.
-        conv: (weight [W, C], bias [C]) of the first C channels; the weight transposed, its last row that of the token itself.
-        past: their W - 1 inputs before x, [B, W - 1, C], OVERWRITTEN with the last W - 1, x among them.
+        x: The projections' outputs one after the other (q, k, v), [B, E] with E = H R. It may be
+            OVERWRITTEN by the result.
+        head_dim: R, the channels of a head.
+        conv: (weight [W, C], bias [C]) of the first C channels. The weight is transposed; its last
+            row is that of the token itself.
+        past: The W - 1 inputs of these channels before x, [B, W - 1, C]. It is OVERWRITTEN with the
+            last W - 1 inputs, x among them.
         rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2].
-        rotated: number of the first heads that RoPE rotates.
-        silu: number of the first heads with SiLU and the l2 norm.
+        rotated: Number of the first heads that RoPE rotates.
+        silu: Number of the first heads with SiLU and the l2 norm.
         norm: (scale, shift), each [N, R], of the last N heads.
-        eps: of the norm.
-        backend: as there.
-    Returns: [B, H, R] in x's dtype. Raises: ValueError as there, and where a gradient would be recorded.
+        eps: The eps of the norm.
+        backend: As in `input_features`.
+
+    Returns:
+        [B, H, R] in x's dtype.
+
+    Raises:
+        ValueError: As in `input_features`, or a gradient would be recorded.
     """
     tensors = x, past, *(conv or ()), *(norm or ()), *(rope or ())
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -141,6 +164,8 @@ def input_features_step(
             "a step records no gradient: use torch.no_grad(), or input_features for one token"
         )
     _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
+
+    # One kernel, or plain PyTorch.
     W = 0 if conv is None else conv[0].shape[0]
     tables = (
         *(conv or (None, None)),
@@ -160,6 +185,7 @@ def input_features_step(
 def _check_step(
     x: Tensor, R: int, conv, past: Tensor | None, rope, rotated: int, silu: int, norm
 ) -> None:
+    """Checks the arguments of `input_features_step`; R is its head_dim."""
     if x.ndim != 2 or x.shape[1] % R:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {R}")
     _check_dtype(x.dtype)
@@ -197,6 +223,14 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _check(name: str, tensors, shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+    """Checks shapes and devices of the tensors of one argument.
+
+    Args:
+        name: The argument's name, for the error.
+        tensors: Its tensors.
+        shapes: The shape that each must have.
+        x: The input, whose device they must share.
+    """
     for tensor, shape in zip(tensors, shapes, strict=True):
         if tensor.shape != shape:
             got = tuple(tuple(t.shape) for t in tensors)
@@ -210,6 +244,15 @@ def _check(name: str, tensors, shapes: tuple[tuple[int, ...], ...], x: Tensor) -
 def _choose(
     backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None
 ) -> str:
+    """Returns the backend that runs: `auto` resolved, an explicit one checked.
+
+    Args:
+        backend: As in `input_features`.
+        x: The input.
+        head_dim: R.
+        W: The convolution's width; 0 for none.
+        rope: As in `input_features`.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "torch":
@@ -233,18 +276,19 @@ def resolve_backend(
     dtype: torch.dtype = torch.bfloat16,
     rope_gradient: bool = False,
 ) -> tuple[str, str]:
-    """The backend that `auto` runs, logged as in `interdomain.scan.resolve_backend`.
+    """Returns the backend that `auto` runs, and logs it as `interdomain.scan.resolve_backend` does.
 
     Args:
-        device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
-        head_dim: R.
-        width: of the convolution; 0 for none.
-        dtype: of x.
+        device: The device of x. None means a GPU of another machine, of compute capability 8.0 or
+            higher and with Triton.
+        head_dim: R, the channels of a head.
+        width: The width of the convolution; 0 for none.
+        dtype: The dtype of x.
         rope_gradient: True if the rotary tables require a gradient.
 
     Returns:
         backend: `triton` or `torch`.
-        words: the backend in words, with the reason where it is not `triton`.
+        words: A description of the backend, with the reason if it is not `triton`.
     """
     problem = support.unsupported(device, dtype, head_dim, width, rope_gradient)
     chosen, words = (

@@ -1,10 +1,16 @@
-"""The Triton kernels as `torch.library` ops: one node for torch.compile, one name for activation checkpointing.
+"""The Triton kernels of the input features as `torch.library` ops.
 
-    torch.ops.interdomain.features.default            torch.ops.interdomain.features_backward.default
+torch.compile sees one node for each, and activation checkpointing one name.
+
+    torch.ops.interdomain.features.default
+    torch.ops.interdomain.features_backward.default
     torch.ops.interdomain.features_step.default       one token, without gradients
 
-Only the inputs are saved. The ops trust them; `interdomain.features` checks them. Triton is imported where it runs: a machine
-without a GPU has none.
+Only the inputs are saved. The ops trust them; `interdomain.features` checks them. Triton is
+imported when it runs: a machine without a GPU has none.
+
+Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width,
+K rows of sums (W + 1 for a convolution, and 2 for a norm).
 """
 
 import torch
@@ -19,6 +25,25 @@ def features(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None,
     shift: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
+    """Applies the input features to whole sequences, as `input_features` does.
+
+    Args:
+        x: A projection's output, [B, T, E].
+        head_dim: R.
+        weight: The convolution's weight, [E, W], or None.
+        bias: Its bias, [E], or None.
+        past: The inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+        cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: The rotary sines, likewise.
+        silu: True for SiLU and the l2 norm.
+        scale: The norm's scale, [R], or None.
+        shift: The norm's shift, [H, R], or None.
+        eps: The eps of the norm.
+
+    Returns:
+        [B, T, H, R] in x's dtype.
+    """
     from . import triton_launch
 
     return triton_launch.forward(
@@ -38,7 +63,27 @@ def features_backward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
     need_past: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dx; the gradients of weight, bias, scale and shift as [H, K, R] fp32; dpast, or an empty tensor."""
+    """Computes the gradients of `features`.
+
+    Args:
+        dy: The gradient of the result, [B, T, H, R].
+        x: A projection's output, [B, T, E].
+        head_dim: R.
+        weight: The convolution's weight, [E, W], or None.
+        bias: Its bias, [E], or None.
+        past: The inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+        cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: The rotary sines, likewise.
+        silu: True for SiLU and the l2 norm.
+        scale: The norm's scale, [R], or None.
+        eps: The eps of the norm.
+        need_past: True if the gradient of `past` is wanted.
+
+    Returns:
+        dx; the gradients of weight, bias, scale and shift as the rows of [H, K, R] in fp32; dpast,
+        or an empty tensor.
+    """
     from . import triton_launch
 
     return triton_launch.backward(
@@ -56,6 +101,7 @@ def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps
 
 
 def _setup(ctx, inputs, output):
+    """Saves the inputs for the backward."""
     x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, shift, ctx.eps = (
         inputs
     )
@@ -63,6 +109,7 @@ def _setup(ctx, inputs, output):
 
 
 def _gradient(ctx, dy):
+    """Returns the gradients of the arguments of `features`, None for those without one."""
     x, weight, bias, past, documents, cos, sin, scale, shift = ctx.saved_tensors
     need_past = past is not None and ctx.needs_input_grad[4]
     dx, sums, dpast = features_backward(
@@ -80,6 +127,8 @@ def _gradient(ctx, dy):
         ctx.eps,
         need_past,
     )
+
+    # The rows of the sums are the taps of the weight, the bias, scale and shift.
     d_weight = d_bias = d_scale = d_shift = None
     if weight is not None:
         W = weight.shape[-1]
@@ -101,6 +150,25 @@ def features_step(
     x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, rotated: int, silu: int, scale: Tensor | None, shift: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
+    """Applies the input features to one token, as `input_features_step` does.
+
+    Args:
+        x: The projections' outputs one after the other, [B, E].
+        head_dim: R.
+        weight: The convolution's weight, [W, C], or None.
+        bias: Its bias, [C], or None.
+        past: Its inputs before x, [B, W - 1, C], overwritten; or None.
+        cos: The rotary cosines, [1, 1, R/2] or [B, 1, 1, R/2], or None.
+        sin: The rotary sines, likewise.
+        rotated: Number of the first heads that RoPE rotates.
+        silu: Number of the first heads with SiLU and the l2 norm.
+        scale: The norm's scale, [N, R], of the last N heads, or None.
+        shift: The norm's shift, likewise.
+        eps: The eps of the norm.
+
+    Returns:
+        [B, H, R] in x's dtype.
+    """
     from . import triton_step
 
     return triton_step.step(

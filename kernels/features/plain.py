@@ -1,4 +1,7 @@
-"""The features in plain PyTorch, recorded by autograd: the CPU path, with which tests compare the kernels."""
+"""The input features in plain PyTorch, recorded by autograd.
+
+This is the path on a CPU, and tests compare the kernels with it.
+"""
 
 from typing import Any
 
@@ -13,7 +16,25 @@ def features(
     x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, documents: Any = None, cos: Any = None,
     sin: Any = None, silu: Any = False, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """x [B, T, E] -> [B, T, H, R]. weight: [E, W] or [E, 1, W]; past: [B, W - 1, E]; documents: [B, T]. None: not there."""
+    """Applies the input features, as `input_features` does.
+
+    Args:
+        x: [B, T, E].
+        head_dim: R.
+        weight: [E, W] or [E, 1, W], or None.
+        bias: [E], or None.
+        past: [B, W - 1, E], or None for zeros.
+        documents: [B, T], or None.
+        cos: [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: Likewise.
+        silu: True for SiLU and the l2 norm.
+        scale: [R], or None.
+        shift: [H, R], or None.
+        eps: The eps of the norm.
+
+    Returns:
+        [B, T, H, R] in x's dtype.
+    """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(dtype)
     if weight is not None:
@@ -32,14 +53,16 @@ def features(
 def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, documents: Tensor | None
 ) -> Tensor:
+    """Convolves x [B, T, E] with a causal depthwise kernel, weight [E, W]."""
     T, W = x.shape[1], weight.shape[-1]
     window = F.pad(x, (0, 0, W - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
-    # Shifted sums in [B, T, E]: no transpose to the layout of conv1d. A tap's weights are copied to one piece: read with a
-    # stride of W, they would take four times as long as the sum.
+    # Shifted sums in [B, T, E]: no transpose to the layout of conv1d. A tap's weights are copied to
+    # one piece: read with a stride of W, they would take four times as long as the sum.
     y, taps = bias, weight.mT.contiguous()
     for i in range(W):
         seen = window[:, i : i + T]
-        if documents is not None:  # what came before the first token is of document 0
+        # A tap sees only its own document. What came before the first token is of document 0.
+        if documents is not None:
             same = F.pad(documents, (W - 1, 0))[:, i : i + T] == documents
             seen = torch.where(same[..., None], seen, 0)
         y = torch.addcmul(y, seen, taps[i])
@@ -50,9 +73,24 @@ def step(
     x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, cos: Any = None, sin: Any = None,
     rotated: Any = 0, silu: Any = 0, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """One token of all projections, x [B, H R] -> [B, H, R], in few operations that overwrite x.
+    """Applies the input features to one token of all projections, and overwrites x.
 
-    weight [W, C] and past [B, W - 1, C], overwritten; scale and shift [N, R]; see `input_features_step`.
+    Args:
+        x: [B, H R].
+        head_dim: R.
+        weight: [W, C], or None.
+        bias: [C], or None.
+        past: [B, W - 1, C], overwritten; or None.
+        cos: [1, 1, R/2] or [B, 1, 1, R/2], or None.
+        sin: Likewise.
+        rotated: Number of the first heads that RoPE rotates.
+        silu: Number of the first heads with SiLU and the l2 norm.
+        scale: [N, R], of the last N heads, or None.
+        shift: Likewise.
+        eps: The eps of the norm.
+
+    Returns:
+        [B, H, R] in x's dtype.
     """
     y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if weight is not None:

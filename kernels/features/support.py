@@ -1,10 +1,14 @@
-"""Limits of the Triton kernels, checked without importing triton. torch.compile traces through `unsupported`."""
+"""Limits of the Triton kernels, checked without importing triton.
+
+torch.compile traces through `unsupported`.
+"""
 
 import torch
 
 from interdomain.scan.triton_support import missing
 
-# A tap costs 32 registers per thread in the backward: weight, its gradient, the input and its pending gradient.
+# A tap costs 32 registers per thread in the backward: weight, its gradient, the input and its
+# pending gradient.
 MAX_WIDTH = 4
 MAX_HEAD_DIM = 256  # half a head per warp
 
@@ -16,9 +20,14 @@ def unsupported(
     width: int,
     rope_gradient: bool = False,
 ) -> str | None:
-    """The reason why an input (convolution of `width`, 0 for none) cannot run on the Triton kernels; None if it can.
+    """Returns the reason why an input cannot run on the Triton kernels; None if it can.
 
-    device: None for a GPU of another machine, as in the scan.
+    Args:
+        device: The device of the input; None for a GPU of another machine, as in the scan.
+        dtype: The dtype of the input.
+        head_dim: R.
+        width: The width of the convolution; 0 for none.
+        rope_gradient: True if the rotary tables require a gradient.
     """
     if device is not None and device.type != "cuda":
         return f"the input is on {device.type}"

@@ -1,6 +1,8 @@
 """Launches of the kernels of the input features: tiles, tokens per program, partial sums.
 
-Shapes as in triton_kernels.py. A launcher allocates the tensors that it returns, and partial sums.
+Shapes as in triton_kernels.py: B batch, T time, H heads, R head_dim, E = H R channels, W
+convolution width, K rows of sums. A launcher allocates the tensors that it returns, and partial
+sums.
 """
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -11,11 +13,14 @@ from torch import Tensor
 
 from .triton_kernels import backward_kernel, forward_kernel
 
-HALF_TILE = 512  # numbers in half a tile: 4 per thread. 8 would hold more than 255 registers.
-# AHEAD: tokens loaded before they are needed. UNROLL: at W = 4, four steps turn the last inputs around without a move.
-# As far as registers reach, by compilation: forward 148; backward 255, where more of either spills.
+# Numbers in half a tile: 4 per thread. 8 per thread would need more than 255 registers.
+HALF_TILE = 512
+# AHEAD: tokens that are loaded before they are needed. UNROLL: steps of the loop in one; at W = 4,
+# four steps turn the last inputs around without a move. The largest that registers allow, by
+# compilation: the forward takes 148, the backward 255, and more of either would spill.
 FORWARD = dict(AHEAD=2, UNROLL=4)
-BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)  # without and with documents
+# Without documents, and with them.
+BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)
 
 
 def forward(
@@ -23,13 +28,32 @@ def forward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None,
     shift: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Returns y [B, T, H, R], contiguous. Tensors that are not there are None."""
+    """Applies the input features.
+
+    Args:
+        x: A projection's output, [B, T, E].
+        head_dim: R.
+        weight: The convolution's weight, [E, W], or None.
+        bias: Its bias, [E], or None.
+        past: The inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+        cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: The rotary sines, likewise.
+        silu: True for SiLU and the l2 norm.
+        scale: The norm's scale, [R], or None.
+        shift: The norm's shift, [H, R], or None.
+        eps: The eps of the norm.
+
+    Returns:
+        y, [B, T, H, R], contiguous.
+    """
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
     tensors, strides, constants = _arguments(
         x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
     )
+    # Programs go over blocks of heads and stretches of time.
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 1024)
     with torch.cuda.device_of(x):
@@ -53,8 +77,29 @@ def backward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
     need_past: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
-    [H, K, R] fp32; dpast [B, W - 1, E], or empty."""
+    """Computes the gradients of the input features.
+
+    Args:
+        dy: The gradient of y, [B, T, H, R].
+        x: A projection's output, [B, T, E].
+        head_dim: R.
+        weight: The convolution's weight, [E, W], or None.
+        bias: Its bias, [E], or None.
+        past: The inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+        cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: The rotary sines, likewise.
+        silu: True for SiLU and the l2 norm.
+        scale: The norm's scale, [R], or None.
+        eps: The eps of the norm.
+        need_past: True if the gradient of `past` is wanted.
+
+    Returns:
+        dx: [B, T, E].
+        sums: Gradients as rows of [H, K, R] in fp32: weight[:, 0] to weight[:, W-1], bias, scale by
+            head and shift, if they are there.
+        dpast: [B, W - 1, E], or empty.
+    """
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
@@ -63,6 +108,7 @@ def backward(
     )
     W = constants["W"]
     K = (W + 1 if W else 0) + (2 if scale is not None else 0)
+    # Each program adds up its own sums over time; they are added here.
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 512)
     NT = triton.cdiv(T, BT)
@@ -80,13 +126,16 @@ def backward(
 def _arguments(
     x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
 ) -> tuple[tuple, tuple, dict]:
-    """Arguments of both kernels: tensors up to scale (None where there is none), strides, constants."""
+    """Makes the arguments that both kernels share.
+
+    Returns:
+        Tensors up to scale (None for those that are not there), strides, and constants.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     past = past if past is None or past.stride(-1) == 1 else past.contiguous()
     documents = None if documents is None or weight is None else documents.to(torch.int32)
-    cos, sin = (
-        None if t is None else t.float() for t in (cos, sin)
-    )  # float64 tables would widen what a loop carries
+    # float64 tables would widen the numbers that a loop carries.
+    cos, sin = (None if t is None else t.float() for t in (cos, sin))
     tensors = (
         x,
         past,
@@ -95,7 +144,8 @@ def _arguments(
             for t in (documents, weight, bias, cos, sin, scale)
         ),
     )
-    rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
+    # Angles may differ by row of the batch.
+    rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1
     strides = (
         *_strides(x),
         *((0, 0) if past is None else _strides(past)),
@@ -111,7 +161,15 @@ def _arguments(
 
 
 def _tokens(T: int, blocks: int, programs: int) -> int:
-    """Tokens per program, 16 to 128: the most that leave `programs` programs. By shape alone: sums repeat on every GPU."""
+    """Returns the tokens per program, 16 to 128: the most that leave `programs` programs.
+
+    It depends on the shape only, so that sums are the same on every GPU.
+
+    Args:
+        T: Tokens.
+        blocks: Programs for one stretch of time.
+        programs: The least number of programs.
+    """
     BT = 128
     while BT > 16 and triton.cdiv(T, BT) * blocks < programs:
         BT //= 2
@@ -119,5 +177,8 @@ def _tokens(T: int, blocks: int, programs: int) -> int:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Strides without the last. The stride of a dimension of one may be anything: 0 avoids another compilation."""
+    """Returns the strides of x without the last one.
+
+    The stride of a dimension of one may be anything: 0 avoids another compilation.
+    """
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False))

@@ -1,14 +1,17 @@
 """The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout.
 
-Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
-functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated. Complex numbers are real
-pairs in the last axis. Derivation, notation, backends and tolerances: docs/kernels.md.
+Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R +
+D channels, M basis functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states
+are never repeated. Complex numbers are real pairs in the last axis. Derivation, notation, backends
+and tolerances: docs/kernels.md.
 """
 
-# reference.py judges all other modules. chunkwise*.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they
-# run); ops.py makes `torch.library` ops of the two. fft.py is plain PyTorch that autograd records. step.py is one token.
-# plain.py is for exported models and graphs. tables.py makes W, readouts and powers of the decay; packing.py is for packed
-# documents, shards.py for sequences whose shards are on several ranks. This package imports torch and triton, nothing else.
+# reference.py judges all other modules. chunkwise*.py is plain PyTorch, triton_*.py the kernels for
+# CUDA (imported when they run); ops.py makes `torch.library` ops of the two. fft.py is plain
+# PyTorch that autograd records. step.py is one token. plain.py is for exported models and graphs.
+# tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py
+# for sequences whose shards are on several ranks. This package imports torch and triton, nothing
+# else.
 
 import math
 from collections.abc import Callable
@@ -55,12 +58,12 @@ __all__ = [
     "send_state",
 ]
 
-# Number of what exported models call here and in interdomain.features. Raise it, and the one in mixers/kernels.py, with every
-# change of these functions' arguments, layouts or results.
+# The version of the functions that exported models call here and in interdomain.features. Raise it,
+# and the one in mixers/kernels.py, with every change of their arguments, layouts or results.
 INTERFACE = 1
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "fft", "reference")
 
-# Those that autograd records where no op runs them (`ops.runs_as`).
+# Backends that autograd records, because no op runs them (`ops.runs_as`).
 _RECORDED = {
     "fft": (fft.scan_fft, fft.linear_fft),
     "reference": (reference.scan_reference, reference.linear_reference),
@@ -68,8 +71,17 @@ _RECORDED = {
 
 
 class SentState(NamedTuple):
-    """The state of a shard on its way to the other ranks, from `send_state`. `interdomain_scan` or `linear_scan` of this shard
-    takes it as its `group`; nothing else may read it."""
+    """The state of a shard on its way to the other ranks, from `send_state`.
+
+    `interdomain_scan` or `linear_scan` of this shard takes it as its `group`. Nothing else may read
+    it.
+
+    Attributes:
+        group: Name of the process group.
+        message: What `shards.send` returned.
+        local: States that each segment of the shard leaves by itself, for the Triton kernels; empty
+            in plain PyTorch.
+    """
 
     group: str
     message: Tensor
@@ -81,47 +93,62 @@ def interdomain_scan(
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", recompute: bool = True,
     check_documents: bool = True, group: str | SentState = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Query-conditioned readout of the recurrence, over whole sequences (paper eqs. 11 and 13).
+    """Reads a complex-diagonal recurrence through each token's query (paper eqs. 11 and 13).
 
     X_t = Lambda X_(t-1) + [k_t; v_t]^T is the state, with Lambda = exp(log_decay). The output is
     o_t = Re(q_t^T U_t^T Gamma_t), where W holds the matrices that turn X_t into U_t and Gamma_t.
 
     Args:
-        q: query features, [B, T, Hq, R]. bf16, fp16 or fp32, computed in fp32; or fp64, then all tensors are. On CUDA
-            `chunkwise` multiplies in bf16 where q, k and v are half precision, sums in fp32, and has no fp64.
-        k: key features, [B, T, H, R].
-        v: values, [B, T, H, D].
-        log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians), fp32. Real parts are expected
-            in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees. The backend `chunkwise` refuses real parts below
-            -1.36 (fp64: -11) on a CPU, and returns wrong numbers or NaN elsewhere and compiled: nothing reads them there.
+        q: Query features, [B, T, Hq, R]. bf16, fp16 or fp32, computed in fp32; or fp64, then all
+            tensors are. If q, k and v are half precision, `chunkwise` on CUDA multiplies in bf16
+            and sums in fp32. It has no fp64 there.
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians),
+            fp32. Real parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent`
+            guarantees. On a CPU the backend `chunkwise` refuses real parts below -1.36 (fp64: -11).
+            Elsewhere, and compiled, it returns wrong numbers or NaN for them: nothing reads them
+            there.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
-        initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype. None: zeros.
-        documents: [B, T] integers, if sequences hold several packed documents: each token's document, from 0 to 2^31 - 1,
-            never falling along T. A state stops at the end of its document. The initial state belongs to document 0, which
-            need not be there; the final one to the last token's. None: one document. Values must be finite: a mask of zeros
-            keeps documents apart, and 0 times NaN is NaN, so one such value spoils other documents of its sequence.
-        final_state: False if only o is wanted, as in training. Then no final state is written or kept.
-        backend: one of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere, the others are plain PyTorch
-            everywhere; `reference` is the paper's sequential scan. `auto` is `chunkwise`, or `chunkwise-torch` for what the
-            Triton kernels lack. An explicit one never falls back.
-        recompute: False keeps pass 1 for the backward of `chunkwise` on CUDA: 2M numbers per token and query head (256 bytes in
-            bf16 at M = 64). True computes it again. Results are the same, bit for bit.
-        check_documents: False leaves out the check of the numbers (about five small operations).
-        group: name of a process group whose ranks hold contiguous shards of these sequences, in the order of the ranks and all
-            of T tokens. Results are those of the whole sequences. Document 0, or all without documents, goes on from the
-            shard before. Gradients of log_decay and mixing are this shard's share, to be summed over ranks. Every rank must
-            run the forward and the backward. No initial_state; `chunkwise` and `chunkwise-torch` alone. Or the result of
-            `send_state` for k and v: then what was computed since then, q say, hid the exchange.
+        initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's
+            dtype. None means zeros.
+        documents: The document of each token, [B, T] integers, if sequences hold several packed
+            documents: from 0 to 2^31 - 1, never falling along T. A state stops at the end of its
+            document. The initial state belongs to document 0, which need not be there, and the
+            final one to the last token's document. None means one document. Values must be finite:
+            a mask of zeros keeps documents apart, and 0 times NaN is NaN, so one such value spoils
+            other documents of its sequence.
+        final_state: False if only o is wanted, as in training. Then no final state is written or
+            kept.
+        backend: One of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere. The
+            others are plain PyTorch everywhere; `reference` is the paper's sequential scan. `auto`
+            is `chunkwise`, or `chunkwise-torch` for what the Triton kernels lack. An explicit
+            backend never falls back.
+        recompute: False keeps the result of pass 1 for the backward of `chunkwise` on CUDA: 2M
+            numbers per token and query head (256 bytes in bf16 at M = 64). True computes it again.
+            Results are bitwise identical.
+        check_documents: False leaves out the check of the document numbers (about five small
+            operations).
+        group: Name of a process group whose ranks hold contiguous shards of these sequences, in the
+            order of the ranks and all of T tokens. Results are those of the whole sequences.
+            Document 0, or everything without documents, goes on from the shard before. Gradients of
+            log_decay and mixing are this shard's share, to be summed over ranks. Every rank must
+            run the forward and the backward. A group takes no initial_state, and only `chunkwise`
+            and `chunkwise-torch` take a group. It may also be the result of `send_state` for k and
+            v: then what was computed since then, such as q, hides the exchange.
 
     Returns:
-        o: outputs, [B, T, Hq, D] in v's dtype; differentiable in every tensor.
-        state: X after the last token, as initial_state; likewise. None without `final_state`.
+        o: Outputs, [B, T, Hq, D] in v's dtype, differentiable in every tensor.
+        state: X after the last token, as initial_state, differentiable too. None without
+            `final_state`.
 
     Raises:
-        ValueError: shapes, dtypes, devices, backend, documents or group are not as above. On CUDA, and compiled, wrong numbers
-            of documents fail an asynchronous assertion instead.
-        NotImplementedError: derivatives of `chunkwise` by forward mode or torch.func, and second ones.
+        ValueError: Shapes, dtypes, devices, backend, documents or group are not as above. On CUDA,
+            and compiled, wrong numbers of documents fail an asynchronous assertion instead.
+        NotImplementedError: A derivative of `chunkwise` by forward mode or torch.func, or a second
+            one.
     """
+    # The inputs fit together.
     B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
     _check_shape("v", v, (B, T, H, D))
@@ -133,6 +160,8 @@ def interdomain_scan(
         {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state},
     )
     documents = checked_documents(documents, k, check_documents)
+
+    # An op with a written backward, or a backend that autograd records.
     backend = _choose(backend, (q, k, v), M)
     _check_group(group, backend, k.device, initial_state)
     inputs = q, k, v, log_decay, mixing, initial_state
@@ -141,10 +170,12 @@ def interdomain_scan(
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
         save = not recompute and torch.is_grad_enabled() and how == "triton"
+        # If nobody would see the op, its function is called without it.
         run = ops.run_scan if how == "plain" and only_values(*inputs) else ops.scan
         sent = _sent(group, (k, v), log_decay, backend, documents)
         if triton_support.operand_dtype(q, k, v) != triton_support.operand_dtype(k, v):
-            sent = (sent[0], sent[1], None)  # those segments are of another length
+            # With q the operands have another dtype, and segments of another length.
+            sent = (sent[0], sent[1], None)
         o, final, *_ = run(*inputs, backend, save, documents, final_state, *sent)
     else:
         with torch.autocast(k.device.type, enabled=False):
@@ -157,16 +188,30 @@ def linear_scan(
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", check_documents: bool = True,
     group: str | SentState = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels (S4D).
+    """Reads the same recurrence through fixed weights (the linear readout of S4D).
+
+    y_t = Re(sum_m w_m X_t[m]): one convolution per head, the same for all channels.
 
     Args:
-        z: inputs, [B, T, H, P], dtypes as q of `interdomain_scan`.
-        log_decay: as there, [H, M, 2].
+        z: Inputs, [B, T, H, P], in the dtypes of q in `interdomain_scan`.
+        log_decay: theta, [H, M, 2], as in `interdomain_scan`.
         readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2]. None: zeros. All further arguments are as there.
-    Returns: (y [B, T, H, P] in z's dtype, X after the last token as initial_state, None without `final_state`).
-    Raises: ValueError as in `interdomain_scan`.
+        initial_state: X before the first token, [B, H, M, P, 2]. None means zeros.
+        documents: As in `interdomain_scan`.
+        final_state: As in `interdomain_scan`.
+        backend: As in `interdomain_scan`.
+        check_documents: As in `interdomain_scan`.
+        group: As in `interdomain_scan`; a sent state is that of z.
+
+    Returns:
+        y: Outputs, [B, T, H, P] in z's dtype.
+        state: X after the last token, as initial_state. None without `final_state`.
+
+    Raises:
+        ValueError: As in `interdomain_scan`.
+        NotImplementedError: As in `interdomain_scan`.
     """
+    # The inputs fit together.
     B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
@@ -175,6 +220,8 @@ def linear_scan(
         {"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state}
     )
     documents = checked_documents(documents, z, check_documents)
+
+    # As in `interdomain_scan`.
     backend = _choose(backend, (z,), M)
     _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
@@ -195,12 +242,24 @@ def send_state(
     *parts: Tensor, log_decay: Tensor, group: str, documents: Tensor | None = None, backend: str = "auto",
     check_documents: bool = True,
 ) -> SentState:  # fmt: skip
-    """Start the exchange of a scan whose tokens are a shard: what it needs of the ranks before is then on its way. Collective.
+    """Starts the exchange that the scan of a shard needs with the ranks before it.
+
+    It is collective: every rank of the group calls it. No gradient goes through this function; the
+    scan has all gradients.
 
     Args:
-        parts: k and v of `interdomain_scan`, or z of `linear_scan`. No gradient goes through this function: the scan's has all.
-        group, and the others: as there, the same in both calls.
-    Raises: ValueError as there.
+        *parts: k and v of `interdomain_scan`, or z of `linear_scan`.
+        log_decay: As in the scan.
+        group: Name of the process group, as in the scan.
+        documents: The same as in the call of the scan.
+        backend: The same as in the call of the scan.
+        check_documents: As in the scan.
+
+    Returns:
+        The state on its way, which the scan takes as its `group`.
+
+    Raises:
+        ValueError: As in the scan.
     """
     B, T, H, _ = _sizes("k or z", parts[0], "B", "T", "H", "R")
     for x in parts[1:]:
@@ -210,6 +269,8 @@ def send_state(
     documents = checked_documents(documents, parts[0], check_documents)
     backend = _choose(backend, parts, M)
     _check_group(group, backend, log_decay.device, None)
+
+    # The scan's own op computes the gradients of the exchange.
     values = [x.detach() for x in parts]
     return SentState(group, *ops.send_state(values, log_decay.detach(), backend, documents, group))
 
@@ -221,7 +282,19 @@ def _sent(
     backend: str,
     documents: Tensor | None,
 ) -> tuple[Any, Any, Any]:
-    """The last arguments of an op: group, message and states of segments; none of them without a group."""
+    """Starts the exchange, if it was not started. The scan hides nothing then.
+
+    Args:
+        group: The scan's argument.
+        parts: k and v, or z.
+        log_decay: As in the scan.
+        backend: The resolved backend.
+        documents: The checked documents.
+
+    Returns:
+        The last arguments of an op: group, message and states of segments; ("", None, None) without
+        a group.
+    """
     if isinstance(group, str) and group:
         return send_state(
             *parts,
@@ -238,20 +311,29 @@ def interdomain_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor, *,
     decay: Tensor | None = None, inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token of `interdomain_scan`: two fused kernels on CUDA where no gradient is recorded, else plain PyTorch.
+    """Computes one token of `interdomain_scan`.
+
+    On CUDA these are two fused kernels if no gradient is recorded; otherwise it is plain PyTorch.
 
     Args:
-        q: query features, [B, Hq, R].
-        k: key features, [B, H, R].
-        v: values, [B, H, D].
-        log_decay: as in `interdomain_scan`, [H, M, 2].
-        mixing: W, [H, 2M, 2M]. Or its upper half [H, M, 2M] = [V | -Y] where W = [[V, -Y], [Y, V]], as the readout `complex`
-            (and no other) has it: half the bytes.
-        state: X before the token, [B, H, M, R + D, 2], from the scan, or zeros at the start of a sequence.
-        decay: `decay_factor(log_decay)`, to compute it once for many steps. None: computed here.
-        inplace: write the new state over `state`, which must be contiguous; for CUDA graphs.
-    Returns: (o [B, Hq, D] in v's dtype, the new state). Without `inplace` the one passed in is left as it was.
-    Raises: ValueError if shapes, dtypes or devices are not as above, or there is no state.
+        q: Query features, [B, Hq, R].
+        k: Key features, [B, H, R].
+        v: Values, [B, H, D].
+        log_decay: theta, [H, M, 2], as in `interdomain_scan`.
+        mixing: W, [H, 2M, 2M]. Or its upper half, [H, M, 2M] = [V | -Y] for W = [[V, -Y], [Y, V]],
+            which only the readout `complex` has: half the bytes.
+        state: X before the token, [B, H, M, R + D, 2], from the scan; zeros at the start of a
+            sequence.
+        decay: `decay_factor(log_decay)`, to compute it once for many steps. None computes it here.
+        inplace: True to write the new state over `state`, which must be contiguous; for CUDA
+            graphs.
+
+    Returns:
+        o: The output, [B, Hq, D] in v's dtype.
+        state: The new state. Without `inplace` the given one is left as it was.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices are not as above, or there is no state.
     """
     B, H, R = _sizes("k", k, "B", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
@@ -277,15 +359,24 @@ def linear_step(
     decay: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_scan`: one fused kernel on CUDA where no gradient is recorded, else plain PyTorch.
+    """Computes one token of `linear_scan`.
+
+    On CUDA this is one fused kernel if no gradient is recorded; otherwise it is plain PyTorch.
 
     Args:
-        z: inputs, [B, H, P].
-        log_decay: as in `interdomain_scan`, [H, M, 2].
+        z: Inputs, [B, H, P].
+        log_decay: theta, [H, M, 2], as in `interdomain_scan`.
         readout: w, [H, 2M].
         state: X before the token, [B, H, M, P, 2].
-        decay: as in `interdomain_step`, and so is `inplace`.
-    Returns: (y [B, H, P] in z's dtype, the new state). Raises: ValueError as there.
+        decay: As in `interdomain_step`.
+        inplace: As in `interdomain_step`.
+
+    Returns:
+        y: The output, [B, H, P] in z's dtype.
+        state: The new state, as in `interdomain_step`.
+
+    Raises:
+        ValueError: As in `interdomain_step`.
     """
     B, H, P = _sizes("z", z, "B", "H", "P")
     M = _basis_size(log_decay, H)
@@ -305,6 +396,17 @@ def _step(
     shape: tuple[int, ...],
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Checks the tensors of a step and runs it, fused if that can be.
+
+    Args:
+        plain: The step in plain PyTorch; it overwrites the state.
+        fused: The op of the Triton kernels, called in the same way.
+        tokens: The tensors of the token by name.
+        tables: log_decay, decay and the mixing matrix or readout vector, by name and in this order.
+        state: The state before the token.
+        shape: The shape that the state must have.
+        inplace: As in `interdomain_step`.
+    """
     if state is None:
         raise ValueError(
             f"a step has no state to go on from: give one, {list(shape)}; zeros where a sequence begins"
@@ -317,13 +419,16 @@ def _step(
         raise ValueError(
             f"state has strides {state.stride()}; to be updated in place it must be contiguous"
         )
+
+    # Products stay in the tensors' own precision.
     with torch.autocast(state.device.type, enabled=False):
         args = *tokens.values(), decay_factor(log_decay) if decay is None else decay, table
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
         fused_here = (
             state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
         )
-        if fused_here and not recorded:  # the kernels record no gradient
+        # The kernels record no gradient.
+        if fused_here and not recorded:
             first_derivatives_only(*args, state)
             plain = fused
         new = state if inplace else state.clone(memory_format=torch.contiguous_format)
@@ -333,17 +438,20 @@ def _step(
 def resolve_backend(
     device: torch.device | None, M: int, width: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """The backend that `auto` runs. A process logs each answer for its own devices once, also where torch.compile asks.
+    """Returns the backend that `auto` runs.
+
+    A process logs each answer for its own devices once, also if torch.compile asks.
 
     Args:
-        device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
-        M: basis functions.
-        width: the larger of R and D; 0 for the linear readout, which takes every width.
+        device: The device of the inputs. None means a GPU of another machine, of compute capability
+            8.0 or higher and with Triton.
+        M: Number of basis functions.
+        width: The larger of R and D; 0 for the linear readout, which takes every width.
         dtype: float64 if any of q, k, v is, else float32 if any is, else bfloat16.
 
     Returns:
         backend: `chunkwise` or `chunkwise-torch`.
-        words: the backend in words, with the reason where the Triton kernels do not run.
+        words: A description of the backend, with the reason if the Triton kernels do not run.
     """
     chosen, words = "chunkwise", "chunkwise (Triton kernels)"
     if device is not None and device.type not in ops.KERNEL_DEVICES:
@@ -356,7 +464,13 @@ def resolve_backend(
 
 
 def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
-    """The backend that runs: `auto` resolved, an explicit one checked."""
+    """Returns the backend that runs: `auto` resolved, an explicit one checked.
+
+    Args:
+        backend: The argument of a scan.
+        inputs: q, k and v, or z, or the parts of a shard's state.
+        M: Number of basis functions.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     device, dtype = inputs[0].device, triton_support.operand_dtype(*inputs)
@@ -376,6 +490,7 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
 def _check_group(
     group: str | SentState, backend: str, device: torch.device, initial_state: Tensor | None
 ) -> None:
+    """Checks the argument `group` of a scan against its backend and its initial state."""
     if group and initial_state is not None:
         raise ValueError(
             "initial_state with a group: the state before a shard comes from the ranks before; give None"
@@ -387,6 +502,7 @@ def _check_group(
 
 
 def _basis_size(log_decay: Tensor, H: int) -> int:
+    """Checks log_decay for H heads. Returns M."""
     if log_decay.ndim != 3 or log_decay.shape[0] != H or log_decay.shape[2] != 2:
         raise ValueError(
             f"log_decay has shape {tuple(log_decay.shape)}; expected [H, M, 2] with H = {H}, "
@@ -400,7 +516,10 @@ def _basis_size(log_decay: Tensor, H: int) -> int:
 
 
 def _check_decay(log_decay: Tensor) -> None:
-    """Refuse decays whose powers over a chunk underflow, where the numbers are at hand: in eager mode on a CPU. NaN passes."""
+    """Refuses decays whose powers over a chunk underflow.
+
+    It reads numbers only if they are at hand: in eager mode on a CPU. NaN passes.
+    """
     if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
         return
     if (
@@ -422,6 +541,13 @@ def _check_decay(log_decay: Tensor) -> None:
 
 
 def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
+    """Checks the number of axes of an input. Returns its shape.
+
+    Args:
+        name: The argument's name, for the error.
+        x: The tensor.
+        *axes: The names of its axes.
+    """
     if x.ndim != len(axes):
         step = "" if "T" in axes else ": a step has no time axis"
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{', '.join(axes)}]{step}")
@@ -440,6 +566,7 @@ def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...]) -> None
 
 
 def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
+    """Checks q, [*leading, Hq, R] with Hq a multiple of H."""
     if (
         q.ndim != len(leading) + 2
         or q.shape[:-2] != leading
@@ -455,7 +582,12 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
 
 
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:
-    """Dtypes and devices: activations low precision or fp32 with fp32 tables, or everything fp64."""
+    """Checks dtypes and devices: fp32 tables with inputs of lower precision or fp32, or all fp64.
+
+    Args:
+        inputs: Tokens by name.
+        tables: Tables and states by name; None is left out.
+    """
     double = any(x.dtype == torch.float64 for x in inputs.values())
     dtypes = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
     device = next(iter(inputs.values())).device

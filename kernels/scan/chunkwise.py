@@ -1,25 +1,37 @@
-"""Chunkwise form in plain PyTorch, forward and backward written out (derivation in docs/kernels.md).
+"""Chunkwise form in plain PyTorch, forward and backward written out.
 
-Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, Hq = G H,
-R key features, D value width, P = R + D channels, M basis functions.
+Derivation: docs/kernels.md.
 
-The three passes are the ones that a kernel for an accelerator would run, and each serves forward and backward:
-    pass 1 (`_contract`)  a = pass1(q, k)    c = pass1(do, v)     read a state of keys: M numbers per row
-    pass 2 (`_expand`)    o = pass2(b, v)    dq = pass2(e, k)     read it back with M weights per row
-    pass 3 (`_adjoint`)   dv = pass3(b, do)  dk = pass3(e, q)     pass 2 transposed in time
-Inside a chunk Lambda^(i-j) is split as E_i T_j with E_i = Lambda^(i-r), T_j = Lambda^(r-j) and r mid-chunk; the state
-before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once to the sum of both parts.
+Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head,
+Hq = G H, R key features, D value width, P = R + D channels, M basis functions.
 
-Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
-keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
-and, viewed as M complex ones, take E in a single multiplication.
-Where documents are packed (`Masks`), a state stops at the end of its document: four masks of zeros and ones say which
-scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
+The three passes are those that a kernel for an accelerator runs. Each serves forward and backward:
+    pass 1 (`_contract`)  a = pass1(q, k)   c = pass1(do, v)   reads a state of keys: M numbers
+    pass 2 (`_expand`)    o = pass2(b, v)   dq = pass2(e, k)   reads it back with M weights
+    pass 3 (`_adjoint`)   dv = pass3(b, do) dk = pass3(e, q)   is pass 2, transposed in time
+
+Inside a chunk Lambda^(i-j) is split as E_i T_j with E_i = Lambda^(i-r), T_j = Lambda^(r-j) and r
+mid-chunk. The state before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once
+to the sum of both parts.
+
+Layout: heads come first, [H, B, N, ...], so that a product with a per-head table or with W is one
+batched matmul over heads. Keys and values are transposed to [P, L]. Complex numbers are interleaved
+(re, im), so that 2M real columns feed a real matmul and, viewed as M complex ones, take E in a
+single multiplication.
+
+If documents are packed (`Masks`), a state stops at the end of its document. Four masks of zeros and
+ones say which scores count, which rows read the state before the chunk, which tokens reach the
+state after it, and whether the state passes on.
+
 The backward recomputes everything: only the inputs survive the forward.
-Where the tokens are a shard of longer sequences, `final_state` is what they alone leave, and initial_state may be a function
-that waits for the state before them: it is called after what needs no state. `leave` takes the gradient of that state by their
-outputs alone, and returns a function that waits for the gradient of the state after them, which stands for d_final.
-Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
+
+If the tokens are a shard of longer sequences, `final_state` is the state that they alone leave, and
+initial_state may be a function that waits for the state before them. It is called after everything
+that needs no state. `leave` takes the gradient of that state by their outputs alone, and returns a
+function that waits for the gradient of the state after them, which takes the place of d_final.
+
+Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy
+conjugate is silently dropped.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,17 +54,35 @@ from .chunkwise_layout import (
     store_state,
 )
 
-Start = Tensor | Callable[[], Tensor] | None  # [B, H, M, P, 2]
-Exchange = Callable[[Tensor], Callable[[], Tensor]]  # likewise, both ways
+# The state before the tokens, [B, H, M, P, 2], or a function that waits for it; None means zeros.
+Start = Tensor | Callable[[], Tensor] | None
+# Sends a gradient [B, H, M, P, 2], and returns a function that waits for another one.
+Exchange = Callable[[Tensor], Callable[[], Tensor]]
 
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Start, *,
     documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state, likewise).
-    documents: [B, T] int32, as in `interdomain_scan`."""
+    """Computes the scan.
+
+    Args:
+        q: [B, T, Hq, R].
+        k: [B, T, H, R].
+        v: [B, T, H, D].
+        log_decay: theta, [H, M, 2].
+        mixing: W, [H, 2M, 2M].
+        initial_state: The state before the tokens, or a function that waits for it.
+        documents: The document of each token, [B, T] int32, as in `interdomain_scan`, or None.
+        need_final: False if no final state is wanted.
+
+    Returns:
+        o: [B, T, Hq, D] in v's dtype.
+        final_state: [B, H, M, P, 2], or None.
+        initial_state: The state before the tokens, or None.
+    """
     B, T, H, R = k.shape
+    # Everything that needs no state, so that an exchange with other ranks can go on meanwhile.
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
     loaded = []
@@ -61,6 +91,8 @@ def scan_forward(
         loaded.append(
             (segment, tab, docs, z, local, rows, _within(_scores(rows, z[..., :R, :], docs), tab))
         )
+
+    # The states before the chunks, and the three factors of the output: pass 1, W, pass 2.
     initial_state = initial_state() if callable(initial_state) else initial_state
     X = load_state(initial_state, B, R + v.shape[3], log_decay)
     for segment, tab, docs, z, local, rows, a in loaded:
@@ -78,8 +110,25 @@ def scan_backward(
     initial_state: Tensor | None, *,
     documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
-    With `leave`, initial_state is the state that entered the shard."""
+    """Computes the gradients of the scan.
+
+    Args:
+        d_o: The gradient of o, [B, T, Hq, D].
+        d_final: The gradient of the final state, or None.
+        q: [B, T, Hq, R].
+        k: [B, T, H, R].
+        v: [B, T, H, D].
+        log_decay: theta, [H, M, 2].
+        mixing: W, [H, 2M, 2M].
+        initial_state: The state before the tokens, or None. With `leave`, the state that entered
+            the shard.
+        documents: As in `scan_forward`.
+        leave: The exchange with other ranks, or None.
+
+    Returns:
+        The gradients of q, k, v, log_decay, mixing and initial_state; None for a state that is not
+        there.
+    """
     (H, R), dtype = k.shape[2:], log_decay.dtype
     weights = _bilinear(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -111,6 +160,7 @@ def scan_backward(
             (sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside)
         )
 
+    # Queries, while other ranks' gradients are on their way.
     G = _left(d_final, log_decay, read, leave)
     for (
         *_,
@@ -124,16 +174,17 @@ def scan_backward(
         _,
         kernel_e,
         _,
-    ) in read:  # while other ranks' gradients are on their way
+    ) in read:
         store_rows(dq, _expand(kernel_e, e, z[..., :R, :], S[..., :R, :]), segment)
+
+    # Keys and values, from the costates, and the decay.
     G = G()
     for sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside in read:
         Z, G = _costates(sums, G, tab, docs)
         store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
         store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
-        position = tab.position.repeat(rows.shape[3] // segment.length)[
-            :, None
-        ]  # 1 .. L for each of the G heads
+        # 1 .. L for each of the G heads.
+        position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]
         weighted = _outer(position * rows, e, position * d_rows, b)
         d_theta += inside + _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_initial = None if initial_state is None else store_state(G)
@@ -144,7 +195,22 @@ def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Start, *,
     documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Pass 2 with the same weights for every token. Returns (y [B, T, H, P] in z's dtype, both states as above)."""
+    """Computes the linear scan: pass 2 with the same weights for every token.
+
+    Args:
+        z: [B, T, H, P].
+        log_decay: theta, [H, M, 2].
+        readout: w, [H, 2M].
+        initial_state: As in `scan_forward`.
+        documents: As in `scan_forward`.
+        need_final: As in `scan_forward`.
+
+    Returns:
+        y: [B, T, H, P] in z's dtype.
+        final_state: As in `scan_forward`.
+        initial_state: As in `scan_forward`.
+    """
+    # Within chunks: a product by the kernel D.
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     loaded = []
     for segment, tab, docs, zT, local in _loaded((z,), log_decay, documents):
@@ -155,6 +221,8 @@ def linear_forward(
             else zT @ (kernel[:, None, None] * docs.same).mT
         )
         loaded.append((segment, tab, docs, local, w, out))
+
+    # From the states before the chunks.
     initial_state = initial_state() if callable(initial_state) else initial_state
     X = load_state(initial_state, z.shape[0], z.shape[3], log_decay)
     for segment, tab, docs, local, w, out in loaded:
@@ -171,7 +239,22 @@ def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
     *, documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of (z, log_decay, readout, initial_state), None as above."""
+    """Computes the gradients of the linear scan.
+
+    Args:
+        d_y: The gradient of y, [B, T, H, P].
+        d_final: The gradient of the final state, or None.
+        z: [B, T, H, P].
+        log_decay: theta, [H, M, 2].
+        readout: w, [H, 2M].
+        initial_state: As in `scan_backward`.
+        documents: As in `scan_forward`.
+        leave: As in `scan_backward`.
+
+    Returns:
+        The gradients of z, log_decay, readout and initial_state; None for a state that is not
+        there.
+    """
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (
@@ -182,6 +265,7 @@ def linear_backward(
     def per_chunk(x, like):
         return torch.view_as_complex(x.view(*like.shape, 2))
 
+    # The states before each segment, then the segments in reverse: first all that needs no costate.
     read = []
     for segment, tab, docs, zT, S, _ in reversed(
         [*_forward((z,), log_decay, initial_state, documents)]
@@ -192,12 +276,14 @@ def linear_backward(
         sums = per_chunk(read_dy @ E_conj, S)
         read.append((w_conj * sums, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
 
+    # What needs the costates: the inputs, the readout and the decay.
     G = _left(d_final, log_decay, read, leave)()
     for added, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums in read:
         w, kernel = _linear_kernel(readout, tab)
         flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
         Z, G = _costates(added, G, tab, docs)
-        # Scores meet only per-head weights here, so they are summed over batch and chunks before anything else.
+        # Scores meet only per-head weights here, so they are summed over batch and chunks before
+        # anything else.
         if docs is None:
             out = (flat_dy @ kernel).baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tab.T).mT)
             scores = (flat_dy.mT @ flat_z).tril_()  # [H, L, L]
@@ -216,8 +302,9 @@ def linear_backward(
     return dz, torch.view_as_real(d_theta), torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
 
 
-# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M], states [H, B, N, P, M].
-# b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner product of interleaved pairs.
+# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M],
+# states [H, B, N, P, M]. b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner
+# product of interleaved pairs.
 
 
 def _scores(rows: Tensor, columns: Tensor, docs: Masks | None) -> Tensor:
@@ -231,8 +318,9 @@ def _kernel(b: Tensor, tab: Tables, rows: torch.Size, docs: Masks | None) -> Ten
 
 
 def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
-    """Zeros above the diagonal and between documents, in place."""
-    # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 / Lambda.
+    """Writes zeros above the diagonal and between documents, in place."""
+    # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 /
+    # Lambda.
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
     if docs is not None:
         per_head.mul_(docs.same[:, :, :, None])
@@ -247,7 +335,7 @@ def _reading(b: Tensor, rows: Tensor, docs: Masks | None) -> Tensor:
 
 
 def _within(scores: Tensor, tab: Tables) -> Tensor:
-    """sum_j tril(q k^T)_ij T_j, what the tokens of a chunk add to a."""
+    """Computes sum_j tril(q k^T)_ij T_j, which the tokens of a chunk add to a."""
     return scores.flatten(1, 3) @ real_pairs(tab.T)
 
 
@@ -279,7 +367,10 @@ def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: Tables, docs: Masks |
 
 
 def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
-    """sum_i q_i conj(E e)_i^T and below it sum_i do_i conj(E b)_i^T, per chunk, [H, B, N, P, M] complex."""
+    """Computes sum_i q_i conj(E e)_i^T and below it sum_i do_i conj(E b)_i^T, per chunk.
+
+    The result is [H, B, N, P, M] complex.
+    """
     sums = [x.mT @ y.view(*x.shape[:4], -1) for x, y in ((rows, e), (d_rows, b))]
     return torch.view_as_complex(torch.cat(sums, dim=-2).unflatten(-1, (-1, 2)))
 
@@ -287,7 +378,17 @@ def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
 def _loaded(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
 ) -> Iterator[tuple[Segment, Tables, Masks | None, Tensor, Tensor]]:  # fmt: skip
-    """Segments in order, each with its tables, masks, columns of `parts`, and sum_j T_j z_j of its chunks."""
+    """Yields the segments in order, with everything of them that needs no state.
+
+    Args:
+        parts: k and v, or z.
+        log_decay: theta, [H, M, 2].
+        documents: As in `scan_forward`.
+
+    Returns:
+        For each segment: the segment, its tables, its masks, the columns of `parts`, and sum_j T_j
+        z_j of its chunks.
+    """
     for segment in segments(parts[0].shape[1]):
         tab = make_tables(log_decay, segment.length)
         z = load_columns(parts, segment, log_decay.dtype)
@@ -299,7 +400,18 @@ def _loaded(
 def _forward(
     parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
 ) -> Iterator[tuple[Segment, Tables, Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
+    """Yields the segments in order, with their states.
+
+    Args:
+        parts: k and v, or z.
+        log_decay: theta, [H, M, 2].
+        initial_state: The state before the tokens, or None.
+        documents: As in `scan_forward`.
+
+    Returns:
+        For each segment: the segment, its tables, its masks, the columns of `parts`, the states
+        before its chunks, and the state after it.
+    """
     X = load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
     for segment, tab, docs, z, local in _loaded(parts, log_decay, documents):
         S, X = _states(local, X, tab, docs)
@@ -309,8 +421,17 @@ def _forward(
 def final_state(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The state that these tokens alone leave, [B, H, M, P, 2], of (k, v) or (z,); the form in Triton also returns the states
-    of its segments."""
+    """Computes the state that these tokens alone leave.
+
+    Args:
+        parts: k and v, or z.
+        log_decay: theta, [H, M, 2].
+        documents: As in `scan_forward`.
+
+    Returns:
+        The state, [B, H, M, P, 2], and None: the form in Triton also returns the states of its
+        segments.
+    """
     *_, (*_, X) = _forward(parts, log_decay, None, documents)
     return store_state(X), None
 
@@ -318,8 +439,19 @@ def final_state(
 def _left(
     d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None
 ) -> Callable[[], Tensor]:
-    """Starts the exchange. The returned function waits, and gives the conjugate G of the costate after the last token, dL =
-    Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
+    """Starts the exchange of gradients.
+
+    Args:
+        d_final: The gradient of the final state, or None.
+        log_decay: theta, [H, M, 2].
+        read: For each segment from the last to the first: the sums that its chunks add to the
+            costate, its tables, its masks, and more.
+        leave: The exchange, or None.
+
+    Returns:
+        A function that waits, and gives the conjugate G of the costate after the last token: dL =
+        Re(conj(G) dX).
+    """
     (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
     if leave is not None:
         costate = load_state(None, B, P, log_decay)  # of this shard alone
@@ -330,9 +462,18 @@ def _left(
 
 
 def _states(local: Tensor, X: Tensor, tab: Tables, docs: Masks | None) -> tuple[Tensor, Tensor]:
-    """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
+    """Computes the states before every chunk, and the state after the last one.
 
-    S' = Lambda^L (S + local), local = sum_j T_j z_j, and X' = Lambda^(L-1-r) of the same sum.
+    S' = Lambda^L (S + local) with local = sum_j T_j z_j, and X' = Lambda^(L-1-r) of the same sum.
+
+    Args:
+        local: sum_j T_j z_j of each chunk, [H, B, N, P, M].
+        X: The state before the first chunk.
+        tab: Tables.
+        docs: Masks, or None.
+
+    Returns:
+        The states in the frame S = Lambda^(r+1) X, and X itself after the last chunk.
     """
     S = torch.empty_like(local)
     current = tab.enter * X
@@ -344,7 +485,19 @@ def _states(local: Tensor, X: Tensor, tab: Tables, docs: Masks | None) -> tuple[
 
 
 def _costates(sums: Tensor, G: Tensor, tab: Tables, docs: Masks | None) -> tuple[Tensor, Tensor]:
-    """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
+    """Computes `_states` in reverse, on conjugates.
+
+    Z = conj(Lambda^(L-1-r)) G at the end, and Z' = conj(Lambda^L) (Z + sums).
+
+    Args:
+        sums: What each chunk adds to the costate, [H, B, N, P, M].
+        G: The conjugate of the costate after the last chunk.
+        tab: Tables.
+        docs: Masks, or None.
+
+    Returns:
+        The costates after every chunk in the frame Z, and G before the first chunk.
+    """
     Z = torch.empty_like(sums)
     enter, carry, leave = (conj_physical(x) for x in (tab.leave, tab.carry, tab.enter))
     current = enter * G
@@ -356,7 +509,10 @@ def _costates(sums: Tensor, G: Tensor, tab: Tables, docs: Masks | None) -> tuple
 
 
 def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: Tables) -> Tensor:
-    """Within chunks: sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, conjugated. Overwrites scores."""
+    """Computes the gradient of theta within chunks, conjugated. Overwrites scores.
+
+    It is sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i.
+    """
     scores.unflatten(-2, (-1, tab.lag.shape[-1])).mul_(tab.lag)
     return _sum_over_tokens(tab.T, scores.flatten(1, 3).mT @ b)
 
@@ -364,8 +520,10 @@ def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: Tables) -> Tensor:
 def _decay_gradient_states(
     z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: Tables, docs: Masks | None
 ) -> Tensor:
-    """Across chunks, conjugated: reading the state, sum_i (i + 1) (E b)_i (S do_i), and carrying it over the chunk,
-    Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
+    """Computes the gradient of theta across chunks, conjugated.
+
+    One part reads the state, sum_i (i + 1) (E b)_i (S do_i). The other part carries it over the
+    chunk, Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
     """
     L = z.shape[-1]
     z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
@@ -376,7 +534,10 @@ def _decay_gradient_states(
 
 
 def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
-    """sum_j conj(T_j) x_j for pairs [H, L, 2M] of numbers that are summed over all else: [H, M]."""
+    """Computes sum_j conj(T_j) x_j, [H, M].
+
+    The pairs x, [H, L, 2M], are summed over everything else.
+    """
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
 
@@ -387,20 +548,24 @@ def _linear_kernel(readout: Tensor, tab: Tables) -> tuple[Tensor, Tensor]:
 
 
 def _bilinear(mixing: Tensor) -> Tensor:
-    """J W on interleaved pairs, J = diag(1, -1): conj(b) = J W a, conj(e) = (J W)^T c, one matrix for both ways."""
+    """Returns J W on interleaved pairs, J = diag(1, -1).
+
+    conj(b) = J W a and conj(e) = (J W)^T c: one matrix for both ways.
+    """
     H, M = mixing.shape[0], mixing.shape[1] // 2
     w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
     return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
 
 
 def _bilinear_gradient(d_weights: Tensor) -> Tensor:
+    """Returns the gradient of W, [H, 2M, 2M], from that of `_bilinear`."""
     H, M = d_weights.shape[0], d_weights.shape[1] // 2
     upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
     return torch.cat((upper, -lower), dim=1)
 
 
 def _complex(readout: Tensor) -> Tensor:
-    """[H, 2M] as (Re | Im) -> [H, M] complex."""
+    """Returns [H, 2M] as (Re | Im) as complex numbers, [H, M]."""
     return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
 
 

@@ -9,39 +9,79 @@ from .tables import CHUNK, powers
 
 
 class Tables(NamedTuple):
-    E: Tensor  # Lambda^(i-r), [H, L, M] complex
-    T: Tensor  # Lambda^(r-j), [H, L, M] complex
-    enter: Tensor  # Lambda^(r+1), [H, 1, 1, M]: X -> S
-    carry: Tensor  # Lambda^L
-    leave: Tensor  # Lambda^(L-1-r): S + local sum -> X
-    lag: Tensor  # i - j, [L, L]
-    position: Tensor  # i + 1, [L]
+    """Powers of Lambda for chunks of L tokens, with r = L // 2 in the middle of the chunk.
+
+    Attributes:
+        E: Lambda^(i-r), [H, L, M] complex.
+        T: Lambda^(r-j), [H, L, M] complex.
+        enter: Lambda^(r+1), [H, 1, 1, M]: from the state X to the frame S.
+        carry: Lambda^L, [H, 1, 1, M].
+        leave: Lambda^(L-1-r), [H, 1, 1, M]: from S and the sum of a chunk to X.
+        lag: i - j, [L, L].
+        position: i + 1, [L].
+    """
+
+    E: Tensor
+    T: Tensor
+    enter: Tensor
+    carry: Tensor
+    leave: Tensor
+    lag: Tensor
+    position: Tensor
 
 
 class Segment(NamedTuple):
+    """Chunks of one length that follow each other.
+
+    Attributes:
+        start: The first token.
+        chunks: N, the number of chunks.
+        length: L, the tokens of a chunk.
+    """
+
     start: int
     chunks: int
     length: int
 
     def of(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [B, N, L, ...]"""
+        """Returns the segment's tokens by chunk: [B, T, ...] -> [B, N, L, ...]."""
         stop = self.start + self.chunks * self.length
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
 
 
 class Masks(NamedTuple):
-    """Masks of zeros and ones: the parts of a chunk that belong to one document. d is a token's document, p the document of the
-    token before the chunk (0 before the first: the initial state's), l the document of the chunk's last token."""
+    """Masks of zeros and ones for packed documents.
 
-    same: Tensor  # d_i == d_j, [1, B, N, L, L]
-    reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk
-    writes: Tensor  # d_j == l, [1, B, N, 1, L]: token j is in the state after it
-    keeps: Tensor  # p == l, [1, B, N, 1, 1]: the state before is in the state after
+    d is a token's document, p the document of the token before the chunk (0 before the first chunk,
+    as that of the initial state), l the document of the chunk's last token.
+
+    Attributes:
+        same: d_i == d_j, [1, B, N, L, L]: token i sees token j.
+        reads: d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk.
+        writes: d_j == l, [1, B, N, 1, L]: token j is in the state after the chunk.
+        keeps: p == l, [1, B, N, 1, 1]: the state before is in the state after.
+    """
+
+    same: Tensor
+    reads: Tensor
+    writes: Tensor
+    keeps: Tensor
 
     @classmethod
     def of(cls, documents: Tensor | None, segment: Segment, dtype: torch.dtype) -> "Masks | None":
+        """Makes the masks of a segment.
+
+        Args:
+            documents: The document of each token, [B, T], or None.
+            segment: The segment.
+            dtype: The dtype of the masks.
+
+        Returns:
+            The masks; None without documents.
+        """
         if documents is None:
             return None
+        # The document of each token, of the token before each chunk, and of its last token.
         d = segment.of(documents)
         before = (
             documents[:, segment.start - 1 : segment.start]
@@ -50,6 +90,7 @@ class Masks(NamedTuple):
         )
         last = d[:, :, -1]
         p = torch.cat((before, last[:, :-1]), dim=1)
+        # The masks, in the order of the fields.
         masks = (
             d[..., None] == d[:, :, None],
             (d == p[..., None])[:, :, None],
@@ -58,17 +99,24 @@ class Masks(NamedTuple):
         return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """`reads` for rows [H, B, N, G L, d], G heads one after the other."""
+        """Returns `reads` for rows [H, B, N, G L, d], which hold G heads one after the other."""
         return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
 
 
 def segments(T: int) -> list[Segment]:
-    """All full chunks at once, then the ragged tail as one shorter chunk."""
+    """Cuts T tokens into all full chunks at once, and the ragged tail as one shorter chunk."""
     full, tail = T // CHUNK, T % CHUNK
     return [s for s in (Segment(0, full, CHUNK), Segment(T - tail, 1, tail)) if s.chunks * s.length]
 
 
 def make_tables(log_decay: Tensor, L: int) -> Tables:
+    """Computes the powers of Lambda that chunks of L tokens need.
+
+    Args:
+        log_decay: theta, [H, M, 2].
+        L: Tokens of a chunk.
+    """
+    # All powers from Lambda^-r to Lambda^L; the tables are parts of them.
     r = L // 2
     table = torch.view_as_complex(
         powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device))
@@ -86,23 +134,37 @@ def make_tables(log_decay: Tensor, L: int) -> Tables:
 
 
 def real_pairs(x: Tensor) -> Tensor:
-    """[..., M] complex -> [..., 2M] interleaved, no copy."""
+    """Views complex numbers as interleaved pairs: [..., M] complex -> [..., 2M]."""
     return torch.view_as_real(x).flatten(-2)
 
 
 def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor:
-    """[B, T, H G, d] -> [H, B, N, G L, d]"""
+    """Copies tokens into rows: [B, T, H G, d] -> [H, B, N, G L, d].
+
+    Args:
+        x: Tokens by head.
+        H: Number of state heads.
+        segment: The segment.
+        dtype: The dtype of the rows.
+    """
     x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
 
 
 def store_rows(out: Tensor, rows: Tensor, segment: Segment) -> None:
+    """Writes rows [H, B, N, G L, d] of a segment to their tokens in `out` [B, T, H G, d]."""
     rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
     segment.of(out).unflatten(3, rows.shape[3:5]).copy_(rows)
 
 
 def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype) -> Tensor:
-    """[B, T, H, d] each -> [H, B, N, sum of d, L]"""
+    """Copies tokens into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
+
+    Args:
+        parts: Tokens by head, such as keys and values.
+        segment: The segment.
+        dtype: The dtype of the columns.
+    """
     columns = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
     widths = [x.shape[3] for x in columns]
     out = torch.empty(
@@ -114,11 +176,19 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
 
 
 def store_columns(out: Tensor, columns: Tensor, segment: Segment) -> None:
+    """Writes columns [H, B, N, d, L] of a segment to their tokens in `out` [B, T, H, d]."""
     segment.of(out).copy_(columns.permute(1, 2, 4, 0, 3))
 
 
 def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
-    """[B, H, M, P, 2] or None -> [H, B, P, M] complex."""
+    """Views a state as [B, H, M, P, 2] -> [H, B, P, M] complex. None means zeros.
+
+    Args:
+        state: The state, or None.
+        B: Batch.
+        P: Channels.
+        log_decay: theta, [H, M, 2]; gives the other sizes and the dtype.
+    """
     H, M, _ = log_decay.shape
     if state is None:
         return log_decay.new_zeros(H, B, P, M, dtype=log_decay.dtype.to_complex())
@@ -126,6 +196,7 @@ def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tenso
 
 
 def store_state(X: Tensor) -> Tensor:
+    """Copies a state: [H, B, P, M] complex -> [B, H, M, P, 2]."""
     H, B, P, M = X.shape
     out = torch.empty(B, H, M, P, 2, dtype=X.dtype.to_real(), device=X.device)
     return out.copy_(torch.view_as_real(X).permute(1, 0, 3, 2, 4))

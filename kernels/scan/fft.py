@@ -1,14 +1,16 @@
-"""backend="fft": FFT convolution in plain PyTorch, on every device; the paper's FFT path (derivation in docs/kernels.md).
+"""backend="fft": FFT convolution in plain PyTorch, on every device (the paper's FFT path).
 
-Shapes: B batch, T time, N points of a transform, H state heads, G query heads per state head, R key features, D value
-width, P = R + D channels, M basis functions.
+Shapes: B batch, T time, N points of a transform, H state heads, G query heads per state head,
+R key features, D value width, P = R + D channels, M basis functions. Derivation: docs/kernels.md.
 
-Every state is a causal convolution with Lambda^tau: in pairs (Re, Im) 2M real kernels, and all transforms are real.
-a = X^k q and o = b~ X^v with b~ = J W a are then inner products of pairs. The linear readout has one kernel per head for all
-channels, Re(w^T Lambda^tau), and forms no state but the last.
+Every state is a causal convolution with Lambda^tau: in pairs (Re, Im) there are 2M real kernels,
+and all transforms are real. a = X^k q and o = b~ X^v with b~ = J W a are then inner products of
+pairs. The linear readout has one kernel per head for all channels, Re(w^T Lambda^tau), and forms no
+state but the last one.
 
-Autograd differentiates it, one head at a time: the backward computes a head's states again (torch.utils.checkpoint). Tables of
-powers, products with W and the last state are fp64: small beside the transforms, and out of reach of PyTorch's TF32 switch.
+Autograd differentiates it, one head at a time: the backward computes a head's states again
+(torch.utils.checkpoint). Tables of powers, products with W and the last state are in fp64: small
+beside the transforms, and out of reach of PyTorch's TF32 switch.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,20 @@ def scan_fft(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns (o [B, T, Hq, D] in v's dtype, final state [B, H, M, P, 2])."""
+    """Computes `interdomain_scan`.
+
+    Args:
+        q: [B, T, Hq, R].
+        k: [B, T, H, R].
+        v: [B, T, H, D].
+        log_decay: theta, [H, M, 2].
+        mixing: W, [H, 2M, 2M].
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+
+    Returns:
+        o [B, T, Hq, D] in v's dtype, and the final state.
+    """
     return _by_document(_query_head, (q, k, v), log_decay, mixing, initial_state, documents)
 
 
@@ -36,7 +51,18 @@ def linear_fft(
     initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (y [B, T, H, P] in z's dtype, final state [B, H, M, P, 2])."""
+    """Computes `linear_scan`.
+
+    Args:
+        z: [B, T, H, P].
+        log_decay: theta, [H, M, 2].
+        readout: w, [H, 2M] as (Re w | Im w).
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+
+    Returns:
+        y [B, T, H, P] in z's dtype, and the final state.
+    """
     return _by_document(_linear_head, (z,), log_decay, readout, initial_state, documents)
 
 
@@ -44,7 +70,16 @@ def _by_document(
     head: Callable, tokens: tuple[Tensor, ...], log_decay: Tensor, table: Tensor, initial_state: Tensor | None,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Every packed document by itself; the initial state is that of document 0."""
+    """Computes every packed document by itself. The initial state is that of document 0.
+
+    Args:
+        head: `_query_head` or `_linear_head`.
+        tokens: q, k and v, or z.
+        log_decay: theta, [H, M, 2].
+        table: W or w.
+        initial_state: [B, H, M, P, 2], or None.
+        documents: The document of each token, [B, T], or None.
+    """
     if documents is None:
         return _by_head(head, tokens, log_decay, table, initial_state)
     rows, finals = [], []
@@ -70,8 +105,11 @@ def _by_head(
     table: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Calls `head` with rows [B, G, d, T], log_decay [M, 2], the head's table, and X before the first token, [B, M, P]
-    complex128."""
+    """Computes every head by itself.
+
+    It calls `head` with rows [B, G, d, T], log_decay [M, 2], the head's table, and X before the
+    first token, [B, M, P] complex128.
+    """
     H, outputs, finals = log_decay.shape[0], [], []
     for h in range(H):
         rows = [
@@ -93,6 +131,19 @@ def _by_head(
 def _query_head(
     q: Tensor, k: Tensor, v: Tensor, theta: Tensor, mixing: Tensor, X0: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Computes one head with the query readout.
+
+    Args:
+        q: [B, G, R, T].
+        k: [B, 1, R, T].
+        v: [B, 1, D, T].
+        theta: [M, 2].
+        mixing: [2M, 2M].
+        X0: The state before the first token, [B, M, P] complex128, or None.
+
+    Returns:
+        o [B, G, D, T], and the last state [B, M, P, 2].
+    """
     (M, _), R, T = theta.shape, k.shape[2], k.shape[3]
     table, k, v = _table(theta, T), k[:, 0], v[:, 0]
     spectrum = rfft(torch.stack((table[:, :T].real, table[:, :T].imag)), _transform_length(T))
@@ -108,7 +159,14 @@ def _query_head(
 
 
 def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
-    """Every state as pairs, [B, 2, M, d, T], of z [B, d, T]; spectrum [2, M, F] of (Re, Im) Lambda^tau."""
+    """Computes every state as pairs, [B, 2, M, d, T].
+
+    Args:
+        z: [B, d, T].
+        spectrum: The transform of (Re, Im) Lambda^tau, [2, M, F].
+        table: Lambda^tau, [M, T + 1].
+        X0: The state before the first token, or None.
+    """
     T = z.shape[-1]
     X = irfft(rfft(z, _transform_length(T))[:, None, None] * _rounded(spectrum, z)[:, :, None])[
         ..., :T
@@ -122,6 +180,17 @@ def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Te
 def _linear_head(
     z: Tensor, theta: Tensor, readout: Tensor, X0: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Computes one head with the linear readout.
+
+    Args:
+        z: [B, 1, P, T].
+        theta: [M, 2].
+        readout: [2M].
+        X0: As in `_query_head`.
+
+    Returns:
+        y [B, 1, P, T], and the last state [B, M, P, 2].
+    """
     T, N = z.shape[-1], _transform_length(z.shape[-1])
     table = _table(theta, T)
     weighted = torch.complex(*readout.double().chunk(2))[:, None] * table
@@ -133,23 +202,26 @@ def _linear_head(
 
 
 def _last_state(z: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
-    """sum_t Lambda^(T-1-t) z_t + Lambda^T X0 as a plain sum, [B, M, P, 2]: the state that is handed on has no part in the
-    rounding of the transforms, which spreads the largest value of the sequence over all of it."""
+    """Computes sum_t Lambda^(T-1-t) z_t + Lambda^T X0 as a plain sum, [B, M, P, 2].
+
+    The rounding of the transforms spreads the largest value of the sequence over all of it. The
+    state that is handed on has no part in that.
+    """
     last = torch.einsum("bpt,mtc->bmpc", z.double(), torch.view_as_real(table[:, :-1].flip(1)))
     return last if X0 is None else last + torch.view_as_real(table[:, -1:] * X0)
 
 
 def _table(theta: Tensor, T: int) -> Tensor:
-    """Lambda^tau for tau = 0 .. T, [M, T + 1] complex128 of [M, 2]."""
+    """Computes Lambda^tau for tau = 0 .. T: [M, 2] -> [M, T + 1] complex128."""
     exponents = torch.arange(T + 1, device=theta.device)
     return torch.view_as_complex(powers(theta[None].double(), exponents))[0].mT
 
 
 def _rounded(x: Tensor, like: Tensor) -> Tensor:
-    """Complex x in the precision of `like`, which is real."""
+    """Returns complex x in the precision of `like`, which is real."""
     return torch.view_as_complex(torch.view_as_real(x).to(like.dtype))
 
 
 def _transform_length(T: int) -> int:
-    """An even length of at least 2 T, so that nothing wraps around, of small prime factors."""
+    """Returns an even length of small prime factors, at least 2 T so that nothing wraps around."""
     return 2 * min(odd << (-(-T // odd) - 1).bit_length() for odd in (1, 3, 5, 9, 15, 25, 27, 45))

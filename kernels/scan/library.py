@@ -1,4 +1,4 @@
-"""Logging, refusals and cache tags that the `torch.library` ops of the scan and of the input features share."""
+"""Logging, refusals and cache tags that the ops of the scan and of the input features share."""
 
 import functools
 import hashlib
@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def log_once(line: str) -> None:
-    """Log "MODULE: ..." under that module's name, once per process. torch.compile runs it while it traces: no graph has it."""
+    """Logs "MODULE: ..." under that module's name, once per process.
+
+    torch.compile runs it while it traces: no graph has it.
+    """
     _log_once(line)
 
 
@@ -24,12 +27,19 @@ def _log_once(line: str) -> None:
     logging.getLogger(line.partition(":")[0]).info(line)
 
 
-# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as long again as torch itself.
+# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as
+# long again as torch itself.
 log_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def first_derivatives_only(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for tensors of forward mode (an op would drop the tangent silently) or of torch.func.grad."""
+    """Refuses tensors of forward mode and of torch.func.grad.
+
+    An op would drop a tangent silently.
+
+    Raises:
+        NotImplementedError: One of the tensors has a tangent or is tracked by torch.func.
+    """
     if torch.compiler.is_compiling():
         return
     present = [x for x in tensors if x is not None]
@@ -42,6 +52,11 @@ def first_derivatives_only(*tensors: Tensor | None) -> None:
 
 
 def refuse_derivative(problem: str) -> NoReturn:
+    """Raises NotImplementedError for a derivative that the ops lack.
+
+    Args:
+        problem: The derivative, as "no second derivative".
+    """
     raise NotImplementedError(
         f"the ops of the scan and of the input features have {problem}. Plain PyTorch has all derivatives: "
         "backend='reference' of the scan, 'torch' of the input features"
@@ -49,13 +64,23 @@ def refuse_derivative(problem: str) -> NoReturn:
 
 
 def no_second_derivative(backward: Any) -> None:
-    """Give an op that computes gradients a derivative that refuses to run."""
+    """Gives an op that computes gradients a derivative that refuses to run.
+
+    Args:
+        backward: The op.
+    """
     backward.register_autograd(lambda ctx, *grads: refuse_derivative("no second derivative"))
 
 
 def only_values(*tensors: Tensor | None) -> bool:
-    """True where nobody would see an op: no gradient is recorded, nothing traces, transforms or listens. The first op of a
-    process imports torch.compile's front end."""
+    """Returns True if nobody would see an op.
+
+    No gradient is recorded, and nothing traces, transforms or listens. The first op of a process
+    imports torch.compile's front end, which takes long.
+
+    Args:
+        *tensors: The op's inputs.
+    """
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -66,9 +91,13 @@ def only_values(*tensors: Tensor | None) -> bool:
 
 
 def tag_caches(module: str) -> None:
-    """Keep torch.compile from loading code that it compiled for other versions of the ops of `module`.
+    """Keeps torch.compile from loading code that it compiled for other versions of a module's ops.
 
-    Its caches on disk know an op by its name alone: a backward compiled last week would be called with the arguments of today.
+    Its caches on disk know an op by its name only: a backward that was compiled last week would be
+    called with the arguments of today.
+
+    Args:
+        module: The name of the module.
     """
     tag = hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()[:8]
     if tag not in torch.compiler.config.cache_key_tag:

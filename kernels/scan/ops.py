@@ -1,16 +1,25 @@
-"""The scan and its backward as `torch.library` ops: one node for torch.compile, one name for activation checkpointing.
+"""The scan and its backward as `torch.library` ops.
+
+torch.compile sees one node for each, and activation checkpointing one name.
 
     torch.ops.interdomain.scan.default            torch.ops.interdomain.linear_scan.default
     torch.ops.interdomain.scan_backward.default   torch.ops.interdomain.linear_scan_backward.default
     torch.ops.interdomain.scan_step_.default      torch.ops.interdomain.linear_step_.default
     torch.ops.interdomain.send_state.default
 
-`backend` says which module runs (`implementation`): what is compiled, listed or checkpointed does not change with it.
-The ops trust their inputs; `interdomain.scan` checks them.
-A tensor that does not exist (no state asked for, nothing saved) is empty: an op returns a fixed number.
-`group` names the process group whose ranks hold shards of the sequences, "" for none; `sent` is then the result of
-`send_state`, which starts the exchange and does not wait: nothing but the scan may read it. The state that enters this shard is
-an output, which the backward saves: where activation checkpointing keeps the ops' outputs, the exchange runs once.
+`backend` says which module runs (`implementation`). What is compiled, listed or checkpointed does
+not change with it. The ops trust their inputs; `interdomain.scan` checks them.
+
+Ops return a fixed number of tensors; optional outputs (no state asked for, nothing saved) are
+empty.
+
+`group` names the process group whose ranks hold shards of the sequences, "" for none. `sent` is
+then the result of `send_state`, which starts the exchange and does not wait: only the scan may read
+it. The state that enters this shard is an output, which the backward saves: if activation
+checkpointing keeps the ops' outputs, the exchange runs once.
+
+Shapes: B batch, T time, H state heads, Hq query heads, R key features, D value width,
+P = R + D channels, M basis functions, S segments.
 """
 
 from collections.abc import Callable
@@ -26,22 +35,40 @@ from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
-BY_HEAD = 512  # tokens from which on the plain form takes one head after the other on a CPU, or in float64
-HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}  # by the number of axes: tables, tokens, states
-KERNEL_DEVICES = ("cuda",)  # where Triton kernels run; tests add the CPU for Triton's interpreter
+# From this many tokens on the plain form takes one head after the other on a CPU, or in float64.
+BY_HEAD = 512
+# The axis of the heads by the number of axes: 2 and 3 are tables, 4 tokens, 5 states.
+HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}
+# Types of the devices that run Triton kernels. Tests add the CPU for Triton's interpreter.
+KERNEL_DEVICES = ("cuda",)
 
 
 def runs_as(backend: str, device: torch.device) -> str | None:
-    """`triton` or `plain`; None: no op, autograd records the backend. torch.compile traces through this."""
+    """Returns how a backend runs on a device.
+
+    torch.compile traces through this.
+
+    Args:
+        backend: A resolved backend.
+        device: The device of the inputs.
+
+    Returns:
+        `triton` or `plain`; None if no op runs it and autograd records it.
+    """
     if backend == "chunkwise" and device.type in KERNEL_DEVICES:
         return "triton"
     return "plain" if backend in ("chunkwise", "chunkwise-torch") else None
 
 
 def implementation(backend: str, device: torch.device) -> ModuleType:
-    """The module whose four functions the ops call; every output newly allocated and contiguous.
+    """Returns the module whose functions the ops call.
 
-    The one in Triton also returns `a`, [B, Hq, T, 2M] in the operands' dtype, after the states, and takes it back.
+    Every output is newly allocated and contiguous. The module in Triton also returns `a`, [B, Hq,
+    T, 2M] in the operands' dtype, after the states, and takes it back in the backward.
+
+    Args:
+        backend: A resolved backend.
+        device: The device of the inputs.
     """
     if runs_as(backend, device) == "plain":
         return chunkwise
@@ -51,28 +78,50 @@ def implementation(backend: str, device: torch.device) -> ModuleType:
 
 
 def _call(backend: str, name: str, *args, **kw) -> tuple:
+    """Calls a function of the implementation, head by head if that is faster or smaller.
+
+    Args:
+        backend: A resolved backend.
+        name: The function's name.
+        *args: Its tensors. The first one gives the device.
+        **kw: Its other arguments.
+    """
     device = args[0].device
+
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
         function, plain = (
             getattr(implementation(backend, device), name),
             runs_as(backend, device) == "plain",
         )
+        # An exchange is for all heads together.
         exchanged = any(callable(x) for x in args) or kw.get("leave") is not None
-        by_head = (
-            device.type == "cpu" or args[0].dtype == torch.float64
-        )  # which judges, on GPUs of any size
+        # float64 is the judge of other backends, also on small GPUs: it has to save memory there.
+        by_head = device.type == "cpu" or args[0].dtype == torch.float64
         if plain and by_head and not exchanged and args[0].shape[:2].numel() >= BY_HEAD:
             return _by_head(function, *args, **kw)
         return function(*args, **kw)
 
 
 def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
-    """Calls `function` for each state head by itself: all that it computes in between stays in the processor's caches, and the
-    next head reuses the memory, which at the size of all heads would be the system's new pages in every call."""
-    H = next(len(x) for x in args if x is not None and x.ndim == 3)  # log_decay
+    """Calls `function` for each state head by itself.
+
+    All that it computes in between stays in the processor's caches. The next head reuses the
+    memory, which at the size of all heads would be new pages of the system in every call.
+
+    Args:
+        function: One of the functions of `chunkwise`.
+        *args: Its tensors, which are split by heads.
+        **kw: Arguments without heads.
+
+    Returns:
+        The results of all heads together.
+    """
+    # log_decay is the first table, and says how many heads there are.
+    H = next(len(x) for x in args if x is not None and x.ndim == 3)
     outputs: list[Tensor | None] = []
     heads = ([None] * H if x is None else x.chunk(H, HEAD_AXIS[x.ndim]) for x in args)
+    # Each head's results are copied to their place in those of all heads.
     for h, inputs in enumerate(zip(*heads, strict=True)):
         results = function(*inputs, **kw)
         outputs = outputs or [_times(x, H) for x in results]
@@ -83,7 +132,7 @@ def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
 
 
 def _times(x: Tensor | None, H: int) -> Tensor | None:
-    """Memory for H tensors like x along the axis of the heads."""
+    """Allocates memory for H tensors like x along the axis of the heads."""
     if x is None:
         return None
     shape = list(x.shape)
@@ -95,8 +144,18 @@ def _times(x: Tensor | None, H: int) -> Tensor | None:
 def send_state(
     parts: list[Tensor], log_decay: Tensor, backend: str, documents: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Start the exchange of what the shard's tokens (k, v) or (z,) alone leave. Collective. Returns the message on its way, and
-    `final_state`'s second result."""
+    """Starts the exchange of the state that the shard's own tokens leave. Collective.
+
+    Args:
+        parts: k and v, or z.
+        log_decay: theta, [H, M, 2].
+        backend: A resolved backend.
+        documents: As in the scan.
+        group: Name of the process group.
+
+    Returns:
+        The message on its way, and the second result of `final_state`: the states of segments.
+    """
     with torch.autocast(log_decay.device.type, enabled=False):
         local, segments = implementation(backend, log_decay.device).final_state(
             tuple(parts), log_decay, documents
@@ -119,13 +178,32 @@ def _(parts, log_decay, backend, documents, group):
 
 
 def _received(sent: Tensor | None, state: Tensor | None, shape: tuple[int, ...]) -> Start:
-    """The state before the tokens: the given one, or a function that waits for it."""
+    """Returns the state before the tokens: the given one, or a function that waits for it.
+
+    Args:
+        sent: The message of `send_state`, or None.
+        state: The given state, or None for zeros.
+        shape: The state's shape.
+    """
     return state if sent is None else partial(shards.receive, sent, shape)
 
 
 def _leave(
     group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, d_final: Tensor | None
 ) -> Exchange | None:
+    """Returns the exchange of the backward: None without a group.
+
+    Args:
+        group: Name of the process group; "" for none.
+        tokens: k or z.
+        log_decay: theta, [H, M, 2].
+        documents: As in the scan.
+        d_final: The gradient of this shard's final state, if it was used.
+
+    Returns:
+        A function that starts the exchange and returns another one, which waits for the gradient of
+        the state after this shard.
+    """
     if not group:
         return None
 
@@ -144,12 +222,12 @@ def _leave(
 
 
 def _present(local: Tensor | None) -> dict[str, Tensor]:
-    """The states of segments, which plain PyTorch has none of."""
+    """Returns the states of segments as a keyword argument. Plain PyTorch has none."""
     return {} if local is None or local.numel() == 0 else {"local": local}
 
 
 def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Empty tensors in place of None."""
+    """Returns the tensors, with empty ones in place of None."""
     like = next(x for x in tensors if x is not None)
     return tuple(like.new_empty(0) if x is None else x for x in tensors)
 
@@ -162,7 +240,27 @@ def run_scan(
     backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True, group: str = "",
     sent: Tensor | None = None, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns o, the final state, and for the backward a (with `save`) and the state that enters the shard (with `group`)."""
+    """Computes the scan of `interdomain_scan`, whose inputs were checked.
+
+    Args:
+        q: As in `interdomain_scan`, and so are the next tensors.
+        k: [B, T, H, R].
+        v: [B, T, H, D].
+        log_decay: [H, M, 2].
+        mixing: [H, 2M, 2M].
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        backend: A resolved backend.
+        save: True to keep `a` for the backward.
+        documents: As in `interdomain_scan`.
+        need_final: False if no final state is wanted.
+        group: Name of the process group; "" for none.
+        sent: The message of `send_state`, with a group.
+        local: The states of segments of `send_state`, with a group.
+
+    Returns:
+        o, the final state, and for the backward `a` (with `save`) and the state that enters the
+        shard (with `group`).
+    """
     B, _, H, R = k.shape
     start = _received(sent, initial_state, (B, H, log_decay.shape[1], R + v.shape[3], 2))
     o, final, entered, *a = _call(
@@ -205,6 +303,25 @@ def scan_backward(
     initial_state: Tensor | None, backend: str, a: Tensor | None = None,
     documents: Tensor | None = None, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes the gradients of `scan`.
+
+    Args:
+        d_o: The gradient of o, [B, T, Hq, D].
+        d_final: The gradient of the final state, or None.
+        q: As in `run_scan`, and so are the next tensors.
+        k: [B, T, H, R].
+        v: [B, T, H, D].
+        log_decay: [H, M, 2].
+        mixing: [H, 2M, 2M].
+        initial_state: The state before the tokens; with a group the one that entered the shard.
+        backend: A resolved backend.
+        a: The result of pass 1, if it was saved.
+        documents: As in `interdomain_scan`.
+        group: Name of the process group; "" for none.
+
+    Returns:
+        The gradients of q, k, v, log_decay, mixing and initial_state.
+    """
     inputs = q, k, v, log_decay, mixing, initial_state
     saved = {} if a is None else {"a": a}
     leave = _leave(group, k, log_decay, documents, d_final)
@@ -241,6 +358,7 @@ def _(
 
 
 def _fake_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Returns tensors in the shapes of the inputs, empty for None."""
     return _no_none(*(None if x is None else x.new_empty(x.shape) for x in inputs))
 
 
@@ -252,6 +370,23 @@ def run_linear_scan(
     documents: Tensor | None = None, need_final: bool = True, group: str = "",
     sent: Tensor | None = None, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes the scan of `linear_scan`, whose inputs were checked.
+
+    Args:
+        z: [B, T, H, P].
+        log_decay: [H, M, 2].
+        readout: [H, 2M].
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        backend: A resolved backend.
+        documents: As in `run_scan`, and so are the next arguments.
+        need_final: False if no final state is wanted.
+        group: Name of the process group; "" for none.
+        sent: The message of `send_state`.
+        local: The states of segments of `send_state`.
+
+    Returns:
+        y, the final state, and the state that enters the shard (with `group`).
+    """
     B, _, H, P = z.shape
     start = _received(sent, initial_state, (B, H, log_decay.shape[1], P, 2))
     y, final, entered = _call(
@@ -280,6 +415,22 @@ def linear_scan_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
     backend: str, documents: Tensor | None = None, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes the gradients of `linear_scan`.
+
+    Args:
+        d_y: The gradient of y, [B, T, H, P].
+        d_final: The gradient of the final state, or None.
+        z: [B, T, H, P].
+        log_decay: [H, M, 2].
+        readout: [H, 2M].
+        initial_state: As in `scan_backward`, and so are the next arguments.
+        backend: A resolved backend.
+        documents: As in `interdomain_scan`.
+        group: Name of the process group; "" for none.
+
+    Returns:
+        The gradients of z, log_decay, readout and initial_state.
+    """
     inputs = z, log_decay, readout, initial_state
     leave = _leave(group, z, log_decay, documents, d_final)
     return _no_none(
@@ -292,14 +443,27 @@ def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=Non
     return _fake_gradients(z, log_decay, readout, initial_state)
 
 
-# One token, by the fused kernels of triton_step.py: on CUDA, without gradients. The underscore: an op overwrites the state,
-# which must be contiguous.
+# One token, by the fused kernels of triton_step.py: on CUDA, without gradients. An op whose name
+# ends in an underscore overwrites the state, which must be contiguous.
 
 
 @torch.library.custom_op("interdomain::scan_step_", mutates_args=("state",))
 def scan_step_(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
 ) -> Tensor:
+    """Computes one token of the scan, and overwrites `state`.
+
+    Args:
+        q: [B, Hq, R].
+        k: [B, H, R].
+        v: [B, H, D].
+        decay: Lambda, [H, M, 2], from `decay_factor`.
+        mixing: [H, 2M, 2M], or its upper half.
+        state: [B, H, M, P, 2], contiguous.
+
+    Returns:
+        o, [B, Hq, D].
+    """
     from . import triton_step
 
     return triton_step.scan_step(q, k, v, decay, mixing, state)
@@ -307,6 +471,17 @@ def scan_step_(
 
 @torch.library.custom_op("interdomain::linear_step_", mutates_args=("state",))
 def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
+    """Computes one token of the linear scan, and overwrites `state`.
+
+    Args:
+        z: [B, H, P].
+        decay: Lambda, [H, M, 2], from `decay_factor`.
+        readout: [H, 2M].
+        state: [B, H, M, P, 2], contiguous.
+
+    Returns:
+        y, [B, H, P].
+    """
     from . import triton_step
 
     return triton_step.linear_one_step(z, decay, readout, state)
@@ -326,10 +501,18 @@ def _(z, decay, readout, state):
 
 
 def _differentiable(op: Any, backward: Any, n: int) -> None:
-    """Register `backward` for `op`. The op's arguments in order: n token tensors, log_decay, mixing or readout, initial_state;
-    then backend and flags, which get no gradient."""
+    """Registers the backward of an op.
+
+    Args:
+        op: `scan` or `linear_scan`. Its arguments are n tokens, log_decay, mixing or readout, and
+            initial_state; then backend and flags, which get no gradient.
+        backward: The op of its gradients.
+        n: The number of token tensors.
+    """
 
     def setup(ctx, inputs, output):
+        # What the backward needs: the tensors, `a` if it was saved, and the state before the
+        # tokens.
         ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n + 3 :]
         out, final, *a, entered = output
         state = entered if ctx.group else inputs[n + 2]
@@ -341,6 +524,7 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         ctx.output_shape = out.shape
 
     def gradient(ctx, d_out, d_final, *_):
+        # Tokens, tables and the state; `a` comes after them.
         documents, *saved = ctx.saved_tensors
         tensors = saved[: n + 3]
         if d_out is None:  # only the state was used
@@ -348,6 +532,7 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         *grads, d_initial = backward(
             d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents, ctx.group
         )
+        # The state before a shard is no input. Backend and flags have no gradient.
         d_initial = None if tensors[-1] is None or ctx.group else d_initial
         return *grads, d_initial, *(None,) * (len(ctx.needs_input_grad) - n - 3)
 

@@ -1,4 +1,7 @@
-"""Documents packed into one sequence: a state stops at the end of its document. B batch, T time."""
+"""Documents packed into one sequence: a state stops at the end of its document.
+
+Shapes: B batch, T time.
+"""
 
 import torch
 from torch import Tensor
@@ -12,11 +15,21 @@ ALLOWED = (
 def checked_documents(
     documents: Tensor | None, tokens: Tensor, check_numbers: bool = True
 ) -> Tensor | None:
-    """documents [B, T] of tokens [B, T, ...] as contiguous int32; None for None.
+    """Checks the documents of tokens.
 
-    Raises: ValueError that names the wrong input. Wrong numbers raise on a CPU; elsewhere, and where torch.compile traces, they
-    fail an asynchronous assertion: the host waits for nothing, and CUDA ends the process with the message at the next
-    synchronisation (a RuntimeError on a compiled CPU). check_numbers False: the numbers are not looked at.
+    Args:
+        documents: The document of each token, [B, T], or None.
+        tokens: [B, T, ...].
+        check_numbers: False leaves out the check of the numbers.
+
+    Returns:
+        The documents as contiguous int32; None for None.
+
+    Raises:
+        ValueError: The shape, dtype or device is wrong, or on a CPU a number. Elsewhere, and under
+            torch.compile, wrong numbers fail an asynchronous assertion: the host waits for nothing,
+            and CUDA ends the process with the message at the next synchronisation (a compiled CPU
+            raises RuntimeError).
     """
     if documents is None:
         return None
@@ -35,10 +48,13 @@ def checked_documents(
 
 
 def _check_numbers(documents: Tensor) -> None:
-    before = F.pad(documents, (1, 0))[:, :-1]  # 0 before the first: it must not be negative
+    """Checks that the numbers are from 0 to 2^31 - 1 and never fall along T."""
+    # Before the first number stands 0: it must not be negative.
+    before = F.pad(documents, (1, 0))[:, :-1]
     wrong = documents < before
     if documents.dtype == torch.int64:
         wrong = wrong | (documents >= 2**31)
+    # The host does not wait for a GPU, and reads no number of a graph.
     right = ~wrong.any()
     if (
         torch.compiler.is_compiling()

@@ -1,8 +1,10 @@
-"""The reference: loops over time that follow the paper, and the same loop in the (Lambda, W) form of the public op.
+"""The reference: loops over time that follow the paper, and the same loop in the (Lambda, W) form.
 
-Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
-M basis functions. Slow, differentiable, also in fp64. It shares no helper with the backends that tests compare with it, and is
-tested itself against its T x T matrix form (tests/scan/test_reference.py).
+Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width,
+P = R + D channels, M basis functions.
+
+It is slow, and differentiable, also in fp64. It shares no helper with the backends that tests
+compare with it, and is tested itself against its T x T matrix form (tests/scan/test_reference.py).
 """
 
 from collections.abc import Iterator
@@ -15,15 +17,23 @@ def paper_scan(
     q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor, C: Tensor, *,
     readout: str = "complex", normalize: bool = False, initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The mixer's core as the paper writes it: U and Gamma are formed at every step.
+    """Computes the mixer's core as the paper writes it: U and Gamma are formed at every step.
 
     Args:
-        q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]; real.
-        dt: [H]; A: [H, M] complex; C: [H, M, M] complex.
+        q: [B, T, Hq, R], real.
+        k: [B, T, H, R], real.
+        v: [B, T, H, D], real.
+        dt: Delta, [H].
+        A: [H, M] complex.
+        C: [H, M, M] complex.
         readout: `complex`, `hermitian` or `real`: how the complex U and Gamma become a real output.
-        normalize: divide by q^T U^T eta (Nadaraya-Watson); eta is a ones channel appended to v.
-        initial_state: [B, H, M, P, 2], unit gain (P + 1 channels when normalize is set); None for zeros.
-    Returns: (o [B, T, Hq, D], final state in the form of initial_state).
+        normalize: True to divide by q^T U^T eta (Nadaraya-Watson); eta is a ones channel appended
+            to v.
+        initial_state: [B, H, M, P, 2], unit gain, with P + 1 channels if `normalize` is set. None
+            means zeros.
+
+    Returns:
+        o [B, T, Hq, D], and the final state in the form of initial_state.
     """
     R, D = q.shape[-1], v.shape[-1]
     group = q.shape[2] // k.shape[2]
@@ -32,7 +42,8 @@ def paper_scan(
     Lambda = torch.exp(dt[:, None] * A)  # [H, M]
     beta = (Lambda - 1) / A
 
-    # 2. The input is keys beside values; with normalisation, beside a channel of ones that becomes eta.
+    # 2. The input is keys beside values; with normalisation, beside a channel of ones that becomes
+    # eta.
     z = torch.cat(
         [k, v, torch.ones_like(v[..., :1])] if normalize else [k, v], dim=-1
     )  # [B, T, H, P]
@@ -54,7 +65,8 @@ def paper_scan(
         U = projected[..., :R].repeat_interleave(group, dim=1)
         Gamma = projected[..., R:].repeat_interleave(group, dim=1)
 
-        # 6. o_t = Re(q_t^T U_t^T Gamma_t), the transpose without conjugation unless `hermitian` asks for it.
+        # 6. o_t = Re(q_t^T U_t^T Gamma_t), the transpose without conjugation unless `hermitian`
+        # asks for it.
         qU = torch.einsum("bhr,bhmr->bhm", q[:, t].to(U.dtype), U)
         if readout == "complex":
             o = torch.einsum("bhm,bhmd->bhd", qU, Gamma).real
@@ -63,7 +75,8 @@ def paper_scan(
         else:  # real
             o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
 
-        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t. An output of more than 16 times the size of v_t is cut to that size.
+        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t. An output of more than 16 times the size
+        # of v_t is cut to that size.
         if normalize:
             o = o[..., :D] / o[..., D:]
             largest = 16 * v[:, t].abs().mean(-1, keepdim=True).repeat_interleave(group, dim=1)
@@ -76,17 +89,27 @@ def paper_scan(
 def paper_linear(
     z: Tensor, dt: Tensor, A: Tensor, C: Tensor, c: Tensor, *, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The linear readout y_t = Re(sum_m c_m (C x_t)_m) as the paper writes it.
+    """Computes the linear readout y_t = Re(sum_m c_m (C x_t)_m) as the paper writes it.
 
     Args:
-        z: [B, T, H, P]; dt, A, C as in `paper_scan`; c: [H, M] real; initial_state: [B, H, M, P, 2], unit gain.
-    Returns: (y [B, T, H, P], final state).
+        z: [B, T, H, P].
+        dt: Delta, [H].
+        A: [H, M] complex.
+        C: [H, M, M] complex.
+        c: [H, M] real.
+        initial_state: [B, H, M, P, 2], unit gain. None means zeros.
+
+    Returns:
+        y [B, T, H, P], and the final state in the form of initial_state.
     """
+    # Zero-order hold, and the state with the input gain.
     Lambda = torch.exp(dt[:, None] * A)
     beta = (Lambda - 1) / A
     x = torch.zeros(*z.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)
     if initial_state is not None:
         x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
+
+    # The recurrence, its projection by C, and the readout by c.
     outputs = []
     for t in range(z.shape[1]):
         x = Lambda[:, :, None] * x + beta[:, :, None] * z[:, t, :, None, :]
@@ -99,10 +122,25 @@ def scan_reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """backend="reference" of `interdomain_scan`: token by token, one state, no chunk."""
+    """Computes `interdomain_scan` token by token, with one state and no chunk.
+
+    Args:
+        q: [B, T, Hq, R].
+        k: [B, T, H, R].
+        v: [B, T, H, D].
+        log_decay: theta, [H, M, 2].
+        mixing: W, [H, 2M, 2M].
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+
+    Returns:
+        o [B, T, Hq, D] in v's dtype, and the final state.
+    """
     dtype, R, M = log_decay.dtype, q.shape[-1], log_decay.shape[1]
     q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # [B, T, H, G, R]
     z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
+
+    # a = X^k q, b = W a, o = Re(b^T X^v).
     outputs = []
     for t, X in enumerate(_states(z, log_decay, initial_state, documents)):
         a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
@@ -119,7 +157,18 @@ def linear_reference(
     initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """backend="reference" of `linear_scan`."""
+    """Computes `linear_scan` token by token.
+
+    Args:
+        z: [B, T, H, P].
+        log_decay: theta, [H, M, 2].
+        readout: w, [H, 2M] as (Re w | Im w).
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+
+    Returns:
+        y [B, T, H, P] in z's dtype, and the final state.
+    """
     M = log_decay.shape[1]
     w = torch.complex(readout[:, :M], readout[:, M:])
     outputs = []
@@ -131,7 +180,7 @@ def linear_reference(
 def _states(
     z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None
 ) -> Iterator[Tensor]:
-    """X_t = Lambda X_(t-1) + z_t^T for z [B, T, H, P], each [B, H, M, P]."""
+    """Yields X_t = Lambda X_(t-1) + z_t^T for z [B, T, H, P], each [B, H, M, P]."""
     # Rounded once: the loop multiplies this rounding error T times.
     Lambda = torch.exp(torch.view_as_complex(log_decay.double().contiguous()))
     Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[
@@ -143,9 +192,8 @@ def _states(
         else torch.view_as_complex(initial_state.contiguous())
     )
     for t in range(z.shape[1]):
-        if (
-            documents is not None
-        ):  # zero where the token begins a document; the initial state is that of document 0
+        # The state is zero if the token begins a document. The initial state is that of document 0.
+        if documents is not None:
             same = documents[:, t] == (documents[:, t - 1] if t else 0)
             X = same[:, None, None, None] * X
         X = Lambda * X + z[:, t, :, None, :]

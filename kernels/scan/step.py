@@ -1,9 +1,13 @@
-"""One token at a time: O(M (R + D) + M^2) work per head, and no position anywhere (the recurrence is time-invariant).
+"""One token at a time: O(M (R + D) + M^2) work per head.
 
-Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
-M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
+There is no position anywhere, because the recurrence is time-invariant.
 
-Plain PyTorch, differentiable, over the state itself. The fused kernels are in triton_step.py.
+Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R +
+D channels, M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half
+[H, M, 2M] (see `interdomain_step`).
+
+This is plain PyTorch, differentiable, and overwrites the state. The fused kernels are in
+triton_step.py.
 """
 
 import torch
@@ -13,7 +17,7 @@ from .tables import powers
 
 
 def decay_factor(log_decay: Tensor) -> Tensor:
-    """Lambda = exp(log_decay) per token, for `interdomain_step` and `linear_step`.
+    """Computes Lambda = exp(log_decay) per token, for `interdomain_step` and `linear_step`.
 
     Args:
         log_decay: theta, [H, M, 2].
@@ -21,36 +25,60 @@ def decay_factor(log_decay: Tensor) -> Tensor:
     Returns:
         Lambda, [H, M, 2].
     """
-    one = torch.ones(
-        1, device=log_decay.device
-    )  # made there: a copy from the host would break CUDA-graph capture
+    # Made on the device: a copy from the host would break the capture of a CUDA graph.
+    one = torch.ones(1, device=log_decay.device)
     return powers(log_decay, one)[:, 0]
 
 
 def scan_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
 ) -> Tensor:
-    """Returns o [B, Hq, D] in v's dtype, and overwrites the state [B, H, M, P, 2], which is contiguous."""
+    """Computes one token with the query readout.
+
+    Args:
+        q: [B, Hq, R].
+        k: [B, H, R].
+        v: [B, H, D].
+        decay: Lambda, [H, M, 2].
+        mixing: W, [H, 2M, 2M], or its upper half.
+        state: [B, H, M, P, 2], contiguous; overwritten.
+
+    Returns:
+        o, [B, Hq, D] in v's dtype.
+    """
     (B, H, M, _, _), R = state.shape, q.shape[-1]
     X = _advanced(torch.cat((k, v), dim=-1), decay, state)
     a = q.to(X.dtype).unflatten(1, (H, -1)) @ X[..., :R].mT  # [B, H, G, M]
     a = torch.cat((a.real, a.imag), dim=-1)
+    # The upper half of W serves for both halves: the lower half of W a is the upper one of i a.
     if mixing.shape[1] == M:
         a = torch.stack((a, torch.cat((a[..., M:], -a[..., :M]), dim=-1)), dim=-2)
-    b = (
-        a.transpose(0, 1).reshape(H, -1, 2 * M) @ mixing.mT
-    )  # one product for all sequences: W is read once
+    # One product for all sequences: W is read once.
+    b = a.transpose(0, 1).reshape(H, -1, 2 * M) @ mixing.mT
     b = torch.complex(*b.view(H, B, -1, 2, M).transpose(0, 1).unbind(-2))
     return (b @ X[..., R:]).real.flatten(1, 2).to(v.dtype)
 
 
 def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    """Returns y [B, H, P] in z's dtype, and overwrites the state [B, H, M, P, 2], which is contiguous."""
+    """Computes one token with the linear readout.
+
+    Args:
+        z: [B, H, P].
+        decay: Lambda, [H, M, 2].
+        readout: w, [H, 2M].
+        state: [B, H, M, P, 2], contiguous; overwritten.
+
+    Returns:
+        y, [B, H, P] in z's dtype.
+    """
     w = torch.complex(*readout.unflatten(1, (2, 1, -1)).unbind(1))  # [H, 1, M]
     return (w @ _advanced(z, decay, state)).real.squeeze(2).to(z.dtype)
 
 
 def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-    """X = Lambda X + z^T, over the state; z [B, H, P]. Returns it as [B, H, M, P] complex."""
+    """Writes X = Lambda X + z^T over the state, for z [B, H, P].
+
+    Returns it as [B, H, M, P] complex.
+    """
     X = torch.view_as_complex(state)
     return X.mul_(torch.view_as_complex(decay)[:, :, None]).add_(z.to(X.dtype)[:, :, None])

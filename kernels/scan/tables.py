@@ -1,9 +1,9 @@
 """Small per-head tables: log-decay, input gain, mixing matrix, readout vector, powers of the decay.
 
-Shapes: H heads, M basis functions, J exponents. Complex numbers are real pairs [..., 2]: optimisers, FSDP and inductor
-handle those everywhere, complex dtypes only in places. All of it is differentiable by autograd and cheap: it runs once
-per step, for the heads of all layers, not once per token. Inputs fp32 or fp64; outputs in the same dtype. Derivation in
-docs/kernels.md.
+Shapes: H heads, M basis functions, J exponents. Complex numbers are real pairs [..., 2]:
+optimisers, FSDP and inductor handle those everywhere, complex dtypes only in places. All of it is
+differentiable by autograd and cheap: it runs once per step, for the heads of all layers, not once
+per token. Inputs fp32 or fp64; outputs in the same dtype. Derivation in docs/kernels.md.
 """
 
 import math
@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-# |Lambda| >= e^-1: the shortest memory is about one token. It keeps every power that a chunk of 64 tokens needs inside
-# e^64, far from fp32 overflow (e^88), and lies 20 times above the fastest decay of the S4D-Inv initialisation (0.05).
+# |Lambda| >= e^-1: the shortest memory is about one token. It keeps every power that a chunk of 64
+# tokens needs inside e^64, far from fp32 overflow (e^88), and lies 20 times above the fastest decay
+# of the S4D-Inv initialisation (0.05).
 MAX_DECAY_PER_TOKEN = 1.0
 
 CHUNK = 64  # tokens of a chunk
@@ -21,7 +22,12 @@ READOUTS = ("complex", "hermitian", "real")
 
 
 def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
-    """(log(-Re A), Im A) of a new model, each [M] float64, by `MixerConfig.a_init` (formulas there)."""
+    """Returns A of a new model as (log(-Re A), Im A), each [M] in float64.
+
+    Args:
+        form: `MixerConfig.a_init`, which has the formulas: `s4d-inv`, `s4d-lin` or `s4d-real`.
+        n_basis: M.
+    """
     n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
     decay, frequency = {
         "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
@@ -32,15 +38,16 @@ def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
 
 
 def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
-    """theta = log Lambda = dt * A per token (paper eq. 11), with A = -exp(log_A_real) + i A_imag and a soft bound on the decay.
+    """Computes theta = log Lambda = dt * A per token (paper eq. 11), with a bound on the decay.
 
-    With x = dt * exp(log_A_real) and b = MAX_DECAY_PER_TOKEN, Re(theta) = -x (1 + (x/b)^8)^(-1/8): x itself for small x
-    (relative deviation (x/b)^8 / 8, below fp32 rounding for x <= 0.12), b for large x. Above the bound the gradient
-    falls as (b/x)^9 and is not cut off, unlike that of a clamp.
+    A = -exp(log_A_real) + i A_imag. The bound is soft. With x = dt * exp(log_A_real) and b =
+    MAX_DECAY_PER_TOKEN, Re(theta) = -x (1 + (x/b)^8)^(-1/8): x itself for small x (relative
+    deviation (x/b)^8 / 8, below fp32 rounding for x <= 0.12), b for large x. Above the bound the
+    gradient falls as (b/x)^9 and is not cut off, unlike that of a clamp.
 
     Args:
         dt: Delta, the step size, [H], > 0.
-        log_A_real: log of -Re A, [H, M].
+        log_A_real: log(-Re A), [H, M].
         A_imag: Im A, [H, M].
 
     Returns:
@@ -48,14 +55,17 @@ def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
     """
     x = dt[:, None] * log_A_real.exp()
     bound = torch.full_like(x, MAX_DECAY_PER_TOKEN)
-    # The function is symmetric in x and b; scaled by the larger of the two, the eighth power cannot overflow.
+    # The function is symmetric in x and b; scaled by the larger of the two, the eighth power cannot
+    # overflow.
     low, high = torch.minimum(x, bound), torch.maximum(x, bound)
     decay = low * (1 + (low / high) ** 8) ** -0.125
     return torch.stack((-decay, dt[:, None] * A_imag), dim=-1)
 
 
 def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
-    """Zero-order hold beta = (Lambda - 1) / A, with A = theta / dt: the A that log_decay stands for, bound included.
+    """Computes the zero-order hold beta = (Lambda - 1) / A.
+
+    A = theta / dt is the A that log_decay stands for, bound included.
 
     Args:
         log_decay: theta, [H, M, 2].
@@ -68,7 +78,8 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
     # exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
     num_re = torch.expm1(re) * torch.cos(im) - 2 * torch.sin(im / 2) ** 2
     num_im = torch.exp(re) * torch.sin(im)
-    # The quotient does not depend on `scale` (so it needs no gradient); it keeps |theta|^2 from underflowing.
+    # The quotient does not depend on `scale` (so it needs no gradient); it keeps |theta|^2 from
+    # underflowing.
     scale = torch.maximum(re.abs(), im.abs()).detach().clamp_min(torch.finfo(re.dtype).tiny)
     re, im, num_re, num_im = re / scale, im / scale, num_re / scale, num_im / scale
     factor = dt[:, None] / (re * re + im * im)
@@ -78,22 +89,24 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
 
 
 def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> Tensor:
-    """W = G(Cb^T) P G(Cb): input gain, C and the readout variant in one real matrix per head.
+    """Computes W = G(Cb^T) P G(Cb): gain, C and readout in one real matrix per head.
 
-    Cb = C diag(gain), G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], and P = I (`complex`), diag(I, -I) (`hermitian`) or
-    diag(I, 0) (`real`).
+    Cb = C diag(gain), G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], and P = I (`complex`), diag(I, -I)
+    (`hermitian`) or diag(I, 0) (`real`).
 
     Args:
         gain: beta, from `input_gain`, [H, M, 2].
-        C: projection onto the basis, [H, M, M, 2] full or [H, M, 2] diagonal. None: identity.
-        readout: one of READOUTS: how complex U and Gamma become real.
+        C: Projection onto the basis, [H, M, M, 2] full or [H, M, 2] diagonal. None means the
+            identity.
+        readout: One of READOUTS: how complex U and Gamma become real.
 
     Returns:
         W, [H, 2M, 2M], acting on [Re a; Im a].
 
     Raises:
-        ValueError: for another readout, or a shape of C that is none of these.
+        ValueError: The readout is another one, or C has none of these shapes.
     """
+    # Cb, with the gain folded in.
     if readout not in READOUTS:
         raise ValueError(f"readout is {readout!r}; allowed: {', '.join(READOUTS)}")
     M = gain.shape[1]
@@ -109,6 +122,7 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
                 got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)
             )
         )
+    # P, as its diagonal.
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
     projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
     # Autocast would round these products to bf16, and with them every weight of C.
@@ -117,18 +131,20 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
 
 
 def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
-    """w = gain * (C^T c), the linear readout on unit-gain states: y = Re(sum_m w_m X[m]).
+    """Computes w = gain * (C^T c), the linear readout on unit-gain states.
+
+    y = Re(sum_m w_m X[m]).
 
     Args:
         gain: beta, from `input_gain`, [H, M, 2].
-        C: as in `mixing_matrix`.
-        c: real weights, [H, M].
+        C: As in `mixing_matrix`.
+        c: Real weights, [H, M].
 
     Returns:
         w, [H, 2M] as (Re w | Im w).
 
     Raises:
-        ValueError: for another shape of C.
+        ValueError: C has another shape.
     """
     if C is None:
         projected = torch.stack((c, torch.zeros_like(c)), dim=-1)
@@ -143,10 +159,10 @@ def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
 
 
 def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
-    """Lambda^j for every exponent j, negative ones included.
+    """Computes Lambda^j for every exponent j, negative ones included.
 
-    The phase is multiplied and reduced in fp64: at M = 64 it reaches 128 radians per token, where fp32 would be off by
-    5e-4 radians after 64 tokens.
+    The phase is multiplied and reduced in fp64: at M = 64 it reaches 128 radians per token, and
+    fp32 would be off by 5e-4 radians after 64 tokens.
 
     Args:
         log_decay: theta, [H, M, 2].
@@ -168,12 +184,12 @@ _C_SHAPE = "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or 
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
-    """Product of two complex tensors given as real pairs."""
+    """Multiplies two complex tensors given as real pairs."""
     (x_re, x_im), (y_re, y_im) = x.unbind(-1), y.unbind(-1)
     return torch.stack((x_re * y_re - x_im * y_im, x_re * y_im + x_im * y_re), dim=-1)
 
 
 def _real_form(z: Tensor) -> Tensor:
-    """G(Z) of z = (Re Z, Im Z), [2, H, M, M] -> [H, 2M, 2M]."""
+    """Returns G(Z) of z = (Re Z, Im Z): [2, H, M, M] -> [H, 2M, 2M]."""
     re, im = z.unbind(0)
     return torch.cat((torch.cat((re, -im), dim=-1), torch.cat((im, re), dim=-1)), dim=-2)

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 BASIS_SIZES = (16, 32, 64, 128)
-# Pass 1 needs the whole width of a key in one tile. Above 128: head width 128 and the ones column of the normalised form.
+# Pass 1 needs the whole width of a key in one tile. Above 128: head width 128 and the ones column
+# of the normalised form.
 MAX_WIDTH = 256
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def missing(device: torch.device | None) -> str | None:
-    """The reason why no Triton kernel of this package runs here; None if the recurrence and the step, which take any shape, do.
+    """Returns the reason why no Triton kernel of this package runs here; None if some do.
 
-    device: None for a GPU of another machine, which is taken to have what the kernels need.
+    If it is None, the recurrence and the step run, which take any shape.
+
+    Args:
+        device: The device; None for a GPU of another machine, which is taken to have what the
+            kernels need.
     """
     if device is None:
         return None
@@ -34,9 +39,13 @@ def missing(device: torch.device | None) -> str | None:
 
 
 def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: int) -> str | None:
-    """The reason why operands of this dtype cannot run on the chunkwise Triton kernels; None if they can.
+    """Returns the reason why operands cannot run on the chunkwise Triton kernels; None if they can.
 
-    width: the larger of R and D, 0 for the linear readout, which takes every width. device: as in `missing`.
+    Args:
+        device: As in `missing`.
+        dtype: The widest dtype of the operands.
+        M: Number of basis functions.
+        width: The larger of R and D; 0 for the linear readout, which takes every width.
     """
     problem = missing(device)
     if problem:
@@ -53,10 +62,12 @@ def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: 
 
 @functools.cache
 def cannot_launch() -> str | None:
-    """The reason why Triton could launch nothing on this machine with a GPU; None if it can. Triton compiles its launcher,
-    which is C, at the first launch. Where that fails, a run would have been started half by then.
+    """Returns the reason why Triton could launch nothing on this machine; None if it can.
 
-    Touches no GPU: a process that only asks holds no memory there.
+    Triton compiles its launcher, which is C, at the first launch. If that failed then, a run would
+    have been half started.
+
+    It touches no GPU: a process that only asks holds no memory there.
     """
     try:
         from triton.backends.nvidia.driver import CudaUtils
@@ -78,8 +89,11 @@ def cannot_launch() -> str | None:
 
 
 def operand_dtype(*inputs: Tensor) -> torch.dtype:
-    """Dtype of the operands of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), else the widest
-    dtype of the inputs."""
+    """Returns the dtype of the operands of every product.
+
+    It is bf16 for half precision (fp16, too: powers of Lambda reach e^32), else the widest dtype of
+    the inputs.
+    """
     dtypes = [x.dtype for x in inputs]
     return next(
         (dtype for dtype in (torch.float64, torch.float32) if dtype in dtypes), torch.bfloat16
@@ -87,8 +101,10 @@ def operand_dtype(*inputs: Tensor) -> torch.dtype:
 
 
 def _has_bf16_tensor_cores(device_index: int | None) -> bool:
+    """Returns True for compute capability 8.0 or higher."""
     return torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
-# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as long again as torch itself.
+# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as
+# long again as torch itself.
 _has_bf16_tensor_cores._dynamo_marked_constant = True

@@ -1,4 +1,4 @@
-"""The machine and the versions that a result depends on. No host name, no user, no path.
+"""The machine and the versions that a result depends on, without names of hosts, users or paths.
 
 `python -m interdomain.environment` prints them.
 """
@@ -19,35 +19,39 @@ PACKAGES = ("triton", "torchtitan", "flash-attn", "flash-linear-attention", "mam
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
-    record = {}
+    """Describes this machine.
+
+    Args:
+        device: The device that a result is computed on. A GPU is described, too.
+    Returns:
+        Texts by name: GPU and driver, CPU, versions of packages, the commit.
+    """
+    record: dict[str, str | int | None] = {}
     if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        driver = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        ).partition("\n")[0]
-        record = {
-            "GPU": p.name,
-            "compute capability": f"{p.major}.{p.minor}",
-            "driver": driver or "unknown",
-        }
-        ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2]
-        record["ptxas"] = ptxas or "Triton's own"
+        gpu = torch.cuda.get_device_properties(device)
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version")
         cudnn: int | None = torch.backends.cudnn.version()
+        record["GPU"] = gpu.name
+        record["compute capability"] = f"{gpu.major}.{gpu.minor}"
+        # There is a line for each GPU.
+        record["driver"] = drivers.partition("\n")[0] or "unknown"
+        record["ptxas"] = ptxas.rpartition("\n")[2] or "Triton's own"
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {cudnn}"
-    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    record["CPU"] = f"{model[1] if model else platform.machine()}, {cores}"
-    record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
-    return (
-        record
-        | dict.fromkeys(PACKAGES, "not installed")
-        | versions(PACKAGES)
-        | {"commit": commit()}
-    )
+    cpu_info = Path("/proc/cpuinfo").read_text()
+    match = re.search(r"^model name\s*:\s*(.+)$", cpu_info, re.MULTILINE)
+    cpu = match[1] if match else platform.machine()
+    record["CPU"] = f"{cpu}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    record["Python"] = platform.python_version()
+    record["PyTorch"] = torch.__version__
+    record |= dict.fromkeys(PACKAGES, "not installed")
+    record |= versions(PACKAGES)
+    record["commit"] = commit()
+    return record
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Returns the versions of those packages that are installed."""
     found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -56,24 +60,26 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
-    describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
-    described = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
+    """Returns the commit of this clone, and says if files were changed since.
+
+    Without git it is the value of the environment variable INTERDOMAIN_COMMIT.
+    """
+    git = ("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}")
+    options = ("--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since")
+    described = _output(*git, "describe", *options)
     return described or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
 
 
 def _output(*command: str) -> str:
-    """Output of a program; empty if the program is not there or fails."""
+    """Returns the output of a program; empty if the program is not installed or fails."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":  # .github/ISSUE_TEMPLATE asks for it
-    for name, fact in environment(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ).items():
-        print(f"{name}: {fact}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, text in environment(device).items():
+        print(f"{name}: {text}")

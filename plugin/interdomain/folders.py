@@ -1,4 +1,7 @@
-"""Files and folders that appear complete or not at all, however a process ends. Standard library only."""
+"""Files and folders that appear complete or not at all, however a process ends.
+
+Standard library only.
+"""
 
 import contextlib
 import errno
@@ -12,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-# Answers of file systems that have no sync for a file or a folder, or not for one that was opened to read: SMB, FUSE, WSL.
+# Errors of file systems (SMB, FUSE, WSL) that cannot sync a file or a folder, or cannot sync one
+# that was opened to read.
 CANNOT_SYNC = {
     errno.EINVAL,
     errno.EBADF,
@@ -26,43 +30,58 @@ CANNOT_SYNC = {
 
 
 def expand_path(path: str) -> str:
-    """A path with `~`, `~user`, `$NAME` and `${NAME}` replaced, as a shell does.
+    """Replaces `~`, `~user`, `$NAME` and `${NAME}` in a path, as a shell does.
 
-    Raises: ValueError for a variable that is not set or empty, and for a user without a home.
+    Raises:
+        ValueError: A variable is empty or not set, or the user has no home folder.
     """
-    for braced in re.findall(r"\$(\w+|\{[^}]*\})", path):
-        name = braced.strip("{}")
+    for variable in re.findall(r"\$(\w+|\{[^}]*\})", path):
+        name = variable.strip("{}")
         if not os.environ.get(name):
             raise ValueError(
-                f"{path}: the environment variable {name} is not set. Export it, or write the path out."
+                f"{path}: the environment variable {name} is not set. Export it, or write the "
+                "path out."
             )
-    # Like a shell, the home first: a `~` that a variable holds is part of a name.
-    at_home = os.path.expanduser(path)
-    if at_home.startswith("~"):
+    # The home first, as a shell does it: a `~` in the value of a variable is part of a name.
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
         raise ValueError(
-            f"{path}: there is no such user's home. Write the path out; ./~NAME is a file of that name here."
+            f"{path}: there is no such user's home. Write the path out; ./~NAME is a file of that "
+            "name here."
         )
-    return os.path.expandvars(at_home)
+    return os.path.expandvars(expanded)
 
 
 @contextlib.contextmanager
 def new_folder(output: Path | str) -> Iterator[Path]:
-    """A hidden sibling of `output` to build in, renamed to `output` when the block ends; removed if it raises.
+    """Builds a folder beside `output`, which gets the name `output` when the block ends.
 
-    What a killed process left there is removed first.
+    It is built under a hidden name. If the block raises, it is removed. If the process was killed,
+    the next one removes what it left there. Nothing is ever overwritten.
 
-    Raises: FileExistsError if `output` holds anything, before and after building: nothing is ever overwritten;
-        BlockingIOError if another process builds it.
+    Args:
+        output: The folder to build.
+    Yields:
+        The hidden folder.
+    Raises:
+        FileExistsError: `output` has contents, before or after building.
+        BlockingIOError: Another process is building it.
     """
-    with _sibling(output, "partial") as (folder, place):
+    with _locked_sibling(output, "partial") as (folder, place):
         for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         try:
             yield folder
-            for path in (*folder.rglob("*"), folder):  # what libraries wrote is not on the disk yet
+            # Libraries do not sync the files that they write.
+            for path in folder.rglob("*"):
                 sync_path(path)
+            sync_path(folder)
             require_empty(place)
-            os.rename(folder, place)  # onto nothing or an empty folder; never onto a full one
+            # A rename replaces nothing, or an empty folder; it fails if there is a full one.
+            os.rename(folder, place)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -70,30 +89,42 @@ def new_folder(output: Path | str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def kept_folder(output: Path | str) -> Iterator[Path]:
-    """A hidden sibling of `output` for work that a later process continues: `.<name>.unfinished`.
+def resumable_folder(output: Path | str) -> Iterator[Path]:
+    """Opens a hidden folder for work that a later process can continue.
 
-    It is removed when the block ends, and kept if the block raises or the process dies.
+    The folder is `.<name>.unfinished` beside `output`. It is removed when the block ends, and kept
+    if the block raises or the process is killed.
 
-    Raises: FileExistsError if `output` holds anything; BlockingIOError if another process works on it.
+    Args:
+        output: The folder that the work is for.
+    Yields:
+        The hidden folder.
+    Raises:
+        FileExistsError: `output` has contents.
+        BlockingIOError: Another process works on it.
     """
-    with _sibling(output, "unfinished") as (folder, _):
+    with _locked_sibling(output, "unfinished") as (folder, _):
         yield folder
         shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
-def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
-    """(`.<name>.<suffix>` beside `output`, for one process at a time; `output`, links followed)."""
+def _locked_sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
+    """Makes the folder `.<name>.<suffix>` beside `output`, and locks it for this process.
+
+    Yields:
+        The folder, and the path of `output` with links followed.
+    """
     place = Path(os.path.realpath(output))
     folder = place.with_name(f".{place.name}.{suffix}")
+    # A mount point cannot be renamed, which would show at the end only.
     if os.path.ismount(place):
         raise FileExistsError(f"{output} is where a disk is mounted. Choose a folder in it.")
     with contextlib.ExitStack() as stack:
         while True:
             require_empty(output)
             folder.mkdir(parents=True, exist_ok=True)
-            # Not through a link: what lies in the folder is removed.
+            # Do not follow a link: what lies in the folder will be removed.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, descriptor)
             try:
@@ -103,19 +134,25 @@ def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
                     e.errno, f"Another process is building {output}. Wait for it"
                 ) from e
             except OSError:
-                break  # no locks on this file system: then nothing tells two processes apart
-            # The lock is of the folder, not of its name: another process may have finished and removed it meanwhile.
+                # This file system has no locks, so nothing can tell two processes apart.
+                break
+            # The lock is on the folder, not on its name. Another process may have finished and
+            # removed the folder since it was opened here: try again with a new one.
             if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
                 break
         yield folder, place
 
 
 def require_empty(output: Path | str) -> None:
-    """Raises FileExistsError unless `output` does not exist or is an empty folder; ValueError for an address."""
+    """Checks that a folder can be written.
+
+    Raises:
+        FileExistsError: It has contents, or is a file.
+        ValueError: It is an address, such as that of an object store.
+    """
     output = Path(output)
-    if output.parts[:1] and output.parts[0].endswith(
-        ":"
-    ):  # s3://bucket, of which a Path leaves one slash
+    # A Path keeps one slash of s3://bucket.
+    if output.parts[:1] and output.parts[0].endswith(":"):
         raise ValueError(
             f"{output} is an address. Write to a folder, and copy it there (docs/clusters.md)."
         )
@@ -126,13 +163,19 @@ def require_empty(output: Path | str) -> None:
 
 
 def private_folder(path: Path | str) -> Path:
-    """Make a folder that its owner alone can enter, unless it is there: for files that are run as code.
+    """Makes a folder that only its owner can enter, for files that are run as code.
 
-    Returns: its path. Raises: PermissionError for what is not a folder of this user's, or is one that others can write to.
+    Args:
+        path: The folder. Its parent exists.
+    Returns:
+        Its path.
+    Raises:
+        PermissionError: It is not a folder of this user, or others can write to it.
     """
     path = Path(path)
     path.mkdir(mode=0o700, exist_ok=True)
-    status = os.lstat(path)  # not of what a link points to
+    # lstat does not follow a link, whose target could be changed later.
+    status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
             f"{path} is not a folder that only you can write to. Remove it, or set another TMPDIR."
@@ -140,8 +183,14 @@ def private_folder(path: Path | str) -> Path:
     return path
 
 
-def write_whole(path: Path | str, data: bytes) -> None:
-    """Write bytes to a file that appears complete or not at all. Of several writers at once the last one's stays."""
+def write_atomically(path: Path | str, data: bytes) -> None:
+    """Writes a file that appears complete or not at all.
+
+    If several processes write it at once, the last one's stays.
+
+    Raises:
+        OSError: Writing failed. The file is as it was before.
+    """
     path = Path(path)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -153,19 +202,25 @@ def write_whole(path: Path | str, data: bytes) -> None:
         partial.unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
-        why = f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions"
-        raise OSError(e.errno, why) from e
+        reason = (
+            f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space "
+            "and the permissions"
+        )
+        raise OSError(e.errno, reason) from e
 
 
 def sync(f: IO[bytes]) -> None:
-    """Flush an open file to the disk."""
+    """Flushes an open file to the disk."""
     f.flush()
     with _synced_where_possible(f.name):
         os.fsync(f.fileno())
 
 
 def sync_path(path: Path | str) -> None:
-    """Flush a file's bytes, or a folder's entries, to the disk, so that a rename survives a power cut."""
+    """Flushes the bytes of a file, or the entries of a folder, to the disk.
+
+    A rename then survives a power cut.
+    """
     with _synced_where_possible(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -176,7 +231,10 @@ def sync_path(path: Path | str) -> None:
 
 @contextlib.contextmanager
 def _synced_where_possible(path: Path | str) -> Iterator[None]:
-    """Pass over the answer of a file system that cannot sync this, such as a folder on SMB. Other errors name the path."""
+    """Ignores the error of a file system that cannot sync, such as that of a folder on SMB.
+
+    Other errors name the path.
+    """
     try:
         yield
     except OSError as e:

@@ -5,19 +5,22 @@ from typing import Any
 
 
 def markdown_rows(cells: Sequence[Sequence[Any]]) -> list[str]:
-    """Lines of a table; the first row is its head."""
-    lines = [
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in cells
-    ]
-    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
+    """Returns the lines of a table, whose first row is its head."""
+    lines = []
+    for row in cells:
+        texts = [str(cell).replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(texts)} |")
+    lines.insert(1, "|---" * len(cells[0]) + "|")
+    return lines
 
 
 def cell_text(value: Any, form: str = "") -> str:
-    """The text of a value in a table.
+    """Returns the text of a value in a table.
 
     Args:
-        value: None is a dash. A tuple is a mean and its deviation, which may be None; a list is its entries.
-        form: The format of a number. Without one, a float has three digits.
+        value: None becomes a dash. A tuple is a mean and its deviation, which may be None. Of a
+            list, all entries are shown.
+        form: The format of a number. Empty: a float has three digits.
     """
     if value is None:
         return "-"

@@ -1,8 +1,8 @@
-"""What earlier versions had, and what to do instead. Standard library only.
+"""Removed features of earlier versions, and what to do instead. Standard library only.
 
-This is the only place that knows a removed name: of a command, of an option of `./launch.sh` (with its dashes), of another
-command's option (after the command's name), of a setting or module (with a dot), or of a setting's value (SETTING = VALUE).
-CHANGELOG.md has the same sentences.
+No other file has a removed name. A name is that of a command, of an option of `./launch.sh` (with
+its dashes), of an option of another command (after the command's name), of a setting or module
+(with a dot), or of a value (SETTING = VALUE). CHANGELOG.md has the same sentences.
 """
 
 NO_SPIKES = (
@@ -23,7 +23,10 @@ REMOVED = {
     "--gpus-per-node": NO_ESTIMATES,
     "--network": NO_ESTIMATES,
     "--rewind": NO_SPIKES,
+    "bench-kernels --mixers sdpa-default": "Use `sdpa-cudnn` and `sdpa-flash`, which PyTorch chooses from.",
+    "bench-kernels --rounds": "Leave it out: calls are timed for a second, and at most 20 of them.",
     "bench-serving": "Use `vllm bench serve`, which measures any server.",
+    "bench-training --device": "Set CUDA_VISIBLE_DEVICES to choose a GPU.",
     "bench-training --trace": "Start a short run with `--profiling.enable_profiling`, TorchTitan's own profiler.",
     "checkpoint.copy_to": NO_STORES,
     "checkpoint.copy_wait_seconds": NO_STORES,
@@ -38,6 +41,9 @@ REMOVED = {
     "inspect-model --text-file": 'Use `--text "$(cat FILE)"`.',
     "interdomain.megatron.train": (
         "Start Megatron-LM's own script by `python -m interdomain.megatron.run`, or write a loop as docs/megatron.md describes."
+    ),
+    "lr_scheduler.allow_jump": (
+        "Leave it out: a resume takes the learning rate of its own schedule, and a warning names the settings that changed."
     ),
     "metrics.notify": "Let the scheduler write to you: `#SBATCH --mail-type=END,FAIL,REQUEUE`.",
     "metrics.samples": "Convert a checkpoint of the run, and use `interdomain generate` and `interdomain inspect-model`.",
@@ -60,7 +66,13 @@ REMOVED = {
 
 
 def removal_of(name: str) -> str | None:
-    """The error message for a removed name, or the flag of a removed setting; None for any other name."""
+    """Returns the error message for a removed name.
+
+    Args:
+        name: A key of REMOVED; a setting may be written as a flag.
+    Returns:
+        The message, or None if the name was not removed.
+    """
     if "." in name:
         name = name.removeprefix("--").replace("-", "_")
     if name not in REMOVED:

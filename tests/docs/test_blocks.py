@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 
 from interdomain.model import config, settings, transformer
+from interdomain.titan.settings.job_config import read_job_config
 from interdomain.tools import convert, launch, prepare_data, study
 from interdomain.tools import main as tools
 
@@ -61,7 +62,7 @@ def parse(module, argv):
     """The tool knows the options, and the launcher the settings."""
     parsed = getattr(module, "parse", len)(argv)
     if module is launch:
-        launch.job_config(parsed[0].config, parsed[1])
+        read_job_config(["--job.config_file", parsed[0].config, *parsed[1]])
 
 
 def exists(command):
@@ -168,8 +169,6 @@ def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):
     path = tmp_path / "workspace"
     shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
     monkeypatch.chdir(path)
-    # A dry run of outputs/debug has more steps than the run there.
-    monkeypatch.setattr("interdomain.titan.plan.schedule.check_jump", lambda *job: None)
     asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
     monkeypatch.setattr("builtins.input", asked.append)
     yield Workspace(path, ranks)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.files.pretrained import from_transformers, stored_name, to_transformers
+from interdomain.checkpoint.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
 from .common import CASES, code_of, each_case, padded, random_texts
@@ -122,8 +122,6 @@ def test_positions_masks_and_embeddings(loaded):
         dict(position_ids=torch.arange(12)[None]),
     ):
         assert model.generate(tokens, **right, max_new_tokens=1).shape == (2, 13)
-    with pytest.raises(ValueError, match="no packed sequences"):
-        model.generate(tokens, **packed, max_new_tokens=1)
     with pytest.raises(NotImplementedError, match=r"use torch\.export"):
         torch.jit.trace(model, tokens)
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from interdomain.files.pretrained import stored_name
+from interdomain.checkpoint.pretrained import stored_name
 
 from ..model.common import assert_same_tensors, random_tokens, variant
 from .common import ON, code_of, each_case, each_kind, padded, random_texts
@@ -74,7 +74,7 @@ def test_torch_compile(loaded, monkeypatch):
 @pytest.mark.parametrize("options", [None, dict(use_reentrant=True)], ids=str)
 @each_kind
 def test_gradient_checkpointing(there, options):
-    """Layers are computed twice, with the same gradients, also behind padding, and of the dynamics."""
+    """Layers are computed twice, with the same gradients, also behind padding, and of the SSM parameters."""
     there = copy.deepcopy(there).double().train()
     calls = []
     there.model.layers[1].feed_forward.w1.register_forward_hook(lambda *_: calls.append(1))
@@ -204,24 +204,12 @@ def test_a_cache_under_ddp(loaded, options, mesh, monkeypatch):
     assert cache.get_seq_length() == 9
 
 
-@each_kind
 @torch.no_grad()
-def test_a_cache_of_several_replicas(there, monkeypatch):
-    """nn.DataParallel joins the results of its replicas, the cache among them, which then goes on."""
-    from torch.nn.parallel import scatter_gather
-
-    there = copy.deepcopy(there).double()
-    tokens, more = random_texts(4, 9), random_texts(4, 1, seed=2)
-    joined = SimpleNamespace(
-        apply=lambda device, dim, *tensors: torch.cat(tensors, dim)
-    )  # the real one is for GPUs
-    monkeypatch.setattr(scatter_gather, "Gather", joined)
-    out = scatter_gather.gather([there(tokens[:1]), there(tokens[1:])], "cpu")
-    wanted = there(tokens)
-    torch.testing.assert_close(out.logits, wanted.logits)
-    assert out.past_key_values.get_seq_length() == 9
-    found = there(more, past_key_values=out.past_key_values).logits
-    torch.testing.assert_close(found, there(more, past_key_values=wanted.past_key_values).logits)
+def test_replicas_of_data_parallel_return_no_cache(loaded):
+    """nn.DataParallel joins the results of its replicas, and cannot join caches. It marks a replica so."""
+    there = copy.deepcopy(loaded("interdomain")[1])
+    there.model._is_replica = True
+    assert there(random_texts(2, 9), use_cache=True).past_key_values is None
 
 
 @each_kind

@@ -39,44 +39,36 @@ hybrid-layer-pattern hybrid-override-pattern global-batch-size no-weight-decay-c
 mamba-training-ssm-states-dtype hierarchical-context-parallel-sizes mtp-hybrid-override-pattern step-batch-size-schedule
 rampup-batch-size window-attn-skip-freq mrope-section num-attention-heads kv-channels"""
 DEFAULTS = {
-    **{
-        "position-embedding-type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "softmax-type": "vanilla",
-    },
-    **{
-        "rotary-base": 10000,
-        "rotary-percent": 1.0,
-        "num-query-groups": 1,
-        "seed": 1234,
-        "min-lr": 0.0,
-    },
-    **{
-        "glu-linear-offset": 0.0,
-        "hidden-dropout": 0.1,
-        "attention-dropout": 0.1,
-        "init-method-std": 0.02,
-    },
-    **{"ckpt-format": "torch_dist", "transformer-impl": "transformer_engine", "optimizer": "adam"},
-    **{
-        "pipeline-model-parallel-size": 1,
-        "tensor-model-parallel-size": 1,
-        "align-grad-reduce": True,
-    },
-    **{"context-parallel-size": 1, "cp-comm-type": ["p2p"], "attention-backend": AttnBackend.auto},
-    **{"cuda-graph-impl": "none"},
-    **{
-        "mamba-state-dim": 128,
-        "mamba-head-dim": 64,
-        "mamba-num-groups": 8,
-        "linear-conv-kernel-dim": 4,
-    },
-    **{
-        "linear-key-head-dim": 128,
-        "linear-value-head-dim": 128,
-        "linear-num-key-heads": 16,
-        "linear-num-value-heads": 32,
-    },
+    "position-embedding-type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "softmax-type": "vanilla",
+    "rotary-base": 10000,
+    "rotary-percent": 1.0,
+    "num-query-groups": 1,
+    "seed": 1234,
+    "min-lr": 0.0,
+    "glu-linear-offset": 0.0,
+    "hidden-dropout": 0.1,
+    "attention-dropout": 0.1,
+    "init-method-std": 0.02,
+    "ckpt-format": "torch_dist",
+    "transformer-impl": "transformer_engine",
+    "optimizer": "adam",
+    "pipeline-model-parallel-size": 1,
+    "tensor-model-parallel-size": 1,
+    "align-grad-reduce": True,
+    "context-parallel-size": 1,
+    "cp-comm-type": ["p2p"],
+    "attention-backend": AttnBackend.auto,
+    "cuda-graph-impl": "none",
+    "mamba-state-dim": 128,
+    "mamba-head-dim": 64,
+    "mamba-num-groups": 8,
+    "linear-conv-kernel-dim": 4,
+    "linear-key-head-dim": 128,
+    "linear-value-head-dim": 128,
+    "linear-num-key-heads": 16,
+    "linear-num-value-heads": 32,
 }
 NAMES = {
     "fp8-format": "fp8",
@@ -112,7 +104,7 @@ def parse(monkeypatch):
     )
     arguments.add_megatron_arguments = add_megatron_arguments
     training.OptimizerParamScheduler = OptimizerParamScheduler
-    training.train = training.training_log = training.finalize_model_grads = None
+    training.finalize_model_grads = None
     training.get_megatron_optimizer_config = lambda args: (
         "config",
         {"vectors": {"wd_mult": 0.0}, "head": {"max_lr": 1}},

@@ -14,8 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from interdomain.megatron import (
-    DynamicsOnce,
     Schedule,
+    SSMTensorsOnce,
     block_spec,
     contiguous,
     overrides,
@@ -98,7 +98,7 @@ class Run:
             wd_incr_steps=1,
             wd_incr_style="constant",
         )
-        megatron.finalize_model_grads_func = DynamicsOnce(finalize_model_grads)
+        megatron.finalize_model_grads_func = SSMTensorsOnce(finalize_model_grads)
         megatron.grad_scale_func = self.optimizer.scale_loss
 
     def gradients(self, batches):

@@ -159,7 +159,7 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS
     )
-    seen: dict = {"losses": {}, "gradients": {}, "signs": {}, "folds": {}, "refused": {}}
+    seen: dict = {"losses": {}, "gradients": {}, "folds": {}, "refused": {}}
     for (tensor, pipeline, context), legs in LEGS.items():
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
@@ -219,13 +219,10 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def train(folder, name, seen, source, until, *, case="interdomain", **options) -> None:
-    """Losses and gradient norms of the steps into seen["losses"][name]; statistics and gradients of the first step."""
-    from interdomain.megatron.patches import mixer_statistics
-
+    """Losses and gradient norms of the steps into seen["losses"][name]; gradients of the first step."""
     run = open_run(case, **options)
     if source == "start":
         run.load_weights(folder / "start" / case / "release")
-        seen["signs"][name] = case, mixer_statistics([run.ddp])
     else:
         run.load(folder / source / "iter_0000005")
     found = seen["losses"][name] = {}
@@ -234,7 +231,7 @@ def train(folder, name, seen, source, until, *, case="interdomain", **options) -
     while run.step < max(until, 1):
         tokens = tokens_of(run.step, folder / "corpus" if case == "torchtitan" else None)
         with mock.patch.object(
-            InterdomainMixer, "dynamics", side_effect=InterdomainMixer.dynamics
+            InterdomainMixer, "ssm_tensors", side_effect=InterdomainMixer.ssm_tensors
         ) as folds:
             loss = run.gradients(batches_of(tokens))
         seen["folds"].setdefault(name, []).append(folds.call_count)

@@ -12,8 +12,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from safetensors.torch import load_file
 
+from interdomain.checkpoint.pretrained import BASE, load_model, read_config
 from interdomain.data import IndexedDataset, TokenCorpus, read_manifest
-from interdomain.files.pretrained import BASE, load_model, read_config
 from interdomain.megatron.arguments import corpus_files
 from interdomain.megatron.checkpoint import MegatronCheckpoint
 from interdomain.tools import convert

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from interdomain.data import read_manifest
-from interdomain.megatron import Schedule, layer_spec, patches, require_megatron, spec
+from interdomain.megatron import Schedule, layer_spec, require_megatron, spec
 from interdomain.model import CONDITIONS, build_config
 from interdomain.model.flops import train_flops_per_token
 from interdomain.titan.plan.schedule import multiple_of_peak
@@ -81,25 +81,6 @@ def test_the_log_counts_the_flops_of_this_model(parse):
     assert training.num_floating_point_operations(args, 8, **packed) == 100 * per_token
 
 
-def test_the_writer_has_the_statistics(parse, monkeypatch):
-    """Every rank computes them, at the log's interval, and the one that has a writer writes them."""
-    _, training = parse(GOOD)
-    written = []
-    monkeypatch.setattr(patches, "mixer_statistics", lambda chunks: {f"mixer/{chunks}": 0.5})
-    training.get_args = lambda: SimpleNamespace(tensorboard_dir="curves", log_interval=2)
-    training.get_tensorboard_writer = lambda: SimpleNamespace(
-        add_scalar=lambda *scalar: written.append(scalar)
-    )
-    training.training_log = lambda losses, totals, rate, iteration, *, pg_collection: iteration
-    training.train = lambda forward_step, chunks, steps: [
-        training.training_log({}, {}, 1e-3, step, pg_collection=None)
-        for step in range(1, steps + 1)
-    ]
-    patches.write_statistics(training)
-    assert training.train("forward step", "chunks", 4) == [1, 2, 3, 4]
-    assert written == [("mixer/chunks", 0.5, 2), ("mixer/chunks", 0.5, 4)]
-
-
 @pytest.mark.parametrize(
     ("steps", "warmup"), [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0), (10, 4), (10, 9), (10, 10)]
 )
@@ -153,7 +134,7 @@ REFUSED = {  # what comes after GOOD: the words of the error
     "--bf16": "Set --use-distributed-optimizer.",
     "--use-distributed-optimizer --save x": "Set --dist-ckpt-optim-fully-reshardable.",
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x": "Install one of them.",
-    "--mixer.n_basis 0": "mixer.n_basis must be at least 1: got 0.",
+    "--mixer.n_basis 0": "mixer.n_basis must be from 1 to 1,048,576: got 0.",
     "--mixer.readout imaginary": "invalid choice: 'imaginary'",
     "--mixer.rope perhaps": "'perhaps' is neither True nor False",
     "--data.corpus $NONE_SUCH/x": "the environment variable NONE_SUCH is not set",

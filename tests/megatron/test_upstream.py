@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from interdomain.tools import convert
 
@@ -131,7 +130,7 @@ def test_it_trains_saves_reshards_and_converts(model, corpus, tmp_path):
     if model == "HybridModel" and minor_version() < 18:
         pytest.skip("there is no HybridModel before 0.18")
     half = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
-    options = f"{half} --train-iters 6 --save run --load run --tensorboard-dir curves".split()
+    options = f"{half} --train-iters 6 --save run --load run".split()
     tensor = (
         f"--tensor-model-parallel-size 2 --sequence-parallel --exit-interval 3 {spec} {pattern}"
     )
@@ -141,16 +140,6 @@ def test_it_trains_saves_reshards_and_converts(model, corpus, tmp_path):
     )
     assert (list(first), list(second)) == ([1, 2, 3], [4, 5, 6])
     assert second[6] < first[1] - 0.2
-    curves = EventAccumulator(str(tmp_path / "curves")).Reload()
-    for layer in range(4) if model == "GPTModel" else (0, 2):
-        assert [x.step for x in curves.Scalars(f"mixer/layer_{layer:02d}/c_rms")] == [
-            1,
-            2,
-            3,
-            4,
-            5,
-            6,
-        ]
     arguments = [tmp_path / "run", "--tokenizer", corpus, "--output", tmp_path / "folder"]
     assert convert.main([str(x) for x in arguments]) == 0
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from interdomain.model import ModelConfig, build_config, cell_of
+from interdomain.model import MixerConfig, ModelConfig, build_config, cell_of
 
 from .common import OPTIONS, VARIANTS
 
@@ -27,27 +27,15 @@ def test_a_model_s_name_and_its_way_through_json(condition, option):
 
 def test_the_layers_of_a_hybrid():
     """A setting is that of the layers which have it; a pattern need not divide the layers."""
-    config = build_config(
-        "125M", "s4d", softmax_every=5, n_kv_heads=3, c_form="diagonal", window=64
-    )
-    assert [layer.mixer.kind for layer in config.layers].count("softmax") == 2
-    softmax, s4d = config.layers[9].mixer, config.layers[10].mixer
-    assert (softmax.kind, softmax.n_kv_heads, softmax.window, softmax.c_form) == (
-        "softmax",
-        3,
-        64,
-        "full",
-    )
-    assert (s4d.kind, s4d.n_kv_heads, s4d.window, s4d.c_form) == (
-        "interdomain",
-        None,
-        None,
-        "diagonal",
-    )
-    assert (
-        cell_of(config, "125M").condition
-        == "s4d, softmax_every 5, c_form diagonal, n_kv_heads 3, window 64"
-    )
+    settings = dict(n_kv_heads=3, c_form="diagonal", window=64)
+    config = build_config("125M", "s4d", softmax_every=5, **settings)
+    mixers = [layer.mixer for layer in config.layers]
+    assert [i for i, mixer in enumerate(mixers) if mixer.kind == "softmax"] == [4, 9]
+    assert mixers[9] == MixerConfig("softmax", n_kv_heads=3, window=64)
+    s4d = dict(dual_input=False, query_readout=False, rope=False)
+    assert mixers[10] == MixerConfig(**s4d, c_form="diagonal")
+    name = "s4d, softmax_every 5, c_form diagonal, n_kv_heads 3, window 64"
+    assert cell_of(config, "125M").condition == name
     named = build_config("125M", layers=["interdomain", "interdomain", "softmax"] * 2)
     assert named == build_config("125M", "interdomain", softmax_every=3)
     assert build_config("125M", "s4d", layers=["softmax"] * 4) == build_config("125M", "softmax")
@@ -69,9 +57,17 @@ def test_a_cell_s_name_as_text_and_from_its_own_name():
 
 # Condition, overrides, and what the message must name.
 REFUSED = [
-    ("interdomian", {}, "'interdomian'.*interdomain.*s4d-rope"),
+    (
+        "interdomian",
+        {},
+        "mixer.condition must be one of .*interdomain.*s4d-rope.*: got interdomian",
+    ),
     ("interdomain", dict(n_bassis=3), "n_bassis.*vocab_size.*n_basis"),
-    ("interdomain", dict(readout="imag"), "mixer.readout.*'imag'.*complex, real, hermitian"),
+    (
+        "interdomain",
+        dict(readout="imag"),
+        "mixer.readout must be one of complex, real, hermitian: got imag",
+    ),
     (
         "interdomain",
         dict(conv_width=1),
@@ -112,6 +108,7 @@ def test_a_record_of_another_version_or_with_unknown_settings_is_refused():
     record = build_config("debug").to_dict()
     for changes, words in (
         (dict(format_version=3), "version 3.*reads version 2"),
+        (dict(format_version=None), "version None.*it has none.*reads version 2"),
         (dict(window=128), "window.*allowed: dim"),
         (dict(mixer={"gate": True}), "gate.*allowed.*output_gate"),
         (dict(dim="128"), "dim must be int: got '128'"),

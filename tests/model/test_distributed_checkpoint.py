@@ -18,15 +18,15 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from interdomain.files import distributed_checkpoint as checkpoints
-from interdomain.files.checkpoint_index import (
+from interdomain.checkpoint import step_folder as checkpoints
+from interdomain.checkpoint.index import (
     overlapping,
     read_index,
     read_tensors,
     tensor_index,
     write_tensors,
 )
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.run_folder import note_folders
 
 TENSORS = {
     "a": torch.arange(12.0).view(3, 4),
@@ -102,7 +102,7 @@ def test_an_index_that_another_python_wrote(checkpoint):
 def test_no_gadget_is_reached(checkpoint):
     for gadget in GADGETS.values():
         (checkpoint / checkpoints.METADATA).write_bytes(gadget)
-        with pytest.raises(ValueError, match=r"is damaged.*(has no place|__class__)"):
+        with pytest.raises(ValueError, match="is damaged"):
             tensor_index(checkpoint)
     assert (
         str(Path("here")),
@@ -150,9 +150,10 @@ def test_code_in_a_shard_never_runs(tmp_path):
     # The bytes of a tensor replaced by code: refused as damaged.
     stored = read_index(folder)
     number = list(stored.entries).index("a")
-    _, file_number, first, length = stored.pieces[stored.pieces[:, 0] == number][0, :4]
+    piece = stored.pieces[stored.pieces["entry"] == number][0]
+    first, length = int(piece["first"]), int(piece["length"])
     code = pickle.dumps(Runs(trap)).ljust(length, b"\0")
-    with open(folder / stored.files[file_number], "r+b") as file:
+    with open(folder / stored.files[piece["file"]], "r+b") as file:
         file.seek(first)
         file.write(code[:length])
     with pytest.raises(ValueError, match="could not be read"):

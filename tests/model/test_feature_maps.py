@@ -114,7 +114,7 @@ def test_no_scale_matters(options):
 
 
 def test_the_triton_kernel_is_refused_for_a_map_that_it_does_not_have():
-    with pytest.raises(ValueError, match=r"mixer\.feature_map = 'rff': the kernel has silu alone"):
+    with pytest.raises(ValueError, match=r"mixer\.feature_map = 'rff': the kernel has silu only"):
         InterdomainMixer(
             small_config("interdomain", feature_map="rff"), Execution(features="triton")
         )

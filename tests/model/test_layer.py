@@ -41,10 +41,13 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
     attention = model.layers["0"].attention
     layer.mixer.load_state_dict(attention.state_dict())
     seen = []
-    attention.register_forward_hook(
-        lambda _, args, out: seen.extend([args[0].detach(), out.detach()])
-    )
-    tokens, positions = random_tokens(model.config, 2, 20), positions_of(((3, 17), (12, 8)))
+
+    def record(module, args, output):
+        seen.extend([args[0].detach(), output.detach()])
+
+    attention.register_forward_hook(record)
+    tokens = random_tokens(model.config, 2, 20)
+    positions = positions_of(((3, 17), (12, 8)))
     with torch.no_grad():
         model(tokens)
         model(tokens, positions=positions)
@@ -77,10 +80,11 @@ def test_a_state_that_a_second_pass_would_find_advanced_is_refused(use_reentrant
         y.sum().backward()
     state = layer.init_state(2)
     wanted = torch.autograd.grad(layer(x, copy.copy(state)).sum(), x)[0]
-    y = checkpoint(
-        lambda x: layer(x, copy.copy(state)), x, use_reentrant=use_reentrant
-    )  # nothing is advanced
-    y.sum().backward()
+
+    def with_a_copy(x):
+        return layer(x, copy.copy(state))  # nothing is advanced
+
+    checkpoint(with_a_copy, x, use_reentrant=use_reentrant).sum().backward()
     torch.testing.assert_close(x.grad, wanted)
 
 
@@ -93,33 +97,40 @@ def test_copies_of_a_state_go_their_own_ways(duplicate, condition):
     state = model.init_state(2)
     model(tokens[:, :5], state)
     model(tokens[:, 5:].flip(1), duplicate(state))
-    found, wanted = model(tokens[:, 5:], duplicate(state)), model(tokens)[:, 5:]
+    found = model(tokens[:, 5:], duplicate(state))
+    wanted = model(tokens)[:, 5:]
     assert_exact(found, wanted)
-    assert (state.position.tolist(), state.length) == ([5, 5], 5)
+    assert state.position.tolist() == [5, 5]
+    assert state.length == 5
     weight = model.layers["0"].attention.wv.weight
-    gradients = [
-        torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, wanted)
-    ]
-    torch.testing.assert_close(*gradients)
+    found_gradient = torch.autograd.grad(found.square().sum(), weight)
+    wanted_gradient = torch.autograd.grad(wanted.square().sum(), weight)
+    torch.testing.assert_close(found_gradient, wanted_gradient)
 
 
-@pytest.mark.parametrize(
-    "kind", [lambda: InterdomainAttention(32, 4), lambda: Transformer(small_config("softmax"))]
-)
-def test_constructors_initialise(kind):
-    """From the global generator, as PyTorch's own: the same after the same seed, another module otherwise."""
-    weights = []
-    for seed in (1, 2, 1):
+def a_layer():
+    return InterdomainAttention(32, 4)
+
+
+def a_model():
+    return Transformer(small_config("softmax"))
+
+
+@pytest.mark.parametrize("make", [a_layer, a_model])
+def test_constructors_initialise(make):
+    """From the global generator, as PyTorch's own modules: one seed gives the same values each time."""
+
+    def values(seed):
         torch.manual_seed(seed)
-        weights.append(
-            next(p for name, p in kind().named_parameters() if name.endswith("wq.weight"))
-        )
-    assert torch.equal(weights[0], weights[2])
-    assert not torch.equal(weights[0], weights[1])
+        return torch.cat([p.detach().flatten() for p in make().parameters()])
+
+    assert torch.equal(values(1), values(1))
+    assert not torch.equal(values(1), values(2))
+    # On the meta device nothing is drawn.
     before = torch.get_rng_state()
     with torch.device("meta"):
-        assert all(p.is_meta for p in kind().parameters())
-    assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn where there is no memory
+        assert all(p.is_meta for p in make().parameters())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_package_is_light():

@@ -31,15 +31,13 @@ def short_conv(x, conv):
 
 
 def rotate(x):
-    """RoPE: channel i and its partner R/2 + i are one complex number, turned by t * THETA^(-2i/R). x [B, T, H, R]."""
+    """RoPE: channels i and R/2 + i are one complex number, turned by t * THETA^(-2i/R). x [B, T, H, R]."""
+    T = x.shape[1]
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[1])[:, None] * THETA ** (
-        -2 * torch.arange(half, dtype=torch.float64) / (2 * half)
-    )
-    turned = (
-        torch.complex(x[..., :half], x[..., half:])
-        * torch.polar(torch.ones_like(angle), angle)[:, None]
-    )
+    frequency = THETA ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(T)[:, None] * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
@@ -48,73 +46,106 @@ def silu_features(x):
     return y / y.square().sum(-1, keepdim=True).sqrt()
 
 
-def fourier_features(x, frequencies):
-    """sqrt(2/R) [cos(w x), sin(w x)], with the frequencies of the state head that a head belongs to."""
+def projected(x, frequencies):
+    """w.x with the random vectors of the state head that a head belongs to."""
     own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
-    angle = torch.einsum("bthr,hfr->bthf", x, own)
+    return torch.einsum("bthr,hfr->bthf", x, own)
+
+
+def fourier_features(x, frequencies):
+    """sqrt(2/R) [cos(w x), sin(w x)]."""
+    angle = projected(x, frequencies)
     return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1) * math.sqrt(2 / x.shape[-1])
 
 
 def positive_features(x, frequencies, query):
-    """FAVOR+; a query's are relative to the largest of them."""
-    own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
+    """FAVOR+; a query's features are relative to the largest of them."""
     R = x.shape[-1]
-    y = (
-        torch.exp(
-            torch.einsum("bthr,hfr->bthf", x, own) - x.square().sum(-1, keepdim=True) / (2 * R**0.5)
-        )
-        / R**0.5
-    )
-    return y / y.max(-1, keepdim=True).values / R**0.5 if query else y
+    exponent = projected(x, frequencies) - x.square().sum(-1, keepdim=True) / (2 * R**0.5)
+    y = torch.exp(exponent) / R**0.5
+    if query:
+        y = y / y.max(-1, keepdim=True).values / R**0.5
+    return y
+
+
+def features(mixer, x, query=False):
+    """xi(x) of the mixer's feature map."""
+    R = x.shape[-1]
+    match mixer.config.feature_map:
+        case "silu":
+            return silu_features(x)
+        case "rff":
+            return fourier_features(x, mixer.feature_map.frequencies)
+        case "elu":
+            return (F.elu(x) + 1) / math.sqrt(R)
+        case "softplus":
+            return torch.log1p(torch.exp(x)) / math.sqrt(R)
+        case "favor":
+            return positive_features(x, mixer.feature_map.frequencies, query)
+        case name:
+            raise AssertionError(f"this test has no formula for the feature map {name}")
 
 
 def input_norm(x, norm):
+    """N+b of eq. 12; only SiLU features have it."""
+    if norm is None:
+        return x
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight + norm.bias
+
+
+def complex_C(mixer, A):
+    M = mixer.config.n_basis
+    match mixer.config.c_form:
+        case "full":
+            return torch.view_as_complex(mixer.ssm.C)
+        case "diagonal":
+            return torch.diag_embed(torch.view_as_complex(mixer.ssm.C))
+        case "identity":
+            return torch.eye(M, dtype=A.dtype).expand(*A.shape, M)
 
 
 def literal(mixer, x):
     """The mixer's output from its parameters, as the paper's data flow has it."""
     m = mixer.config
-    heads = lambda y: y.unflatten(-1, (-1, mixer.head_dim))  # noqa: E731
-    turn = rotate if m.rope else lambda y: y
-    xi = {
-        "silu": lambda y, query: silu_features(y),
-        "rff": lambda y, query: fourier_features(y, mixer.feature_map.frequencies),
-        "elu": lambda y, query: (F.elu(y) + 1) / math.sqrt(y.shape[-1]),
-        "softplus": lambda y, query: torch.log1p(torch.exp(y)) / math.sqrt(y.shape[-1]),
-        "favor": lambda y, query: positive_features(y, mixer.feature_map.frequencies, query),
-    }[m.feature_map]
-    silu = m.feature_map == "silu"
-    norm_k = (lambda y: input_norm(y, mixer.k_norm)) if silu else lambda y: y
-    norm_v = (lambda y: input_norm(y, mixer.v_norm)) if silu else lambda y: y
 
-    a = turn(heads(short_conv(x @ mixer.wk.weight.T, mixer.k_conv)))
+    def heads(y):
+        return y.unflatten(-1, (-1, mixer.head_dim))
+
+    def turn(y):
+        return rotate(y) if m.rope else y
+
+    # Keys and values, or the single input's a and b in their places.
+    k = turn(heads(short_conv(x @ mixer.wk.weight.T, mixer.k_conv)))
+    v = x @ mixer.wv.weight.T
     if m.dual_input:
-        k, v = norm_k(xi(a, query=False)), norm_v(heads(x @ mixer.wv.weight.T))
+        k = features(mixer, k)
     else:
-        k, v = norm_k(a), norm_v(heads(short_conv(x @ mixer.wv.weight.T, mixer.v_conv)))
+        v = short_conv(v, mixer.v_conv)
+    k = input_norm(k, mixer.k_norm)
+    v = input_norm(heads(v), mixer.v_norm)
 
+    # The recurrence and its readout.
     dt = mixer.ssm.log_dt.exp()
     A = torch.complex(-mixer.ssm.log_A_real.exp(), mixer.ssm.A_imag)
-    if m.c_form == "full":
-        C = torch.view_as_complex(mixer.ssm.C)
-    elif m.c_form == "diagonal":
-        C = torch.diag_embed(torch.view_as_complex(mixer.ssm.C))
-    else:
-        C = torch.eye(m.n_basis, dtype=A.dtype).expand(*A.shape, m.n_basis)
-
+    C = complex_C(mixer, A)
     if m.query_readout:
-        q = xi(turn(heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv))), query=True)
+        q = turn(heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv)))
+        q = features(mixer, q, query=True)
         o, _ = paper_scan(q, k, v, dt, A, C, readout=m.readout, normalize=m.normalize)
     else:
         o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)
+
+    # The output norm and the output gate.
     if m.output_norm != "none":
-        w, size = mixer.o_norm.weight, o.square().mean(-1, keepdim=True)
-        o = w * o / (size + (w**2 if m.output_norm == "soft" else EPS)).sqrt()
+        w = mixer.o_norm.weight
+        floor = w**2 if m.output_norm == "soft" else EPS
+        o = w * o / (o.square().mean(-1, keepdim=True) + floor).sqrt()
     o = o.flatten(2)
     if m.output_gate:
         gate = x @ mixer.wg.weight.T
-        o = torch.sigmoid(gate) * (gate if m.gate_function == "silu" else 1) * o
+        if m.gate_function == "silu":
+            o = gate * o
+        o = torch.sigmoid(gate) * o
     return o @ mixer.wo.weight.T
 
 
@@ -133,27 +164,33 @@ def test_by_the_letter(condition, option):
     x = normal(2, T, model.config.dim, seed=3)
     with torch.no_grad():
         for layer in model.layers.values():
-            # The bound on the decay (interdomain.scan.MAX_DECAY_PER_TOKEN) bends a decay x by x^8 / 8 of itself: 5e-12 at the
-            # fastest of the initialisation, 0.05.
+            # The bound on the decay (interdomain.scan.MAX_DECAY_PER_TOKEN) bends a decay x by
+            # x^8 / 8 of itself: 5e-12 at the fastest of the initialisation, 0.05.
             ssm = layer.attention.ssm
             ssm.log_dt.clamp_(max=math.log(0.05) - ssm.log_A_real.max())
             found = run(layer.attention, x, model.config.head_dim)
             wanted = literal(layer.attention, x)
             assert wanted.std() > 0.01
-            # float64, and that bend over 70 tokens; normalize divides by what comes near zero, which magnifies both.
+            # float64, and that bend over 70 tokens. A denominator near zero magnifies both.
             tolerance = 1e-8 if model.config.mixer.normalize else 1e-9
-            assert (found - wanted).abs().max() / wanted.abs().max() < tolerance
+            error = (found - wanted).abs().max() / wanted.abs().max()
+            assert error < tolerance, f"relative error {error:.1e}, allowed {tolerance:.0e}"
 
 
 @pytest.mark.parametrize(
     ("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")]
 )
 def test_what_training_asks_of_the_scan(condition, scan, monkeypatch):
-    """No final state, which activation checkpointing would keep; float32 dynamics under autocast; `recompute` as it is set."""
-    calls, run = [], getattr(mixer, scan)
-    monkeypatch.setattr(
-        mixer, scan, lambda *args, **kw: calls.append((args, kw)) or run(*args, **kw)
-    )
+    """No final state, which activation checkpointing would save; float32 SSM tensors under autocast;
+    `recompute` as set."""
+    calls = []
+    original = getattr(mixer, scan)
+
+    def recorded(*args, **options):
+        calls.append((args, options))
+        return original(*args, **options)
+
+    monkeypatch.setattr(mixer, scan, recorded)
     for recompute in (True, False):
         model = Transformer(small_config(condition), Execution(recompute=recompute))
         with torch.autocast("cpu", torch.bfloat16):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from interdomain.files.pretrained import (
+from interdomain.checkpoint.pretrained import (
     CONFIG,
     INDEX,
     TOKENIZER,
@@ -88,14 +88,11 @@ def test_a_damaged_sharded_folder_is_refused(tmp_path, tokenizer):
     with pytest.raises(FileNotFoundError, match=f"lacks {shard.name}"):
         load_model(folder)
     shutil.copyfile(first, shard)
-    with pytest.raises(ValueError, match="is missing"):
+    with pytest.raises(ValueError, match="Missing key"):
         load_model(folder)
     # An index cannot point out of its folder.
     (folder / INDEX).write_text(index.replace(shard.name, "../secret.safetensors"))
     with pytest.raises(FileNotFoundError, match=r"lacks secret\.safetensors"):
-        load_model(folder)
-    (folder / INDEX).write_text("[]")
-    with pytest.raises(ValueError, match="damaged"):
         load_model(folder)
 
 
@@ -111,7 +108,7 @@ DAMAGE = {
     "newer version": (lambda f: edit_json(f / CONFIG, format_version=3), "version 3"),
     "other size": (
         lambda f: edit_json(f / CONFIG, num_hidden_layers=3),
-        r"layers\.2\..*is missing",
+        r"Missing key.*layers\.2\.",
     ),
     "one bit of the weights": (
         lambda f: flip_a_bit(f / WEIGHTS),
@@ -120,18 +117,18 @@ DAMAGE = {
     "truncated weights": (lambda f: truncate(f / WEIGHTS, -100), "truncated or damaged"),
     "tensor unknown": (
         lambda f: edit_weights(f, extra=torch.zeros(1)),
-        "extra is .*says nothing of it",
+        "Unexpected key.*extra",
     ),
     "tensor of another shape": (
         lambda f: edit_weights(f, **{"model.norm.weight": torch.zeros(3)}),
-        r"norm.weight is \[3\], the configuration says \[32\]",
+        r"size mismatch for norm.weight: .*\[3\].*\[32\]",
     ),
     "tensor of integers": (
         lambda f: edit_weights(f, **{"model.norm.weight": torch.ones(32, dtype=torch.int64)}),
-        "norm.weight is torch.int64",
+        "norm.weight.*floating point",
     ),
 }
-for name, value in dict(hidden_size=2**40, weights=[1]).items():
+for name, value in dict(hidden_size=2**40, model_type="llama").items():
     wrong = {name: value}
     DAMAGE[str(wrong)] = (
         lambda f, wrong=wrong: edit_json(f / CONFIG, **wrong),

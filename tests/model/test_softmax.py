@@ -50,11 +50,14 @@ def test_by_the_letter(condition, option, T):
     tokens = random_tokens(model.config, 2, T)
     x = model.tok_embeddings.weight[tokens]
     for layer, own in zip(model.layers.values(), model.config.layers, strict=True):
-        y, mixer = rms(x, layer.attention_norm), layer.attention
-        x = x + (
-            plain(mixer, y, own.mixer.window) if own.mixer.kind == "softmax" else literal(mixer, y)
-        )
-        y, mlp = rms(x, layer.ffn_norm), layer.feed_forward
+        y = rms(x, layer.attention_norm)
+        mixer = layer.attention
+        if own.mixer.kind == "softmax":
+            x = x + plain(mixer, y, own.mixer.window)
+        else:
+            x = x + literal(mixer, y)
+        y = rms(x, layer.ffn_norm)
+        mlp = layer.feed_forward
         a = y @ mlp.w1.weight.T
         x = x + (a * torch.sigmoid(a) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
     wanted = rms(x, model.norm) @ model.output.weight.T
@@ -66,8 +69,10 @@ def test_by_the_letter(condition, option, T):
 
 @torch.no_grad()
 def test_a_window_has_neither_a_square_of_scores_nor_a_growing_cache():
-    model, T = variant("softmax", "window"), 800
-    tokens, lengths = random_tokens(model.config, 1, T), ((300, 500),)
+    model = variant("softmax", "window")
+    T = 800
+    tokens = random_tokens(model.config, 1, T)
+    lengths = ((300, 500),)
     with Largest() as seen:
         model(tokens)
         model(tokens, positions=positions_of(lengths))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from interdomain.files.distributed_checkpoint import step_of
+from interdomain.checkpoint.step_folder import step_of
 from interdomain.titan import entry
 from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.watch.validate import FixedValidator

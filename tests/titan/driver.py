@@ -8,7 +8,7 @@ OUTPUT.rankN.pt:
     drawn            names of the tensors whose initial values this rank drew
     samples          {step: one hash per sample that it got}   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
-    calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
+    calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the SSM parameters saw
     folds            (probe "scan") computations of a stage's dynamics, by step
     traffic          (a probe) bytes received in the first step
     order            (a probe) what PyTorch's profiler has of the first step, by its beginning
@@ -159,7 +159,7 @@ def spoil_losses(trainer, spoil):
 def watch_scan(trainer, stack, seen):
     seen |= {"calls": {}, "folds": {}, "dtypes": {}}
 
-    call, fold = ops._call, Transformer.dynamics
+    call, fold = ops._call, Transformer.ssm_tensors
 
     def note(what):
         step = trainer.step if trainer.model_parts[0].training else "validation"
@@ -176,16 +176,16 @@ def watch_scan(trainer, stack, seen):
             seen["dtypes"].setdefault(name, set()).add(tensors)
         return call(backend, name, *args, **kwargs)
 
-    def dynamics(module, args, output):
+    def ssm_tensors(module, args, output):
         kinds = {f"parameter {name}": str(p.dtype) for name, p in module.named_parameters()}
         kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output) if x is not None}
         seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
 
     stack.enter_context(mock.patch.object(ops, "_call", counted))
-    stack.enter_context(mock.patch.object(Transformer, "dynamics", folded))
+    stack.enter_context(mock.patch.object(Transformer, "ssm_tensors", folded))
     for layer in (layer for part in trainer.model_parts for layer in part.layers.values()):
         if hasattr(layer.attention, "ssm"):
-            layer.attention.ssm.register_forward_hook(dynamics)
+            layer.attention.ssm.register_forward_hook(ssm_tensors)
 
 
 def build(job):

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed.run as torch_run
 
-from interdomain.files.checkpoint_index import read_tensors, tensor_index
-from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.checkpoint.index import read_tensors, tensor_index
+from interdomain.checkpoint.step_folder import finished_steps
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.tools._start import torchrun
 

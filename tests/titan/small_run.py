@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.files.distributed_checkpoint import SIDECAR_FACTS
+from interdomain.checkpoint.step_folder import SIDECAR_FACTS
 from interdomain.model import build_config
 from interdomain.titan.host import translate
 from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
@@ -38,7 +38,6 @@ class Run:
     def __init__(
         self,
         folder,
-        width=7,
         model=None,
         tokens_per_step=512,
         flags=(),
@@ -50,7 +49,7 @@ class Run:
         job = read_job_config(["--job.config_file", str(TINY), *flags])
         config = translate(job).checkpoint
         vars(config).update({"enable": True, "interval": 1, **settings})
-        self.model, self.trainer = torch.nn.Linear(300, width), State()
+        self.model, self.trainer = torch.nn.Linear(300, 7), State()
         self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
         record = {name: {} for name in (*SIDECAR_FACTS, "tokenizer")} | {
             "size": "debug",
@@ -60,7 +59,6 @@ class Run:
         record |= {"configuration": job.to_dict(), "fingerprints": fingerprints or {}}
         self.manager = SelfDescribingCheckpoints(
             **self.others,
-            tensors=self.model.state_dict(),
             model_parts=[self.model],
             states={"train_state": self.trainer},
             checkpoint_config=config,

@@ -13,7 +13,6 @@ OTHERS = {
     "job.description": "another run",
     "mixer.recompute": False,
     "data.prefetch": 0,
-    "lr_scheduler.allow_jump": True,
     "training.gc_freq": 1,
     "validation.local_batch_size": 2,
     "checkpoint.folder": "elsewhere",

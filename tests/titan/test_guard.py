@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from interdomain.files.distributed_checkpoint import read_sidecar
+from interdomain.checkpoint.step_folder import read_sidecar
 from interdomain.titan.step.guard import StepGuard
 
 from ..common import NothingReadBack
@@ -15,32 +15,29 @@ pytestmark = pytest.mark.e2e
 
 def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counted(runs):
     seen, other = runs.every("2 spoiled")
-    assert seen["states"] == other["states"]
-    assert [step for step in range(2, 7) if seen["states"][step] != seen["states"][step - 1]] == [4]
+    states = seen["states"]
+    assert states == other["states"]
+    assert states[1] == states[2] == states[3] != states[4] == states[5] == states[6]
+
     log = [seen["log"][step] for step in range(1, 7)]
-    assert [math.isfinite(row["loss"]) for row in log] == [True, False, True, True, False, False]
-    assert [math.isfinite(row["grad_norm"]) for row in log] == [
-        True,
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert [row["skipped_steps/total"] for row in log] == [0, 1, 2, 2, 3, 4]
-    assert [row["skipped_steps/in_a_row"] for row in log] == [0, 1, 2, 0, 1, 2]
-    assert [
-        read_sidecar(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] for step in (3, 6)
-    ] == [2, 4]
+
+    def column(name):
+        return [row[name] for row in log]
+
+    assert [*map(math.isfinite, column("loss"))] == [True, False, True, True, False, False]
+    assert [*map(math.isfinite, column("grad_norm"))] == [True, True, False, True, False, True]
+    assert column("skipped_steps/total") == [0, 1, 2, 2, 3, 4]
+    assert column("skipped_steps/in_a_row") == [0, 1, 2, 0, 1, 2]
+    for step, skipped in ((3, 2), (6, 4)):
+        assert read_sidecar(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] == skipped
     said = runs.said("2 spoiled")
-    assert "up to step 2: 1 step(s) were skipped that were not finite" in said
-    assert "the last 2 step(s) up to step 6 were skipped" in said
+    assert "1 step(s) up to step 2 were skipped, because the loss or the gradient norm" in said
+    assert "The weights are those of step 4." in said
+
     # The schedule and the data move on.
     undisturbed = runs.seen("2 text")["log"]
     for quantity in ("lr/main", "lr/ssm", "n_tokens_seen"):
-        assert [row[quantity] for row in log] == [
-            undisturbed[step][quantity] for step in range(1, 7)
-        ]
+        assert column(quantity) == [undisturbed[step][quantity] for step in range(1, 7)]
     assert runs.samples("2 spoiled") == runs.samples("2 text")
 
 

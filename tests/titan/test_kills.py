@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from interdomain.files.distributed_checkpoint import (
+from interdomain.checkpoint.step_folder import (
     VALIDATION,
     finished_steps,
     milestones,
@@ -129,8 +129,6 @@ def test_a_damaged_checkpoint_is_skipped_and_ranks_do_not_outlive_torchrun(story
 def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(story):
     before, after = story.chapters[1:]
     assert (after.status, loaded(after)) == (0, ["step-6"])
-    assert "NO STEP IS TAKEN: the run continues from step 6, and training.steps = 6" in after.said
-    assert not any("NO STEP IS TAKEN" in chapter.said for chapter in story.chapters[:2])
     assert 6 in before.found - before.validated
     assert "step 6 was saved and not validated: validating it now" in after.said
     assert after.validated == after.found == {2, 4, 5, 6}

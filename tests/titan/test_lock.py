@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from interdomain.files.distributed_checkpoint import SIDECAR, SIDECAR_FACTS
-from interdomain.files.run_folder import checkpoints_of, events_of
+from interdomain.checkpoint.run_folder import checkpoints_of, events_of
+from interdomain.checkpoint.step_folder import SIDECAR, SIDECAR_FACTS
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
-from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
+from interdomain.titan.resume.lock import NAME, RunLock, hold_folder, owner_of, require_shared
 
 from ..common import TIMEOUT
 from .conftest import refusal
@@ -37,14 +37,14 @@ def quick(monkeypatch):
 def held(folder, **changes):
     """A lock in the folder, of a holder elsewhere. Returns its path."""
     path = folder / NAME
-    path.write_text(json.dumps(FolderLock(folder).record | ELSEWHERE | changes))
+    path.write_text(json.dumps(RunLock([]).record | ELSEWHERE | changes))
     return path
 
 
 def acquire(folder):
-    taken = FolderLock(folder)
+    taken = RunLock([folder])
     taken.acquire()
-    assert FolderLock(folder).holder()["token"] == taken.record["token"]
+    assert owner_of(folder)["token"] == taken.record["token"]
     return taken
 
 
@@ -78,7 +78,7 @@ def test_a_living_holder_on_this_machine(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=f"in use by another run: process {os.getpid()} on {os.uname().nodename}"
     ):
-        FolderLock(tmp_path).acquire()
+        RunLock([tmp_path]).acquire()
 
 
 def test_a_silent_holder_elsewhere_is_dead(tmp_path):
@@ -89,16 +89,15 @@ def test_a_silent_holder_elsewhere_is_dead(tmp_path):
     acquire(tmp_path)
 
 
-@pytest.mark.parametrize("text", [b'{"token": "x", "pid": 7}', b"\xff"])
-def test_a_file_that_is_no_lock(tmp_path, capsys, text):
+def test_a_file_that_is_no_lock(tmp_path, capsys):
     """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
     first, path = acquire(tmp_path), tmp_path / NAME
-    path.write_bytes(text)
+    path.write_bytes(b"\xff")
     first.refresh()
     first.check_held()
     first.release()
-    assert f"{path} is not a lock of this version" in refusal(capsys, hold_folder, config(tmp_path))
-    assert path.read_bytes() == text
+    assert f"{path} is not a lock: it holds" in refusal(capsys, hold_folder, config(tmp_path))
+    assert path.read_bytes() == b"\xff"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, 
     with pytest.raises(
         ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"
     ):
-        FolderLock(tmp_path).acquire()
+        RunLock([tmp_path]).acquire()
 
 
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
@@ -238,15 +237,12 @@ def test_checkpoints_that_could_not_be_written(tmp_path, capsys):
     """They are refused before the first save, for one on a disk that is away."""
     (tmp_path / "checkpoint").symlink_to(tmp_path / "away")
     error = refusal(capsys, hold_folder, config(tmp_path))
-    assert (
-        f"{tmp_path}/checkpoint is not a folder: it is a file, or a link to a place that is not there"
-        in error
-    )
+    assert f"File exists: '{tmp_path}/checkpoint'" in error
 
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
     """This process as the second of two nodes, where the same path leads elsewhere."""
-    token = hold_folder(config(tmp_path)).token
+    token = hold_folder(config(tmp_path)).record["token"]
     elsewhere = config(tmp_path / "elsewhere")
     require_shared(elsewhere, None)  # nobody holds a lock
     monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))

@@ -90,7 +90,7 @@ def test_scalars_of_every_logged_step(
     )
     this.plan = make_plan(this.job, 1)
     this.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
-    this.model_parts = this.meshes = this.started = None
+    this.model_parts = this.meshes = this.first_log = None
     this.log = lambda step, *given: seen.setdefault(step, given[-1])
     this.data_loading_times = []
     this.time_last_log = clock.now

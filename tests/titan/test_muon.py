@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from interdomain.files.checkpoint_index import read_tensors, tensor_index
+from interdomain.checkpoint.index import read_tensors, tensor_index
 from interdomain.titan.plan.parameter_groups import group_of
 
 from .runs import RUNS, assert_same_tensors

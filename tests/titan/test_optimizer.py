@@ -1,16 +1,13 @@
 """Two parameter groups by name, and the schedule step by step."""
 
-import json
 import math
 
 import pytest
 import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
 
-from interdomain.files.distributed_checkpoint import METADATA, SIDECAR
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.host import translate
-from interdomain.titan.plan.schedule import check_jump
 from interdomain.titan.step.optimizer import GroupedOptimizers, GroupedSchedulers
 
 from .runs import parse
@@ -140,46 +137,3 @@ def test_without_a_floor_the_shapes_are_torchtitans(decay_type):
     )
     expected = [3e-3 * theirs(step) for step in range(20)]
     assert [main for main, _ in rates(given, 20)] == pytest.approx(expected, rel=1e-12)
-
-
-CONSTANT = "--lr_scheduler.decay_ratio 0"
-AT_THE_END = "--lr_scheduler.decay_ratio 0.25"
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "jumps_to"),
-    [
-        ("", "", "0.00169"),  # stretched: back up, half way
-        ("", "--lr_scheduler.total_steps 20 --optimizer.lr 1e-3", None),  # the floor, on and on
-        ("", "--lr_scheduler.allow_jump", None),
-        ("", CONSTANT, "0.003"),
-        (CONSTANT, CONSTANT, None),
-        (AT_THE_END, AT_THE_END, "0.003"),
-        (AT_THE_END, f"{AT_THE_END} --checkpoint.load_step 10", None),  # before the decay
-    ],
-)
-def test_a_run_that_is_extended_keeps_its_learning_rate_or_is_refused(
-    first, then, jumps_to, tmp_path, monkeypatch
-):
-    """Twenty steps with a checkpoint every ten, and the start of a run of forty in the same folder."""
-    monkeypatch.delenv("RANK", raising=False)
-    always = "--lr_scheduler.warmup_steps 2 --lr_scheduler.total_steps 0 --checkpoint.enable "
-    taken = rates(always + first, 20)
-    for step in (10, 20):
-        folder = tmp_path / "checkpoint" / f"step-{step}"
-        folder.mkdir(parents=True)
-        (folder / METADATA).touch()
-        record = {
-            "step": step,
-            "lr": taken[step - 1][0],
-            "peak_lr": 3e-3,
-            "run": {"planned_steps": 20},
-        }
-        (folder / SIDECAR).write_text(json.dumps(record))
-    job = parse(f"{always} --training.steps 40 --job.dump_folder {tmp_path} {then}")
-    if jumps_to is None:
-        check_jump(job, 40, 2)
-        return
-    said = rf"step-20 was trained with {taken[-1][0]:.3g} at .* gives that step {jumps_to}\."
-    with pytest.raises(ValueError, match=said):
-        check_jump(job, 40, 2)

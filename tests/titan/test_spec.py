@@ -15,9 +15,9 @@ from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 import interdomain.titan
+from interdomain.checkpoint import pretrained
+from interdomain.checkpoint.index import read_tensors, tensor_index
 from interdomain.data import load_tokenizer
-from interdomain.files import pretrained
-from interdomain.files.checkpoint_index import read_tensors, tensor_index
 from interdomain.model import SIZES, Transformer, build_config, count_parameters, meta_model
 from interdomain.model.flops import train_flops_per_token
 from interdomain.titan import spec

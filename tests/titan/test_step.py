@@ -43,7 +43,7 @@ open(sys.argv[1], "w").write(json.dumps(seen))
 
 
 def test_a_step_on_256_ranks(corpus, tmp_path):
-    """Gradients once, however many micro-batches; the dynamics' in one piece; and the host reads nothing."""
+    """Gradients once, however many micro-batches; the SSM parameters in one piece; and the host reads nothing."""
     (tmp_path / "count.py").write_text(COUNT)
     settings = {
         "training__local_batch_size": 1,
@@ -54,5 +54,5 @@ def test_a_step_on_256_ranks(corpus, tmp_path):
     launch(tmp_path / "log.txt", 1, tmp_path / "count.py", tmp_path / "seen.json", *arguments)
     once, twice = json.loads((tmp_path / "seen.json").read_text())
     assert twice.pop("_allgather_base_") <= 2 * once.pop("_allgather_base_")
-    # 2 blocks, embedding, head; the dynamics' gradients, the norm, and guard and signals together.
+    # 2 blocks, embedding, head; the SSM parameters gradients, the norm, and guard and signals together.
     assert once == twice == {"_reduce_scatter_base_": 4, "allreduce_": 3}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from interdomain.files.distributed_checkpoint import SIDECAR, TOKENIZER
+from interdomain.checkpoint.step_folder import SIDECAR, TOKENIZER
 from interdomain.model import Transformer, cell_of
 
 from ..model.common import lively, small_config

@@ -9,7 +9,7 @@ from interdomain.model import SIZES, Transformer, build_config
 from interdomain.model.generation import Decoder
 from interdomain.tools import bench_inference
 from interdomain.tools._bench import results
-from interdomain.tools.bench_inference import put, random_model
+from interdomain.tools.bench_inference import random_model, set_position
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh"
@@ -58,12 +58,12 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
     assert read["B=1, 128 tokens", "interdomain chunked"]["tokens/s"] > 0
 
 
-def test_a_state_is_put_at_its_prefix():
+def test_a_state_is_set_to_its_prefix():
     model = random_model(build_config("debug", "softmax"), CPU, "float32")
     state = model.init_state(2, capacity=20)
     state.captured = True
     for _ in range(2):
-        put(state, 8)
+        set_position(state, 8)
         Decoder(model, state).step(torch.zeros(2, dtype=torch.int64))
         assert state.position.tolist() == [9, 9]
         assert (state.layers[0].k.abs().sum((0, 1, 3)) > 0).nonzero().flatten().tolist() == [8]

@@ -8,7 +8,7 @@ import torch
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan import chunkwise, ops
 from interdomain.tools import bench_kernels, check_kernels
-from interdomain.tools._bench import results as results_module
+from interdomain.tools._bench import processes
 from interdomain.tools._bench.pages import CHECK_FAILED, UNFINISHED
 
 from .test_bench_kernels import results
@@ -99,7 +99,7 @@ def test_broken_input_features_fail_the_check(kind, name, stage, monkeypatch):
     assert check_kernels.run_case(case, CPU)["result"] == "FAIL"
 
 
-def test_nan_other_bits_and_exceptions_fail(monkeypatch):
+def test_nan_other_bits_and_exceptions_fail(monkeypatch, tmp_path):
     calls, forward = [], chunkwise.scan_forward
     (case,) = check_kernels.groups(False)["chunkwise-M128"]
 
@@ -121,23 +121,27 @@ def test_nan_other_bits_and_exceptions_fail(monkeypatch):
     assert row_of(lambda o, state: (o * float("nan"), state))["result"] == "FAIL"
     row = row_of(unsteady)
     assert (row["result"], row["bit-equal"]) == ("FAIL", False)
-    assert row_of(fails)["result"] == "FAIL: RuntimeError: out of resources"
+    with pytest.raises(RuntimeError):
+        row_of(fails)
+    assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128"]) == 1
+    (row,) = results(tmp_path, "check")["tables"]["cases"]["rows"]
+    assert row["result"] == "FAIL: RuntimeError: out of resources"
 
 
 def test_a_check_that_was_cut_has_not_failed(tmp_path, monkeypatch):
     """What ran has its verdict; a figure of sizes that are not finished says so."""
 
-    work = results_module.work
+    run_cases = processes.run_cases
 
-    def work_that_is_cut(device, groups, run, add, workers):
-        work(device, groups[:1], run, add, workers)
+    def run_the_first_group(device, groups, run, add, workers):
+        run_cases(device, groups[:1], run, add, workers)
         raise KeyboardInterrupt
 
     groups = ["chunkwise-M128", "chunkwise-fp16"]
-    monkeypatch.setattr(results_module, "work", work_that_is_cut)
+    monkeypatch.setattr(processes, "run_cases", run_the_first_group)
     with pytest.raises(KeyboardInterrupt):
         check_kernels.main(["--output", str(tmp_path), "--groups", *groups])
-    monkeypatch.setattr(results_module, "work", work)
+    monkeypatch.setattr(processes, "run_cases", run_cases)
     assert results(tmp_path, "check")["status"] == "unfinished"
     assert (
         bench_kernels.main(

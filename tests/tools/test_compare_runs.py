@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.run_folder import note_folders
 from interdomain.tools import compare_runs
 
 TAGS = compare_runs.COLUMNS

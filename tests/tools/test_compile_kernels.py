@@ -54,4 +54,3 @@ def test_bad_requests(tmp_path, refused):
         ["--cache", tmp_path, "--capability", "sm_90"],
         "--capability must be X.Y",
     )
-    refused(compile_kernels.main, ["--cache", tmp_path, "--groups", "stop"], "there is no stop")

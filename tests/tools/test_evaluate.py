@@ -13,8 +13,8 @@ import pytest
 import sentencepiece
 import torch
 
+from interdomain.checkpoint.pretrained import load_model, load_pretrained
 from interdomain.data import load_tokenizer
-from interdomain.files.pretrained import load_model, load_pretrained
 from interdomain.model import cell_of
 from interdomain.model.generation import Sampling, generate
 from interdomain.tools import convert, evaluate

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from interdomain.tools import _cli
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE, ELASTIC, REFUSED
 
-from ..common import when_listening
+from ..common import TIMEOUT, when_listening
 
 # A stand-in for torchrun: `seen` counts the signals that reach it; `wait` is for the first.
 STAND_IN = """
@@ -104,6 +105,20 @@ def test_what_the_end_of_torchrun_means(program, status, said, capfd):
     assert run(program) == status
     assert said in capfd.readouterr().err
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_run_that_is_ended_at_once_leaves_no_descendant():
+    """A rank is in a session of its own, and may have started processes of its own."""
+    grandchild = "import time; print('started', flush=True); time.sleep(600)"
+    start = "subprocess.Popen([sys.executable, '-c', {!r}], start_new_session=True).wait()"
+    child = f"import subprocess, sys; {start.format(grandchild)}"
+    parent = f"import subprocess, sys; {start.format(child)}"
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        torchrun.end_at_once(process.pid)
+        # All three hold the pipe: it ends when none is left.
+        assert process.communicate(timeout=TIMEOUT) == ("", None)
 
 
 def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain.files.pretrained import load_model
+from interdomain.checkpoint.pretrained import load_model
 from interdomain.model import maps as _maps
 from interdomain.model.pairing import LAGS, by_head
 from interdomain.tools import convert
@@ -54,7 +54,8 @@ def test_the_map_times_the_values_is_what_the_mixer_computes():
     attention.wo.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     layer = read(model, [0])[0]
     x, o = seen[:2]
-    values = layer.mixer._value(layer.mixer.wv(x), None, None)[0]
+    mixer = layer.mixer
+    values = mixer._features(mixer.wv(x), None, None, None, norm=mixer.v_norm)[0]
     made = (layer.weights @ values.movedim(1, 0)).movedim(0, 1).flatten(1)
     torch.testing.assert_close(made, o[0], rtol=1e-9, atol=1e-11 * o.abs().max().item())
     assert layer.output_rms == pytest.approx(o.square().mean().sqrt().item())
@@ -65,7 +66,7 @@ def test_the_map_times_the_values_is_what_the_mixer_computes():
 def test_pairing(readout):
     """w(s, r) of docs/pairing.md, with phi_n = C beta Lambda^n."""
     layer = read(lively(small_config("interdomain", readout=readout)), [0])[0]
-    exponents, _ = layer.mixer.dynamics([layer.mixer])[0]
+    exponents, _ = layer.mixer.ssm_tensors([layer.mixer])[0]
     log_decay, C = (torch.view_as_complex(x.contiguous()) for x in (exponents, layer.mixer.ssm.C))
     beta = (log_decay.exp() - 1) / (log_decay / layer.mixer.ssm.log_dt.exp()[:, None])
     powers = (

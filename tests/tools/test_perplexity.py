@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
+from interdomain.checkpoint.pretrained import load_pretrained
 from interdomain.data import Documents, load_tokenizer
-from interdomain.files.pretrained import load_pretrained
 from interdomain.tools import evaluate
 from interdomain.tools._evaluate import perplexity
 from interdomain.tools._evaluate.perplexity import read_spans

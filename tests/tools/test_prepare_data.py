@@ -438,6 +438,8 @@ def test_bad_requests(tmp_path, monkeypatch, refused):
         ("--output o --validation-fraction 1", "must be at least 0 and below 1"),
         ("--output o --max-bytes 0", "--max-bytes must be at least 1: got 0"),
         ("--output short.txt", "exists and is not empty"),
+        ("--output o --synthetic mqar --tokenizer x", "--tokenizer has no effect on a corpus of"),
+        ("--output o --synthetic-items 2", "--synthetic-items has no effect on a corpus of text"),
     ):
         refused(prepare_data.main, options.split(), words)
     assert not (tmp_path / "o").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.tools._evaluate import harness, task_table
+from interdomain.tools._evaluate import task_table
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 from lm_eval.api.model import LM  # noqa: E402
@@ -59,18 +59,6 @@ def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
         task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0]
     )
     assert 0.2 < found["contains,none"] < 0.8
-
-
-def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
-    near, far = (recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
-    parts = harness.by_length(
-        {"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500
-    )
-    assert {length: list(part["tasks"]) for length, part in parts.items()} == {
-        1500: ["near", "other"],
-        2048: ["far"],
-    }
-    assert [part["groups"] for part in parts.values()] == [{"g": 1}, {}]
 
 
 @pytest.mark.parametrize("entries", [16, 128])

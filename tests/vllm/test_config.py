@@ -7,10 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.files.pretrained import to_transformers
+from interdomain.checkpoint.pretrained import to_transformers
 from interdomain.model import Transformer
 from interdomain.model.transformer import mixer_class
-from interdomain.vllm.config import ServedConfig, model_config, refuse, state_dtypes, state_shapes
+from interdomain.vllm.config import (
+    ServedConfig,
+    check_vllm_settings,
+    model_config,
+    state_dtypes,
+    state_shapes,
+)
 
 from ..hf.common import CASES
 from ..model.common import small_config
@@ -81,6 +87,6 @@ def test_settings_that_would_be_ignored(settings, words):
     every = SimpleNamespace(**(usual | settings))
     every.cache_config = every.parallel_config = every.model_config = every
     with pytest.raises(ValueError, match=words):
-        refuse(every, small_config("interdomain"))
+        check_vllm_settings(every, small_config("interdomain"))
     if "cache_dtype" in settings:  # of keys and values, which some layers of this one have
-        refuse(every, small_config("interdomain", softmax_every=2))
+        check_vllm_settings(every, small_config("interdomain", softmax_every=2))

@@ -1,6 +1,7 @@
-"""The cases of check_kernels, the bound of each, and inputs at the initialisation that training starts from.
+"""The cases of check_kernels, the bound of each, and inputs as training starts from them.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d), M basis functions.
+Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d),
+M basis functions, P channels of a state (R + D, and one more in the normalised form).
 """
 
 import math
@@ -11,31 +12,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.nn.functional import normalize
 
 from interdomain import scan
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs (a layer: 8) in the interpreter
-# (tests/rehearse.py).
+# Bounds of the relative RMS error, by arithmetic. Each is at least 1.5 times the largest error over
+# 20 draws of the inputs (of a layer: 8) in Triton's interpreter (tests/rehearse.py).
 BOUNDS = {
-    "fp32": 1e-5,  # fp32 or 3xTF32 products, fp32 sums; `reference` in fp32 multiplies Lambda's rounding T times
-    "rounded": 4e-3,  # computed in fp32, the result rounded to bf16 (1.7e-3)
-    "bf16": 1e-2,  # operands rounded to bf16 (1.7e-3 each) at eight places in a row; fp16 is rounded to bf16 first
-    "layer": 2e-2,  # the same with projections and input features before and after, each rounded
-    "bf16 decay": 1.5e-2,  # dlog_decay then: a few slow modes of one head outweigh all others, and nothing averages
-    "bf16 slow": 3e-3,  # dlog_decay of a slow case: a lag that is one token off in one of its sums is 1.2e-2
+    # fp32 or 3xTF32 products and fp32 sums. `reference` in fp32 multiplies the rounding of Lambda T
+    # times.
+    "fp32": 1e-5,
+    # Computed in fp32; the result is rounded to bf16 (1.7e-3).
+    "rounded": 4e-3,
+    # Operands are rounded to bf16 (1.7e-3 each) at eight places in a row. fp16 is rounded to bf16
+    # first.
+    "bf16": 1e-2,
+    # The same, with projections and input features before and after, each rounded.
+    "layer": 2e-2,
+    # dlog_decay in bf16: a few slow modes of one head outweigh all others, and nothing averages.
+    "bf16 decay": 1.5e-2,
+    # dlog_decay of a slow case: a lag that is one token off in one of its sums gives 1.2e-2.
+    "bf16 slow": 3e-3,
 }
-STEPS = 4  # tokens of a case of a step
-DEFAULTS = {  # by kind of case
-    "scan": {"backend": "chunkwise", "T": 257},
-    "linear scan": {"backend": "chunkwise", "T": 257},
-    "step": {"T": STEPS},
-    "linear step": {"T": STEPS},
-    "layer": {"backend": "triton", "T": 130},
-    "layer step": {"backend": "triton", "T": STEPS},
-}
-LAYERS = {  # settings of the layer; their projections differ in convolution, RoPE, feature map and norm
+# Settings of a layer. The projections of these differ in convolution, RoPE, feature map and norm.
+LAYERS = {
     "interdomain": {},
     "single-query": {"dual_input": False},
     "s4d": {"dual_input": False, "query_readout": False, "rope": False},
@@ -44,6 +45,8 @@ LAYERS = {  # settings of the layer; their projections differ in convolution, Ro
 
 @dataclass(frozen=True)
 class Shape:
+    """The sizes of a case: see the module's legend."""
+
     B: int
     T: int
     H: int = 32
@@ -52,78 +55,107 @@ class Shape:
     G: int = 1
 
     def __str__(self) -> str:
-        grouped = f" G={self.G}" if self.G > 1 else ""
-        return f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}{grouped}"
+        text = f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}"
+        if self.G > 1:
+            text += f" G={self.G}"
+        return text
 
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # scan, step, or linear and one of them (the linear readout); layer, layer step
+    """One comparison of the check.
+
+    Attributes:
+        kind: scan, step, or linear and one of them (the linear readout); layer, layer step.
+        backend: The backend of the scan, or of a layer's input features.
+        state: True to start from a state and return one, with their gradients; False for neither,
+            as in training.
+        recompute: The scan's argument.
+        documents: True to pack several documents into each sequence.
+        repeat: True to run twice and compare the bits.
+        mode: Of a step: "", "in place" or "graph". Of a layer: the name of its settings in LAYERS.
+        wider: Channels that v has beyond q and k: 1 for the ones column of the normalised form.
+        slow: True for mixing and tokens of one sign and decays of a hundredth. Then lags add up in
+            dlog_decay, and roundings do not.
+    """
+
+    kind: str
     shape: Shape
     dtype: torch.dtype = BF16
-    backend: str = ""  # of the scan; of a layer's input features
-    state: bool = True  # start from a state and return one, with their gradients; or neither, as training does
+    backend: str = ""
+    state: bool = True
     recompute: bool = True
-    documents: bool = False  # several packed into each sequence
-    repeat: bool = False  # run twice and compare bits
-    mode: str = ""  # of the steps: "", "in place", "graph"; of a layer: which of LAYERS
-    wider: int = 0  # channels that v has beyond q and k: the ones of the normalised form
-    slow: bool = False  # W and tokens of one sign, theta a hundredth: lags add up in dlog_decay, and roundings do not
+    documents: bool = False
+    repeat: bool = False
+    mode: str = ""
+    wider: int = 0
+    slow: bool = False
 
     @property
     def sizes(self) -> str:
-        """What kernels are compiled for, and judged by. (T, B and the heads are numbers that a kernel is called with.)"""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"d={self.shape.d} M={self.shape.M} {dtype}"
+        """The sizes that kernels are compiled for, and judged by.
+
+        T, B and the heads are numbers that a kernel is given.
+        """
+        return f"d={self.shape.d} M={self.shape.M} {self.dtype_name}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def linear(self) -> bool:
+        """True for the linear readout."""
         return self.kind.startswith("linear")
 
-    @property
-    def arithmetic(self) -> str:
-        if self.dtype == FP32 or self.kind.startswith("layer"):
-            return "fp32" if self.dtype == FP32 else "layer"
-        return "bf16" if self.backend == "chunkwise" else "rounded"
-
     def bound(self, tensor: str) -> float:
-        if (self.arithmetic, tensor) == ("bf16", "dlog_decay"):
-            return BOUNDS["bf16 slow" if self.slow else "bf16 decay"]
-        return BOUNDS[self.arithmetic]
+        """Returns the largest relative RMS error that a result or gradient may have."""
+        if self.dtype == FP32:
+            return BOUNDS["fp32"]
+        if self.kind.startswith("layer"):
+            return BOUNDS["layer"]
+        if self.backend != "chunkwise":
+            return BOUNDS["rounded"]
+        if tensor != "dlog_decay":
+            return BOUNDS["bf16"]
+        return BOUNDS["bf16 slow" if self.slow else "bf16 decay"]
 
     def __str__(self) -> str:
-        words = [
-            f"{self.kind}:",
-            self.backend,
-            str(self.shape),
-            str(self.dtype).removeprefix("torch."),
-        ]
-        for field in fields(self)[4:]:
-            value = getattr(self, field.name)
-            if field.name != "repeat" and value != field.default:
-                words.append(f"{field.name}={value}")
-        return " ".join(filter(None, words))
+        words = [f"{self.kind}:", self.backend, str(self.shape), self.dtype_name]
+        for name in ("state", "recompute", "documents", "mode", "wider", "slow"):
+            value = getattr(self, name)
+            if value != getattr(Case, name):  # the default
+                words.append(f"{name}={value}")
+        return " ".join(word for word in words if word)
 
 
 def groups(cuda: bool) -> dict[str, list[Case]]:
-    """Cases by group. On the CPU the same, at sizes for seconds, without what only a GPU has."""
+    """Returns the cases by group.
+
+    For a CPU they are small, and those that need a GPU are left out.
+    """
     table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text())
-    every = {name: [_case(**row) for row in rows] for name, rows in table.items()}
-    if cuda:
-        return every
-    return {
-        name: [_tiny(case) for case in cases if case.mode != "graph"]
-        for name, cases in every.items()
-    }
+    by_group: dict[str, list[Case]] = {}
+    for name, rows in table.items():
+        cases = [_case(**row) for row in rows]
+        if not cuda:
+            cases = [_tiny(case) for case in cases if case.mode != "graph"]
+        by_group[name] = cases
+    return by_group
 
 
 def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
-    values = {"B": 2, "H": 4, **DEFAULTS[kind], **row}
-    sizes = {name: values.pop(name) for name in ("B", "T", "H", "d", "M", "G") if name in values}
+    """Makes a case of a row of cases.toml."""
+    values = {"B": 2, "H": 4, **row}
+    sizes = {}
+    for field in fields(Shape):
+        if field.name in values:
+            sizes[field.name] = values.pop(field.name)
     return Case(kind, Shape(**sizes), getattr(torch, dtype), **values)
 
 
 def _tiny(case: Case) -> Case:
+    """Makes a case small enough for a CPU, in plain PyTorch."""
     s = case.shape
     small = Shape(
         B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2)
@@ -132,75 +164,95 @@ def _tiny(case: Case) -> Case:
     return replace(case, shape=small, backend=backend)
 
 
-def convert(tree: Any, **to: Any) -> Any:
-    """Tensors in dicts and tuples, each by `Tensor.to(**to)`. Leaves that record gradients stay leaves."""
-    return tree_map_only(
-        Tensor, lambda x: x.detach().to(**to).requires_grad_(x.requires_grad), tree
-    )
-
-
-def dynamics(
+def initial_tables(
     H: int, M: int, *, mixed: bool = False, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log_decay [H, M, 2], mixing [H, 2M, 2M], readout [H, 2M]), float64 on the CPU, at the model's initialisation.
+    """Draws what the scan reads of the SSM parameters, at the model's initialisation.
 
-    Delta log-uniform in [1e-3, 1e-1], A = -1/2 + i M/pi (M/(2n+1) - 1), C and c normal. With `mixed` every second head has
-    decays per token from 1e-3 to 0.3 instead, as training may reach them.
+    Delta is log-uniform in [1e-3, 1e-1], A = -1/2 + i M/pi (M/(2n+1) - 1), C and c are normal.
+
+    Args:
+        H: Number of heads.
+        M: Number of basis functions.
+        mixed: True to give every second head decays per token from 1e-3 to 0.3 instead, as training
+            may reach them.
+        seed: Seed of the draw.
+
+    Returns:
+        log_decay [H, M, 2], mixing [H, 2M, 2M] and readout [H, 2M], in float64 on the CPU.
     """
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def log_uniform(low: float, high: float, *shape: int) -> Tensor:
-        u = torch.rand(*shape, generator=g, dtype=torch.float64)
+        u = torch.rand(*shape, generator=generator, dtype=torch.float64)
         return torch.exp(math.log(low) + u * math.log(high / low))
 
+    # The SSM parameters.
     dt = log_uniform(1e-3, 1e-1, H)
     log_A_real, A_imag = (x.expand(H, M).clone() for x in scan.initial_A("s4d-inv", M))
     if mixed:
-        log_A_real[1::2] = (log_uniform(1e-3, 0.3, H, M) / dt[:, None]).log()[1::2]
-    C = torch.randn(H, M, M, 2, generator=g, dtype=torch.float64) / M
-    c = torch.randn(H, M, generator=g, dtype=torch.float64) / M**0.5
-    theta = scan.decay_exponent(dt, log_A_real, A_imag)
-    gain = scan.input_gain(theta, dt)
-    return theta, scan.mixing_matrix(gain, C), scan.readout_vector(gain, C, c)
+        fast = log_uniform(1e-3, 0.3, H, M) / dt[:, None]
+        log_A_real[1::2] = fast.log()[1::2]
+    C = torch.randn(H, M, M, 2, generator=generator, dtype=torch.float64) / M
+    c = torch.randn(H, M, generator=generator, dtype=torch.float64) / M**0.5
+
+    # The tables that follow from them.
+    log_decay = scan.decay_exponent(dt, log_A_real, A_imag)
+    gain = scan.input_gain(log_decay, dt)
+    return log_decay, scan.mixing_matrix(gain, C), scan.readout_vector(gain, C, c)
 
 
 def make_inputs(
     case: Case, device: torch.device, *, mixed: bool = False, seed: int = 0
-) -> tuple[dict, tuple]:
-    """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v]), and cotangents of its results.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Draws the inputs of a scan.
 
-    The numbers are drawn on `device`: on the CPU they are the same on every x86 machine with AVX2. Queries have unit length,
-    keys and values unit variance, as behind the model's norms. Every tensor is a leaf that records gradients.
+    Queries have unit length, keys and values unit variance, as behind the model's norms.
+
+    Args:
+        case: The case.
+        device: The numbers are drawn there. On the CPU they are the same on every x86 machine with
+            AVX2.
+        mixed: As in `initial_tables`.
+        seed: Seed of the draw.
+
+    Returns:
+        The keyword arguments of `interdomain_scan` (of `linear_scan`, with z = [k; v], in a linear
+        case), each a leaf that records gradients; and the gradients of the results `out` and
+        `state`.
     """
     s = case.shape
     dtype = case.dtype
     P = 2 * s.d + case.wider
-    g = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g, device=device)
+        return torch.randn(*size, generator=generator, device=device)
 
-    theta, W, w = (x.float().to(device) for x in dynamics(s.H, s.M, mixed=mixed, seed=seed))
+    tables = initial_tables(s.H, s.M, mixed=mixed, seed=seed)
+    log_decay, mixing, readout = (table.float().to(device) for table in tables)
+    # The order of the draws is part of a case: it decides the numbers.
     if case.linear:
-        inputs = {"z": normal(s.B, s.T, s.H, P).to(dtype), "log_decay": theta, "readout": w}
+        inputs = {"z": normal(s.B, s.T, s.H, P).to(dtype)}
+        inputs |= {"log_decay": log_decay, "readout": readout}
         d_out = normal(s.B, s.T, s.H, P).to(dtype)
     else:
-        q = torch.nn.functional.normalize(normal(s.B, s.T, s.H * s.G, s.d), dim=-1).to(dtype)
+        width = P - s.d  # of v
         inputs = {
-            "q": q,
+            "q": normalize(normal(s.B, s.T, s.H * s.G, s.d), dim=-1).to(dtype),
             "k": normal(s.B, s.T, s.H, s.d).to(dtype),
-            "v": normal(s.B, s.T, s.H, P - s.d).to(dtype),
+            "v": normal(s.B, s.T, s.H, width).to(dtype),
+            "log_decay": log_decay,
+            "mixing": mixing,
         }
-        inputs |= {"log_decay": theta, "mixing": W}
-        d_out = normal(*q.shape[:3], P - s.d).to(dtype)
+        d_out = normal(s.B, s.T, s.H * s.G, width).to(dtype)
         if case.slow:
-            inputs |= {n: inputs[n].abs() for n in ("q", "k", "v", "mixing")} | {
-                "log_decay": theta / 100
-            }
+            for name in ("q", "k", "v", "mixing"):
+                inputs[name] = inputs[name].abs()
+            inputs["log_decay"] = log_decay / 100
             d_out = d_out.abs()
     if case.state:
         inputs["initial_state"] = normal(s.B, s.H, s.M, P, 2)
-    return {name: x.requires_grad_() for name, x in inputs.items()}, (
-        d_out,
-        normal(s.B, s.H, s.M, P, 2),
-    )
+    for x in inputs.values():
+        x.requires_grad_()
+    return inputs, {"out": d_out, "state": normal(s.B, s.H, s.M, P, 2)}

@@ -1,7 +1,9 @@
 """python -m interdomain.tools._bench.machine --output DIR
 
-Record what this machine is, what can be imported on it, and two rates that no kernel can exceed: those of a copy in memory
-and of a large matrix product.
+Record what this machine is and what can be imported on it.
+
+It also measures two rates that no kernel can exceed: those of a copy in memory and of a large
+matrix product.
 
     python -m interdomain.tools._bench.machine --device cpu --output benchmarks/results/today
 """
@@ -17,10 +19,11 @@ from interdomain.tools._bench.timing import measure
 from interdomain.tools._cli import argument_parser, user_errors
 
 IMPORTED = ("triton", "torchtitan", "interdomain.titan", "fla")
+NVIDIA_SMI = ("nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE")
 
 
 def describe_import(name: str) -> str:
-    """The version of a package, or the reason why it cannot be imported."""
+    """Returns the version of a package, or the reason why it cannot be imported."""
     try:
         module = importlib.import_module(name)
     except Exception as e:
@@ -29,18 +32,18 @@ def describe_import(name: str) -> str:
 
 
 def copy_rate(device: torch.device, nbytes: int) -> float:
-    """TB/s of a copy, bytes read and written together."""
+    """Returns the TB/s of a copy, bytes read and written together."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    *_, whole = measure(lambda: target.copy_(source), device)
-    return 2 * nbytes / whole.median / 1e9
+    times = measure([lambda: target.copy_(source)], device)
+    return 2 * nbytes / times[0].median / 1e9
 
 
 def product_rate(device: torch.device, size: int) -> float:
-    """TFLOP/s of a bf16 matrix product of random numbers."""
+    """Returns the TFLOP/s of a bf16 matrix product of random numbers."""
     a, b = torch.randn(2, size, size, device=device).bfloat16()
-    *_, whole = measure(lambda: a @ b, device)
-    return 2 * size**3 / whole.median / 1e9
+    times = measure([lambda: a @ b], device)
+    return 2 * size**3 / times[0].median / 1e9
 
 
 @user_errors
@@ -49,27 +52,27 @@ def main(argv: list[str] | None = None) -> int:
     results.add_arguments(parser, "machine")
     args = parser.parse_args(argv)
     device = results.choose_device(args.device)
+    # Larger than any cache.
+    nbytes = 2**32
+    size = 8192
+    if device.type == "cpu":
+        nbytes = 2**24
+        size = 256
+
     report = results.Report(args.name, args.output, device, {})
+    # Packages that the other parts need.
     report.table("imports", ["package", "found"])
     for name in IMPORTED:
         report.add("imports", {"package": name, "found": describe_import(name)})
-    on_cpu = device.type == "cpu"
-    nbytes = 2**24 if on_cpu else 2**32
-    size = 256 if on_cpu else 8192
+    # Rates that no kernel exceeds.
     report.table("ceilings", ["what", "rate"])
     report.add("ceilings", {"what": "copy, TB/s", "rate": copy_rate(device, nbytes)})
-    report.add(
-        "ceilings",
-        {
-            "what": f"{size} x {size} bf16 matrix product, TFLOP/s",
-            "rate": product_rate(device, size),
-        },
-    )
+    product = f"{size} x {size} bf16 matrix product, TFLOP/s"
+    report.add("ceilings", {"what": product, "rate": product_rate(device, size)})
     report.finish()
-    if not on_cpu:  # for the log: clocks, power and temperature, just after the product
-        subprocess.run(
-            ["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"], check=False
-        )
+    if device.type == "cuda":
+        # For the log: clocks, power and temperature, just after the product.
+        subprocess.run(NVIDIA_SMI, check=False)
     return 0
 
 

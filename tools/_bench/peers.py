@@ -1,19 +1,24 @@
-"""Others' kernels as `bench_kernels` times them beside ours, where their packages are installed; called by their public names.
+"""Kernels of other packages, which `bench_kernels` times beside ours if they are installed.
 
-Each is given the q, k, v [B, T, H, d] that ours is given. What else it needs (gates, steps) is drawn at the values that its
-method starts from, and gets gradients too. None of them has been run on a GPU yet.
+They are called by their public names.
+
+Each is given the q, k, v [B, T, H, d] that ours is given. What else it needs (gates, rates) is
+drawn at the values that its method starts from, and gets gradients too. None of them has been run
+on a GPU yet.
 """
 
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PEERS = {  # name: (package, module, function); those with the most kernels to tune come last
+# The package, module and function of each. Those with the most kernels to tune come last.
+PEERS = {
     "flash-attn-3": ("flash_attn_interface", "flash_attn_interface", "flash_attn_func"),
     "flash-attn-2": ("flash_attn", "flash_attn", "flash_attn_func"),
     "fla-gated-delta": ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -22,33 +27,36 @@ PEERS = {  # name: (package, module, function); those with the most kernels to t
     "fla-gla": ("fla", "fla.ops.gla", "chunk_gla"),
 }
 
-
-# flash-linear-attention refuses its gated backward on Hopper with Triton 3.4 to 3.7.0, whose results it found to be wrong.
-FLA_GUARD = "fla.ops.common.chunk_o", "TRITON_ABOVE_3_7_1"
+# flash-linear-attention refuses the gated backward of these on Hopper with Triton 3.4 to 3.7.0,
+# whose results it found to be wrong. A variable of one of its modules switches this off.
+REFUSED = ("fla-gated-delta", "fla-simple-gla")
+FLA_GUARD = ("fla.ops.common.chunk_o", "TRITON_ABOVE_3_7_1")
 WRONG_RESULTS = "time only: with this version of Triton its gradients are wrong on Hopper"
 UNTUNED = "one configuration per kernel, not tuned"
 
 
-def time_refused_kernels(name: str, device: torch.device) -> str | None:
-    """Let flash-linear-attention run kernels that it refuses on this GPU.
+def time_refused_kernels(name: str, device: torch.device) -> list[str]:
+    """Lets flash-linear-attention run kernels that it refuses on this GPU.
 
     Returns:
-        The remark that their times need; None if it refuses none.
+        The remarks that their times need.
     """
-    if name not in ("fla-gated-delta", "fla-simple-gla") or device.type != "cuda":
-        return None
-    module = importlib.import_module(FLA_GUARD[0])
-    refused = (
-        module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0 and not module.TRITON_ABOVE_3_7_1
-    )
-    if not refused:
-        return None
-    setattr(module, FLA_GUARD[1], True)
-    return WRONG_RESULTS
+    if name not in REFUSED or device.type != "cuda":
+        return []
+    module_name, switch = FLA_GUARD
+    module = importlib.import_module(module_name)
+    affected = module.IS_NVIDIA_HOPPER and module.TRITON_ABOVE_3_4_0
+    if not affected or getattr(module, switch):
+        return []
+    setattr(module, switch, True)
+    return [WRONG_RESULTS]
 
 
 def leave_untuned(package: str) -> None:
-    """Leave one configuration to every kernel of a package that tunes itself: tuning 105 to 270 of them takes minutes."""
+    """Leaves one configuration to every kernel of a package that tunes itself.
+
+    Tuning takes minutes: a kernel has 105 to 270 of them.
+    """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import KernelInterface
 
@@ -63,45 +71,42 @@ def leave_untuned(package: str) -> None:
                 value = getattr(value, "fn", None)
 
 
-def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """(forward, the tensors whose gradients its backward takes). Raises: ImportError if the package is not installed."""
+def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, dict[str, Any]]:
+    """Returns the function of a peer, and its arguments. All tensors among them are leaves.
+
+    Raises:
+        ImportError: The package is not installed.
+    """
     package, module, function = PEERS[name]
-    if (spec := importlib.util.find_spec(package)) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None:
         raise ImportError(f"{package} is not installed")
-    if (
-        name == "mamba2"
-    ):  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
-        sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(spec))
-    run = getattr(importlib.import_module(module), function)
-    arguments = _arguments(name, q, k, v)
-
-    def forward() -> Tensor:
-        out = run(**arguments)
-        # Early versions of FlashAttention 3 return the logsumexp, too; fla's kernels the state.
-        return out[0] if isinstance(out, tuple) else out
-
-    return forward, [x for x in arguments.values() if isinstance(x, Tensor)]
+    if name == "mamba2":
+        # Its __init__ imports a CUDA extension that the Triton kernels do not need: leave it out.
+        sys.modules.setdefault(package, importlib.util.module_from_spec(spec))
+    return getattr(importlib.import_module(module), function), _arguments(name, q, k, v)
 
 
-def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict:
-    (B, T, H, d), device = q.shape, q.device
+def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
     if name.startswith("flash-attn"):
-        return dict(q=q, k=k, v=v, causal=True)
-    if (
-        name == "mamba2"
-    ):  # the state space duality on the values: one group of B and C, a state of d
-        dt = 0.1 * torch.rand(B, T, H, device=device)
-        inputs, outputs = torch.randn(2, B, T, 1, d, device=device, dtype=v.dtype)
-        made = dict(dt=dt, A=-torch.ones(H, device=device), B=inputs, C=outputs)
-        return dict(x=v, chunk_size=256, **{name: x.requires_grad_() for name, x in made.items()})
-    # The log of a forget gate near 1, per token and head (fla-gla: and channel), fp32.
-    gate = F.logsigmoid(
-        torch.randn(B, T, H, *([d] if name == "fla-gla" else []), device=device) + 4
-    ).requires_grad_()
+        return {"q": q, "k": k, "v": v, "causal": True}
+    if name == "mamba2":
+        # State space duality on the values: a state of d numbers per channel, one group of B and C.
+        step_size = 0.1 * torch.rand(v.shape[:3], device=v.device)
+        decay = -torch.ones(v.shape[2], device=v.device)
+        one_group = (*v.shape[:2], 1, v.shape[3])
+        inputs = torch.randn(one_group, device=v.device, dtype=v.dtype)
+        outputs = torch.randn(one_group, device=v.device, dtype=v.dtype)
+        leaves = {"dt": step_size, "A": decay, "B": inputs, "C": outputs}
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        return {"x": v, "chunk_size": 256, **leaves}
+    # The log of a forget gate near 1, per token and head (in fla-gla per channel, too), fp32.
+    gate_shape = k.shape if name == "fla-gla" else k.shape[:3]
+    gate = F.logsigmoid(torch.randn(gate_shape, device=k.device) + 4).requires_grad_()
     if name != "fla-gated-delta":
-        return dict(q=q, k=k, v=v, g=gate)
-    unit = (
-        F.normalize(k.detach().float(), dim=-1).to(k.dtype).requires_grad_()
-    )  # the rule needs unit keys
-    beta = torch.rand(B, T, H, device=device).to(k.dtype).requires_grad_()
-    return dict(q=q, k=unit, v=v, g=gate, beta=beta)
+        return {"q": q, "k": k, "v": v, "g": gate}
+    # The delta rule needs unit keys, and a learning rate per token and head.
+    unit_keys = F.normalize(k.detach().float(), dim=-1).to(k.dtype).requires_grad_()
+    beta = torch.rand(k.shape[:3], device=k.device).to(k.dtype).requires_grad_()
+    return {"q": q, "k": unit_keys, "v": v, "g": gate, "beta": beta}

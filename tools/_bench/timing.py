@@ -1,17 +1,17 @@
-"""Times of one call, for the benchmarks: the median of several rounds; and the roofline of a GPU.
+"""Times of one call, its peak memory, and the roofline of a GPU, for the benchmarks.
 
-On a GPU a time is between two CUDA events around the call, after writes of several times the L2 cache; elsewhere it is the
-wall clock's. Those writes also keep the GPU busy for LEAD_MS while the host issues the launches that are timed: the time is the
-GPU's, as in training, where the host runs ahead. Without that lead the call finds the GPU idle, and every launch that the GPU
-waits for counts. (triton.testing.do_bench has no lead, and times no part of a call.)
+On a GPU a time lies between two CUDA events. Before the call, the L2 cache is overwritten. These
+writes keep the GPU busy for LEAD_MS while the host issues the launches of the call. So the time is
+the GPU's, as in training, where the host runs ahead. Without this lead the GPU is idle when the
+call begins, and it waits for launches. (triton.testing.do_bench has no lead, and does not time the
+parts of a call.) On a CPU a time is that of the wall clock.
 """
 
 import gc
 import itertools
 import math
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,14 @@ import torch
 MIN_FLUSH = 2**28  # bytes
 LEAD_MS = 2.0
 MAX_WRITES = 64
+WARMUPS = 2  # calls that compile and tune
+MIN_ROUNDS = 3
+PERCENTILES = (0.5, 0.1, 0.9)
 TARGET_SHAPE = "8x4096x32x64"
+
+# The steps of a call, such as forward and backward. The first takes nothing, and each other one
+# what the one before it returned.
+Call = Sequence[Callable]
 
 
 class Gpu(NamedTuple):
@@ -28,8 +35,9 @@ class Gpu(NamedTuple):
     Attributes:
         bandwidth: Bytes per second.
         flops: bf16 FLOP per second, without sparsity.
-        goal: The goal for the scan: its forward and backward time at TARGET_SHAPE over that of the fastest attention. An H100
-            needs 0.30 of FlashAttention-3's time to move the bytes alone (docs/tuning.md), so its goal is higher.
+        goal: The goal for the scan: its forward and backward time at TARGET_SHAPE over that of the
+            fastest attention. An H100 needs 0.30 of FlashAttention-3's time to move the bytes
+            (docs/tuning.md), so its goal is higher.
     """
 
     bandwidth: float
@@ -37,7 +45,9 @@ class Gpu(NamedTuple):
     goal: float | None = None
 
 
-GPUS = {  # the first whose name is in PyTorch's name of the GPU ("NVIDIA GH200 480GB")
+# The entry of a GPU is the first whose name is part of PyTorch's name of the GPU ("NVIDIA GH200
+# 480GB").
+GPUS = {
     "GH200": Gpu(4.0e12, 989e12),
     "H100 PCIe": Gpu(2.0e12, 756e12),
     "H100 NVL": Gpu(3.9e12, 835e12),
@@ -51,18 +61,19 @@ GPUS = {  # the first whose name is in PyTorch's name of the GPU ("NVIDIA GH200 
 
 
 class Times(NamedTuple):
-    """ms of one call: the median, the 10th and 90th percentile, and how many were taken."""
+    """Milliseconds of a call.
+
+    Attributes:
+        median: The median of all timed calls.
+        low: The 10th percentile.
+        high: The 90th percentile.
+        count: The number of timed calls.
+    """
 
     median: float
     low: float
     high: float
     count: int
-
-
-Call = (
-    Callable[[], object] | tuple[Callable, ...]
-)  # a chain of steps: each takes what the one before it returned
-Timer = Callable[[Call], list[float]]  # ms of every step of a call
 
 
 def measure(
@@ -73,77 +84,103 @@ def measure(
     seconds: float = 1.0,
     lead_ms: float = LEAD_MS,
 ) -> list[Times]:
-    """Times of each step of a call, and last of all steps together, after two runs that compile and tune.
+    """Times a call several times, after two calls that compile and tune.
 
     Args:
-        seconds: what all rounds may take together; at least 3 are taken.
-        lead_ms: the host's head start; 0 to launch at an idle GPU, gaps included.
+        call: The steps.
+        device: The device that they run on.
+        rounds: The largest number of timed calls.
+        seconds: The time that all rounds may take together. At least three are taken.
+        lead_ms: The head start of the host in milliseconds. 0 launches at an idle GPU, and the gaps
+            between launches count.
+
+    Returns:
+        The times of each step, and last those of all steps together.
     """
-    for _ in range(2):
+    for _ in range(WARMUPS):
         run_once(call)
-    run = timer(device, lead_ms)
-    once = sum(run(call)) / 1e3
-    taken = []
-    for _ in range(max(3, min(rounds, int(seconds / max(once, 1e-9))))):
-        steps = run(call)
-        taken.append([*steps, sum(steps)])
-    last = len(taken) - 1
-    times = []
-    for column in zip(*taken, strict=True):
-        ms = sorted(column)
-        times.append(
-            Times(statistics.median(ms), ms[round(0.1 * last)], ms[round(0.9 * last)], len(ms))
-        )
-    return times
+
+    # One timed call says how many are affordable.
+    timer = Timer(device, lead_ms)
+    call_seconds = sum(timer.step_ms(call)) / 1e3
+    affordable = int(seconds / max(call_seconds, 1e-9))
+    samples = []
+    for _ in range(max(MIN_ROUNDS, min(rounds, affordable))):
+        step_ms = timer.step_ms(call)
+        samples.append([*step_ms, sum(step_ms)])
+
+    # The percentiles over the rounds, of each step and of their sum.
+    levels = torch.tensor(PERCENTILES, dtype=torch.float64)
+    percentiles = torch.tensor(samples, dtype=torch.float64).quantile(levels, dim=0)  # [3, steps]
+    return [Times(*column, count=len(samples)) for column in percentiles.T.tolist()]
 
 
-def run_once(call: Call, mark: Callable[[], object] = lambda: None) -> None:
-    """All steps, with mark() before the first and after each."""
-    first, *rest = call if isinstance(call, tuple) else (call,)
-    mark()
-    result = first()
-    mark()
-    for step in rest:
-        result = step(result)
-        mark()
+def run_once(call: Call, after_step: Callable[[], object] | None = None) -> None:
+    """Runs the steps of a call, and calls `after_step` after each."""
+    results = ()
+    for step in call:
+        results = (step(*results),)
+        if after_step is not None:
+            after_step()
 
 
-def timer(device: torch.device, lead_ms: float = LEAD_MS) -> Timer:
-    """A timer of one run. On a GPU it overwrites the L2 cache before; without a lead, it waits until that is done."""
-    if device.type != "cuda":
-        return wall_timer
-    size = max(MIN_FLUSH, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
-    trash = torch.empty(size // 4, dtype=torch.int32, device=device)
+class Timer:
+    """Times single runs of a call.
 
-    def timed(call: Call, writes: int) -> list[float]:
+    Args:
+        device: The device that the call runs on.
+        lead_ms: As in `measure`.
+    """
+
+    def __init__(self, device: torch.device, lead_ms: float = LEAD_MS) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.lead_ms = lead_ms
+        self.writes = 1
+        # A tensor that is larger than the L2 cache, and that writing flushes it with.
+        if self.on_gpu:
+            cache_size = torch.cuda.get_device_properties(device).L2_cache_size
+            size = max(MIN_FLUSH, 4 * cache_size)
+            self.flushed = torch.empty(size // 4, dtype=torch.int32, device=device)
+            # The number of writes that together take as long as the lead.
+            (write_ms,) = self.step_ms([self.flushed.zero_])
+            writes = math.ceil(lead_ms / max(write_ms, 1e-3))
+            self.writes = max(1, min(MAX_WRITES, writes))
+
+    def step_ms(self, call: Call) -> list[float]:
+        """Runs a call once. Returns the milliseconds of each step."""
+        # On a CPU: by the wall clock.
+        if not self.on_gpu:
+            seconds = [time.perf_counter()]
+            run_once(call, lambda: seconds.append(time.perf_counter()))
+            return [1e3 * (end - start) for start, end in itertools.pairwise(seconds)]
+
         events = []
 
-        def mark():
-            events.append(torch.cuda.Event(enable_timing=True))
-            events[-1].record()
+        def record() -> None:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            events.append(event)
 
-        for _ in range(writes):
-            trash.zero_()
-        if not lead_ms:
+        # Flush the cache, and keep the GPU busy while the host issues the launches below.
+        for _ in range(self.writes):
+            self.flushed.zero_()
+        # Without a lead the GPU must be idle when the call begins.
+        if not self.lead_ms:
             torch.cuda.synchronize()
-        run_once(call, mark)
+        record()
+        run_once(call, record)
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
-    once = timed(trash.zero_, 1)[0]
-    writes = max(1, min(MAX_WRITES, math.ceil(lead_ms / max(once, 1e-3))))
-    return lambda call: timed(call, writes)
-
-
-def wall_timer(call: Call) -> list[float]:
-    at = []
-    run_once(call, lambda: at.append(1e3 * time.perf_counter()))
-    return [end - start for start, end in itertools.pairwise(at)]
-
 
 def peak_memory(call: Call, device: torch.device) -> float | None:
-    """MiB that a call allocates at its peak, beyond what was there; None on a CPU."""
+    """Runs a call once.
+
+    Returns:
+        The MiB that it allocates at its peak, beyond what was allocated before; None on a CPU.
+    """
     if device.type != "cuda":
+        run_once(call)
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -154,24 +191,42 @@ def peak_memory(call: Call, device: torch.device) -> float | None:
 
 
 def release(device: torch.device) -> None:
+    """Gives unused memory of this process back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The datasheet of a device; None if it is not known."""
+    """Returns the datasheet of a device; None for a CPU, and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_properties(device).name
-    return next((gpu for known, gpu in GPUS.items() if known in name), None)
+    for known, gpu in GPUS.items():
+        if known in name:
+            return gpu
+    return None
 
 
 def roofline_ms(device: torch.device, nbytes: float, flops: float = 0.0) -> float | None:
-    """The least ms in which this GPU moves these bytes and does these FLOPs; None if its datasheet is not known."""
+    """Returns the least time in which a device moves bytes and does FLOPs, by its datasheet.
+
+    Args:
+        device: The device.
+        nbytes: Bytes that are read and written.
+        flops: bf16 FLOPs.
+
+    Returns:
+        Milliseconds; None if the datasheet is not known.
+    """
     gpu = gpu_of(device)
-    return None if gpu is None else 1e3 * max(nbytes / gpu.bandwidth, flops / gpu.flops)
+    if gpu is None:
+        return None
+    return 1e3 * max(nbytes / gpu.bandwidth, flops / gpu.flops)
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
-    return value / other if value is not None and other else None
+    """Returns value / other; None if one of them is not known."""
+    if value is None or not other:
+        return None
+    return value / other

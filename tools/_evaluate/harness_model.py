@@ -1,7 +1,9 @@
-"""lm-evaluation-harness's Hugging Face model class with a folder's own tokenizer, for `harness`.
+"""lm-evaluation-harness's Hugging Face model class, with an exported model's own tokenizer, for `harness`.
 
-The harness would load the tokenizer by AutoTokenizer, which refuses a folder whose tokenizer has no exact counterpart in
-transformers. And texts begin as documents did in training, also where the harness would score nothing or hand over nothing.
+The harness would load the tokenizer by AutoTokenizer, which refuses a tokenizer that has no exact counterpart in
+transformers. And here texts begin as documents did in training, which the harness does not do for an empty prompt.
+
+Shapes: B prompts of a batch, T tokens of the longest one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,15 +11,17 @@ from typing import Any
 
 import torch
 from lm_eval.models import huggingface
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from interdomain.data import Tokenizer
 from interdomain.data.tokenizer_export import padding_id
 
-HFLM: Any = huggingface.HFLM  # its decorator hides the type
+HFLM: Any = huggingface.HFLM  # a decorator hides its type
 
 
 class HarnessTokenizer:
-    """What the harness uses of a tokenizer of transformers."""
+    """The part of the interface of transformers' tokenizers that the harness uses."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -25,17 +29,19 @@ class HarnessTokenizer:
         self.vocab_size = tokenizer.vocab_size
         self.bos_token_id = tokenizer.bos_id
         self.eos_token_id = tokenizer.documents.stop
-        # Padding is masked: without a token for it, any will do.
+        # Padding is masked. If there is no token for it, any token will do.
         self.pad_token_id = padding_id(tokenizer) or 0
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Iterable[int], **_: Any) -> str:
-        """The text before the token that ends it; padding may follow that."""
-        ids = [int(token) for token in tokens]
-        if self.eos_token_id in ids:
-            ids = ids[: ids.index(self.eos_token_id)]
+        """The text before the token that ends it. Padding may follow that token."""
+        ids = []
+        for token in tokens:
+            if token == self.eos_token_id:
+                break
+            ids.append(int(token))
         return self.tokenizer.decode(ids)
 
     def batch_decode(self, rows: Iterable[Iterable[int]], **_: Any) -> list[str]:
@@ -43,23 +49,33 @@ class HarnessTokenizer:
 
 
 class FolderModel(HFLM):
-    """An exported folder's model. tokenizer: a `HarnessTokenizer`."""
+    """The model of an exported folder.
+
+    Attributes:
+        context_length: The number of tokens that the model sees at most. It is set for each task.
+    """
 
     tokenizer: HarnessTokenizer
+    context_length: int
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: HarnessTokenizer, **_: Any) -> None:
         self.tokenizer = tokenizer
 
     @property
-    def prefix_token_id(self) -> int:
-        """The token before a text without context; the last of several, as the harness takes one.
+    def max_length(self) -> int:
+        return self.context_length
 
-        Raises: ValueError if nothing stood before a text in training.
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context. Of several, the last: the harness takes one.
+
+        Raises:
+            ValueError: No token stood before a text in training.
         """
         start = self.tokenizer.tokenizer.documents.start
         if not start:
             raise ValueError(
-                "in the model's training nothing stood before a text, so an empty context has no tokens"
+                "in the model's training no token stood before a text, so an empty context has no tokens"
             )
         return start[-1]
 
@@ -70,8 +86,15 @@ class FolderModel(HFLM):
         left_truncate_len: int | None = None,
         **_: Any,
     ) -> list[int]:
+        """The tokens of a text, without special tokens.
+
+        Args:
+            left_truncate_len: Keeps the last tokens. None: all.
+        """
         ids = self.tokenizer.encode(string)
-        return ids[-left_truncate_len:] if left_truncate_len else ids
+        if left_truncate_len:
+            return ids[-left_truncate_len:]
+        return ids
 
     def tok_batch_encode(
         self,
@@ -79,25 +102,29 @@ class FolderModel(HFLM):
         padding_side: str = "left",
         left_truncate_len: int | None = None,
         truncation: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and mask [B, T] of prompts."""
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens and the attention mask of prompts, int64 [B, T] each. An empty prompt begins a text."""
         rows = []
+        masks = []
         for string in strings:
             ids = self.tok_encode(string, left_truncate_len=left_truncate_len)
-            rows.append(torch.tensor(ids or [self.prefix_token_id]))
-        masks = [torch.ones_like(row) for row in rows]
-        options: Any = dict(batch_first=True, padding_side=padding_side)
-        tokens = torch.nn.utils.rnn.pad_sequence(
-            rows, padding_value=self.tokenizer.pad_token_id, **options
-        )
-        return tokens, torch.nn.utils.rnn.pad_sequence(masks, padding_value=0, **options)
+            row = torch.tensor(ids or [self.prefix_token_id])
+            rows.append(row)
+            masks.append(torch.ones_like(row))
+        pad_token = self.tokenizer.pad_token_id
+        tokens = pad_sequence(rows, True, pad_token, padding_side)
+        return tokens, pad_sequence(masks, True, 0, padding_side)
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str | None:
-        """Text of tokens. None for the end-of-text token alone, by which the harness asks for its name: it has no text, and
-        generation stops at it by itself."""
-        return None if isinstance(tokens, int) or tokens is None else self.tokenizer.decode(tokens)
+        """The text of tokens. None for the end-of-text token, as an int, whose name the harness asks for.
+
+        It has no text, and generation stops at it without a name.
+        """
+        if isinstance(tokens, int) or tokens is None:
+            return None
+        return self.tokenizer.decode(tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokens of both. A context without tokens, such as one of spaces, is a text without context."""
+        """The tokens of both. A context without tokens, such as spaces, is treated as an empty one."""
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
         return context_ids or [self.prefix_token_id], continuation_ids

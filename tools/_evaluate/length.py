@@ -1,12 +1,12 @@
-"""The paper's study of length, for `evaluate --perplexity paper`: its corpora, fetched once (docs/length.md).
+"""The corpora of the paper's study of length, for `evaluate --perplexity paper` (docs/length.md).
 
-The paper does not say which documents of its corpora it read. Here: of each corpus the first documents of a data set of the
-Hugging Face hub, a fixed revision, each text once, until they have `CORPUS_BYTES`.
+The paper does not say which documents it read. Here each corpus is the first `CORPUS_BYTES` of a data set of the
+Hugging Face hub at a fixed revision, each text once.
 """
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -14,13 +14,18 @@ from interdomain.data.indexed import file_sha256
 from interdomain.data.readers import HUGGING_FACE, read_documents
 from interdomain.folders import new_folder
 
-NAME = "paper"
+NAME = "paper"  # what --perplexity takes
 SOURCES = "sources.json"
-CORPUS_BYTES = 10_000_000
+CORPUS_BYTES = 10_000_000  # of UTF-8 text
 
 
 class Source(NamedTuple):
-    """A data set of the hub: id@revision[:configuration[:split]], and the column with the text."""
+    """A data set of the hub.
+
+    Attributes:
+        dataset: ID@REVISION[:CONFIGURATION[:SPLIT]].
+        field: The column with the text.
+    """
 
     dataset: str
     field: str
@@ -37,12 +42,19 @@ CORPORA = {
     "QMSum": Source(f"{_LONGBENCH}:qmsum:test", "context"),
     "NarrativeQA": Source(f"{_LONGBENCH}:narrativeqa:test", "context"),
 }
-MEAN = f"mean of {len(CORPORA) - 1}"
+MEAN = "mean of 5"  # the title of the paper's mean
 IN_MEAN = [name for name in CORPORA if name != "NarrativeQA"]
+
+Record = dict[str, dict[str, Any]]  # dataset, documents, bytes and sha256 of each corpus
 
 
 def fetch(folder: Path) -> None:
-    """Fetches all corpora, a file of JSON lines each, and records their sources. Raises: ValueError, FileExistsError."""
+    """Fetches all corpora into a new folder, a file of JSON lines each, and records their sources.
+
+    Raises:
+        ValueError: A data set cannot be read.
+        FileExistsError: The folder holds something.
+    """
     record = {}
     with new_folder(folder) as new:
         for name, source in CORPORA.items():
@@ -50,18 +62,19 @@ def fetch(folder: Path) -> None:
         (new / SOURCES).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _fetch(source: Source, file: Path) -> dict:
-    """One corpus's row of the record."""
-    seen = set()
+def _fetch(source: Source, file: Path) -> dict[str, Any]:
+    """Writes one corpus to a file. Returns its row of the record."""
+    texts = set()
     size = 0
     documents = read_documents([HUGGING_FACE + source.dataset], source.field)
     with (
         file.open("w") as f,
         tqdm(total=CORPUS_BYTES, desc=file.stem, unit="B", unit_scale=True, disable=None) as bar,
     ):
-        for text in documents:  # LongBench has a text once for every question about it
-            if text not in seen:
-                seen.add(text)
+        for text in documents:
+            # LongBench repeats a text for every question about it.
+            if text not in texts:
+                texts.add(text)
                 f.write(json.dumps({"text": text}) + "\n")
                 size += len(text.encode())
                 bar.update(size - bar.n)
@@ -69,19 +82,25 @@ def _fetch(source: Source, file: Path) -> dict:
                 break
     return {
         "dataset": source.dataset,
-        "documents": len(seen),
+        "documents": len(texts),
         "bytes": size,
         "sha256": file_sha256(file),
     }
 
 
-def read_record(folder: Path) -> dict[str, dict]:
-    """{corpus: its row}. Raises: FileNotFoundError for corpora that are not there, ValueError for changed ones."""
+def read_record(folder: Path) -> Record:
+    """Reads the record of the fetched corpora, and checks their files against it.
+
+    Raises:
+        FileNotFoundError: The corpora are not there.
+        ValueError: A file has changed.
+    """
     if not (folder / SOURCES).is_file():
         raise FileNotFoundError(
             f"{folder} does not hold the paper's corpora (no {SOURCES}). Run `interdomain evaluate --fetch "
             f"--perplexity {NAME} --corpora {folder}` where there is a network, and copy the folder here."
         )
+    # The corpora may have been copied from another machine.
     record = json.loads((folder / SOURCES).read_text())
     for name, row in record.items():
         file = folder / f"{name}.jsonl"

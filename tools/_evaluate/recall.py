@@ -2,36 +2,43 @@
 
 `swde`, `fda` and `squad_completion` are the harness's own. The other tasks of that table are made here:
 
-- niah_single_1_LENGTH: a number in a haystack of one sentence over and over, S-NIAH-1 of RULER (Hsieh et al., 2024), in its
-  words. A text and its 128 tokens of answer take up to LENGTH tokens of the folder's own tokenizer, and all of it is seen, also
-  beyond --max-length: that is what is asked. (The harness's own makes a list of millions of keys first, of further packages.)
-- phonebook_ENTRIES: a list of names and numbers, two lookups answered, a third to answer (Jelassi et al., 2024).
-- based_nq, based_triviaqa, based_drop: a passage and the beginning of a sentence that one of the answers completes; Based
-  (Arora et al., 2024), of which the harness has the other three. A text that is too long loses its beginning.
+- niah_single_1_LENGTH: a number in a haystack of one repeated sentence, S-NIAH-1 of RULER (Hsieh et al., 2024), with its
+  prompt. A text and the 128 tokens of its answer take up to LENGTH tokens of the exported model's tokenizer. All of it is
+  seen, also beyond --max-length. (The harness's own task makes a list of millions of keys first, with further packages.)
+- phonebook_ENTRIES: a list of names and numbers, two answered lookups, and a third to answer (Jelassi et al., 2024).
+- based_nq, based_triviaqa, based_drop: a passage, and the beginning of a sentence that one of the answers completes, of
+  Based (Arora et al., 2024). The harness has the other three. A text that is too long loses its beginning.
 
-The paper names the benchmarks, lengths and list sizes, not prompts or numbers of samples: here 200 of each length and size,
-from a fixed seed, so that all folders read the same.
+The paper names the benchmarks, lengths and list sizes, but not prompts or numbers of samples. Here each length and size
+has 200 samples from a fixed seed, so that all models read the same.
 """
 
 import bisect
+import itertools
 import random
 import re
+from collections.abc import Callable
+from typing import Any
 
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
+from interdomain.data import Tokenizer
+
 SAMPLES = 200
 SEED = 42
-ANSWER = 128
+ANSWER_TOKENS = 128  # of a needle task, as in RULER
 NEEDLES = {f"niah_single_1_{length}": length for length in (1024, 2048, 4096, 8192)}
 BOOKS = {f"phonebook_{entries}": entries for entries in (16, 32, 64, 128)}
+# The data sets of the hub.
 BASED = {
-    f"based_{name.partition('_')[0]}": f"hazyresearch/based_{name}"
-    for name in ("nq_2048", "triviaqa", "drop")
+    "based_nq": "hazyresearch/based_nq_2048",
+    "based_triviaqa": "hazyresearch/based_triviaqa",
+    "based_drop": "hazyresearch/based_drop",
 }
-MADE = [*NEEDLES, *BOOKS]  # here, of no data
+MADE = [*NEEDLES, *BOOKS]  # tasks that need no data
 NAMES = [*MADE, *BASED]
-MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # of TriviaQA's pages
+PAGE_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # in the passages of TriviaQA
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 KINDS = "amber brisk calm crystal distant early fierce gentle golden hollow ivory lucky mellow northern quiet rapid silver tiny"
@@ -41,106 +48,163 @@ Lucy Maria Mark Nadia Nora Oliver Olga Omar Paula Peter Rosa Ruth Samuel Sara Si
 LAST = """Adams Baker Bauer Brown Carter Cohen Costa Cruz Davis Evans Fischer Garcia Gray Hall Hansen Hill Ito Jones Kaya Kelly
 Khan Kim King Lee Lopez Martin Meyer Moore Novak Park Patel Reed Rossi Scott Silva Smith Turner Walker Wang Young"""
 
+Document = dict[str, Any]  # a sample of a task
 
-class Made(ConfigurableTask):
-    """A task whose documents are made here. length: of its longest text with the answer, in tokens; 0 if that is not set."""
 
-    def __init__(self, config: dict, documents: list[dict], length: int = 0) -> None:
+class MadeTask(ConfigurableTask):
+    """A task whose samples are made here."""
+
+    def __init__(self, config: dict, documents: list[Document], length: int = 0) -> None:
+        """Makes the task.
+
+        Args:
+            length: The tokens of its longest text with the answer. 0 if its texts have no fixed length.
+        """
         self.documents = documents
         self.length = length
         super().__init__(config={"test_split": "test", **config})
 
-    def download(self, dataset_kwargs=None, **kwargs) -> None:
+    def download(self, dataset_kwargs: Any = None, **kwargs: Any) -> None:
+        """Takes the place of reading a data set."""
         self.dataset = {"test": Dataset.from_list(self.documents)}
 
 
-def make(name: str, tokenizer) -> ConfigurableTask:
-    """One of NEEDLES, BOOKS or BASED. Raises: ImportError, and what `datasets` raises for data that cannot be had."""
-    text, score, until, tokens = PROMPTS[name.partition("_")[0]]
-    config = {
+def make(name: str, tokenizer: Tokenizer | None) -> ConfigurableTask:
+    """Makes one of NEEDLES, BOOKS or BASED.
+
+    Args:
+        tokenizer: For NEEDLES.
+    Raises:
+        ImportError: A package is missing.
+        OSError: The data cannot be read.
+    """
+    if name in NEEDLES:
+        assert tokenizer is not None
+        config = _config(name, needle_prompt, contains, until=[], max_tokens=ANSWER_TOKENS)
+        return MadeTask(config, needles(NEEDLES[name], tokenizer), NEEDLES[name])
+    if name in BOOKS:
+        config = _config(name, phone_book_prompt, exact_match, until=["\n"], max_tokens=32)
+        return MadeTask(config, phone_books(BOOKS[name]))
+    config = _config(name, passage_prompt, contains, until=["\n"], max_tokens=48)
+    config |= {"dataset_path": BASED[name], "validation_split": "validation"}
+    return ConfigurableTask(config=config)
+
+
+def _config(
+    name: str,
+    prompt: Callable[[Document], str],
+    score: Callable[[Document, list[str]], dict[str, float]],
+    until: list[str],
+    max_tokens: int,
+) -> dict[str, Any]:
+    """The configuration of a task, as the harness's YAML files have it.
+
+    Args:
+        prompt: Makes the text of a sample.
+        score: Makes the metrics of a sample from the text that the model wrote.
+        until: The answer ends before any of these.
+        max_tokens: The answer ends after so many tokens.
+    """
+    return {
         "task": name,
         "output_type": "generate_until",
-        "doc_to_text": text,
-        "doc_to_target": lambda doc: answers(doc)[0],
+        "doc_to_text": prompt,
+        "doc_to_target": first_answer,
         "process_results": score,
         "metric_list": [
             {"metric": score.__name__, "aggregation": "mean", "higher_is_better": True}
         ],
-        "generation_kwargs": {"until": until, "max_gen_toks": tokens, "do_sample": False},
+        "generation_kwargs": {"until": until, "max_gen_toks": max_tokens, "do_sample": False},
         "metadata": {"version": 1.0},
     }
-    if name in NEEDLES:
-        return Made(config, needles(NEEDLES[name], tokenizer), NEEDLES[name])
-    if name in BOOKS:
-        return Made(config, books(BOOKS[name]))
-    return ConfigurableTask(
-        config={"dataset_path": BASED[name], "validation_split": "validation", **config}
-    )
 
 
-def answers(doc: dict) -> list[str]:
-    return list(doc["answers"]) or ["unanswerable"]
+def answers(document: Document) -> list[str]:
+    return list(document["answers"]) or ["unanswerable"]
 
 
-def contains(doc: dict, results: list[str]) -> dict:
-    """True if an answer stands in the text that was written, whatever the case."""
-    return {"contains": float(any(answer.lower() in results[0].lower() for answer in answers(doc)))}
+def first_answer(document: Document) -> str:
+    return answers(document)[0]
 
 
-def exact_match(doc: dict, results: list[str]) -> dict:
-    return {"exact_match": float(results[0].strip() in answers(doc))}
+def contains(document: Document, results: list[str]) -> dict[str, float]:
+    """1 if an answer stands in the text that was written, in upper or lower case."""
+    text = results[0].lower()
+    return {"contains": float(any(answer.lower() in text for answer in answers(document)))}
 
 
-def needles(length: int, tokenizer) -> list[dict]:
-    """S-NIAH-1: as many sentences as fit, one of them with the number. Raises: ValueError if not one fits."""
+def exact_match(document: Document, results: list[str]) -> dict[str, float]:
+    return {"exact_match": float(results[0].strip() in answers(document))}
+
+
+def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
+    """Texts of S-NIAH-1: as many sentences as fit, and one with the number.
+
+    Raises:
+        ValueError: Not one sentence fits into `length` tokens.
+    """
 
     def fits(lines: list[str], key: str) -> bool:
-        return len(tokenizer.encode(find({"lines": lines, "key": key}))) + ANSWER <= length
+        prompt = needle_prompt({"lines": lines, "key": key})
+        return len(tokenizer.encode(prompt)) + ANSWER_TOKENS <= length
 
-    room = bisect.bisect(
-        range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse")
-    )
+    # The number of sentences that fit with a long key.
+    def is_too_long(sentences: int) -> bool:
+        return not fits([HAY] * sentences, "crystal-lighthouse")
+
+    room = bisect.bisect(range(1, length), False, key=is_too_long)
     if not room:
         raise ValueError(
             f"{length:,} tokens of this tokenizer are too few for a needle-in-a-haystack text."
         )
+    # Draw a key, a number and its place for each text.
     draw = random.Random(SEED)
     made = []
     for _ in range(SAMPLES):
         kind = draw.choice(KINDS.split())
-        key = f"{kind}-{draw.choice(THINGS.split())}"
+        thing = draw.choice(THINGS.split())
+        key = f"{kind}-{thing}"
         number = str(draw.randrange(10**6, 10**7))
+        place = draw.randint(0, room)
         lines = [HAY] * room
-        lines.insert(
-            draw.randint(0, room), f"One of the special magic numbers for {key} is: {number}."
-        )
+        lines.insert(place, f"One of the special magic numbers for {key} is: {number}.")
+        # A key or a number may have more tokens than the long key above.
         while not fits(lines, key):
             lines.remove(HAY)
         made.append({"lines": lines, "key": key, "answers": [number]})
     return made
 
 
-def find(doc: dict) -> str:
+def needle_prompt(document: Document) -> str:
     """RULER's question about one number, and the beginning of its answer."""
-    number = f"special magic number for {doc['key']} mentioned in the provided text"
-    before = "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the"
-    return "\n".join(
-        [f"{before} number afterwards.", *doc["lines"], f"What is the {number}? The {number} is"]
-    )
+    number = f"special magic number for {document['key']} mentioned in the provided text"
+    lines = [
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+        "number afterwards.",
+        *document["lines"],
+        f"What is the {number}? The {number} is",
+    ]
+    return "\n".join(lines)
 
 
-def books(entries: int) -> list[dict]:
-    """Phone books of distinct names. lines: "name: number"; asked: three of their places, the last without its answer."""
+def phone_books(entries: int) -> list[Document]:
+    """Phone books of distinct names.
+
+    Each has its `lines`, "name: number", and the places `asked` of three lines, the last without its answer.
+    """
     draw = random.Random(SEED)
-    people = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
+    pairs = itertools.product(FIRST.split(), LAST.split())
+    people = [f"{first} {last}" for first, last in pairs]
     made = []
     for _ in range(SAMPLES):
+        # A telephone number for each entry.
         numbers = []
         for _ in range(entries):
             area = draw.randrange(1000)
             exchange = draw.randrange(1000)
             line = draw.randrange(10_000)
             numbers.append(f"{area:03}-{exchange:03}-{line:04}")
+        # No name stands twice in a book.
         names = draw.sample(people, entries)
         lines = [f"{name}: {number}" for name, number in zip(names, numbers, strict=True)]
         asked = draw.sample(range(entries), 3)
@@ -148,23 +212,18 @@ def books(entries: int) -> list[dict]:
     return made
 
 
-def lookup(doc: dict) -> str:
-    *worked, last = (doc["lines"][i] for i in doc["asked"])
+def phone_book_prompt(document: Document) -> str:
+    """The list, two lookups with their answers, and the name of the third."""
+    *worked, last = [document["lines"][i] for i in document["asked"]]
     name = last.partition(":")[0]
-    return "\n".join([*doc["lines"], "", *worked, f"{name}:"])
+    return "\n".join([*document["lines"], "", *worked, f"{name}:"])
 
 
-def cloze(doc: dict) -> str:
-    """The passage, without the sentence to complete if it ends with it, and then that sentence."""
-    question = doc["question"].strip()
-    passage = MARKS.sub("", doc["context"]).strip()
+def passage_prompt(document: Document) -> str:
+    """The passage and the sentence to complete, which is cut from the end of the passage if it stands there."""
+    question = document["question"].strip()
+    passage = PAGE_MARKS.sub("", document["context"]).strip()
+    # Some passages end with the sentence itself.
     while question and passage.lower().endswith(question.lower()):
         passage = passage[: -len(question)]
     return f"{passage.strip().strip('.')}. {question}"
-
-
-PROMPTS = {  # by the first word of a name: text, score, where the answer ends, and its tokens
-    "niah": (find, contains, [], ANSWER),
-    "phonebook": (lookup, exact_match, ["\n"], 32),
-    "based": (cloze, contains, ["\n"], 48),
-}

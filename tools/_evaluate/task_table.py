@@ -1,107 +1,129 @@
 """The paper's tasks, and the tables of `evaluate` with the paper's figures beside ours."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from interdomain.markdown import cell_text
 from interdomain.tools._paper import CONDITIONS, PAPER, SIZE
 
-TASKS: dict[str, dict[str, list[float]]] = PAPER[
-    "tasks"
-]  # {group: {"task metric": figures by condition}}
+# By group of tasks: the paper's figures of each "task metric", in the order of CONDITIONS.
+TASKS: dict[str, dict[str, list[float]]] = PAPER["tasks"]
 LENGTHS = (4096, 8192, 14_336)  # the paper's context lengths in tokens
-PERCENT = ("acc", "acc_norm", "exact_match", "contains")
+PERCENT = ("acc", "acc_norm", "exact_match", "contains")  # metrics that are printed in percent
+
+Row = dict[str, str]
+Key = tuple[str, str]  # a task and a metric
+Measured = dict[str, Any]  # "value", and "stderr", which may be None
+Tasks = dict[str, dict[str, Measured]]  # the results of one model, by task and metric
 
 
-def _split(key: str) -> tuple[str, str]:
-    task, _, metric = key.partition(" ")
-    return task, metric
+def _tasks_of(group: str) -> list[str]:
+    return [name.split()[0] for name in TASKS[group]]
 
 
-def _tasks_of(*groups: str) -> list[str]:
-    return [_split(key)[0] for group in groups for key in TASKS[group]]
-
-
+# The names that --tasks takes, in addition to those of single tasks.
 SUITES = {
     "commonsense": _tasks_of("commonsense"),
     "lambada": ["lambada_openai"],
     "wikitext": ["wikitext"],
     "paper": [*_tasks_of("commonsense"), "wikitext"],
-    "recall": _tasks_of("retrieval", "based"),
+    "recall": [*_tasks_of("retrieval"), *_tasks_of("based")],
     "longbench-14": _tasks_of("longbench"),
 }
 
 
 def task_names(asked: list[str]) -> list[str]:
     """The tasks of suites and names, each of them once."""
-    return list(dict.fromkeys(task for name in asked for task in SUITES.get(name, [name])))
+    names = []
+    for name in asked:
+        names += SUITES.get(name, [name])
+    return list(dict.fromkeys(names))
 
 
-def task_rows(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[dict[str, str]]:
-    """Rows of a table with a column for each exported model.
+def _keys_of(group: str) -> list[Key]:
+    keys = []
+    for name in TASKS[group]:
+        task, metric = name.split()
+        keys.append((task, metric))
+    return keys
+
+
+def _paper_figures() -> dict[Key, list[float]]:
+    """The paper's figures of each result. The average of a group follows its tasks."""
+    figures = {}
+    for group, tasks in TASKS.items():
+        keys = _keys_of(group)
+        figures |= dict(zip(keys, tasks.values(), strict=True))
+        if group in PAPER["averages"]:
+            # The average has the metric of its last task, for it is printed below that.
+            average = PAPER["averages"][group]
+            metric = keys[-1][1]
+            figures[average["name"], metric] = average["values"]
+    return figures
+
+
+def with_averages(tasks: Tasks) -> dict[Key, Measured]:
+    """The results of one model, with the averages of the paper's groups whose tasks are all measured."""
+    results = {}
+    for task, metrics in tasks.items():
+        for metric, measured in metrics.items():
+            results[task, metric] = measured
+    for group, average in PAPER["averages"].items():
+        keys = _keys_of(group)
+        if results.keys() >= set(keys):
+            mean = sum(results[key]["value"] for key in keys) / len(keys)
+            metric = keys[-1][1]
+            results[average["name"], metric] = {"value": mean, "stderr": None}
+    return results
+
+
+def task_rows(tasks: dict[str, Tasks], cells: set[tuple[str, str]]) -> list[Row]:
+    """Makes the table of tasks, with a column for each exported model.
 
     Args:
-        results: {model: {task: {metric: {"value", "stderr"}}}}.
-        cells: (size, condition) of the models. The paper's figures of a condition have a column if a model is exactly it.
+        tasks: The results of each model.
+        cells: (size, condition) of the models. The paper's figures of a condition have a column if a
+            model is exactly that cell of the paper.
     """
-    measured: dict[tuple[str, str], None] = {}
-    for by_task in results.values():
-        for task, metrics in by_task.items():
-            measured |= {(task, metric): None for metric in metrics}
+    by_model = {model: with_averages(results) for model, results in tasks.items()}
+    measured = {}
+    for results in by_model.values():
+        measured |= results
 
-    # The paper's rows with its figures, in its order, and averages of its groups; then other tasks. The JSON file also has
-    # other metrics of the paper's tasks.
-    wanted: dict[tuple[str, str], Sequence[float]] = {}
-    averages: dict[str, str] = {}  # name -> group
-    for group, tasks in TASKS.items():
-        keys = {_split(key): figures for key, figures in tasks.items()}
-        wanted |= {key: figures for key, figures in keys.items() if key in measured}
-        average = PAPER["averages"].get(group)
-        if average and keys.keys() <= measured.keys():
-            averages[average["name"]] = group
-            wanted[average["name"], [*keys][-1][1]] = average["values"]
-    in_paper = {task for task, _ in wanted}
-    wanted |= {key: () for key in measured if key[0] not in in_paper}
+    # The paper's results come first, in its order. Other metrics of its tasks are in the JSON file only.
+    figures = _paper_figures()
+    paper_tasks = {task for task, _ in figures}
+    keys = [key for key in figures if key in measured]
+    keys += [key for key in measured if key[0] not in paper_tasks]
 
     rows = []
-    for (task, metric), figures in wanted.items():
-        percent = metric in PERCENT
-        row = {"task": task, "metric": f"{metric} %" if percent else metric}
-        for model, by_task in results.items():
-            value = by_task.get(task, {}).get(metric)
-            if task in averages:
-                value = mean_of(by_task, averages[task])
-            row[model] = _text(value, percent)
-        for condition in conditions_in(cells):
-            figure = figures[CONDITIONS.index(condition)] if figures else None
-            row[f"paper's {SIZE} {condition}"] = cell_text(figure, "g")
+    for key in keys:
+        # The task, and the value of each model with its standard error.
+        task, metric = key
+        is_percent = metric in PERCENT
+        row = {"task": task, "metric": metric}
+        if is_percent:
+            row["metric"] += " %"
+        for model, results in by_model.items():
+            row[model] = _text(results.get(key), is_percent)
+        # The paper's figures, a column for each condition that is among the models.
+        paper = dict(zip(CONDITIONS, figures.get(key, ()), strict=False))
+        for condition in CONDITIONS:
+            if (SIZE, condition) in cells:
+                row[f"paper's {SIZE} {condition}"] = cell_text(paper.get(condition), "g")
         rows.append(row)
     return rows
 
 
-def _text(measured: dict | None, percent: bool) -> str:
+def _text(measured: Measured | None, is_percent: bool) -> str:
     if measured is None:
         return "-"
-    scale = 100 if percent else 1
-    stderr = scale * measured["stderr"] if measured["stderr"] else None
-    return cell_text((scale * measured["value"], stderr), ".2f" if percent else ".4f")
-
-
-def conditions_in(cells: set[tuple[str, str]]) -> list[str]:
-    """The conditions of the paper's figures that are among the models."""
-    return [condition for condition in CONDITIONS if (SIZE, condition) in cells]
-
-
-def mean_of(by_task: dict, group: str) -> dict | None:
-    """Mean over a group of tasks; None unless all of them were measured."""
-    values = []
-    for key in TASKS[group]:
-        task, metric = _split(key)
-        measured = by_task.get(task, {}).get(metric)
-        if measured is None:
-            return None
-        values.append(measured["value"])
-    return {"value": sum(values) / len(values), "stderr": None}
+    value = measured["value"]
+    stderr = measured["stderr"] or None  # 0 stands for a metric without a standard error
+    if not is_percent:
+        return cell_text((value, stderr), ".4f")
+    if stderr is not None:
+        stderr *= 100
+    return cell_text((100 * value, stderr), ".2f")
 
 
 def perplexity_rows(
@@ -109,35 +131,41 @@ def perplexity_rows(
     models: list[str],
     groups: dict[str, list[str]],
     cells: set[tuple[str, str]],
-) -> list[dict[str, str]]:
-    """Rows of a table by corpus and length, with columns for each exported model.
+) -> list[Row]:
+    """Makes the table of perplexities by corpus and length, with two columns for each exported model.
 
     Args:
         measured: Rows of `perplexity.measure`, with "folder" and "corpus".
-        groups: {title: its corpora}: a corpus, or several and their arithmetic mean.
+        groups: The corpora of each title: one corpus, or several, whose arithmetic mean is shown.
         cells: (size, condition) of the models, as for `task_rows`.
     """
     by_place = {(row["folder"], row["corpus"], row["length"]): row for row in measured}
     lengths = list(dict.fromkeys(row["length"] for row in measured))
 
-    def mean(model: str, corpora: list[str], length: int, measure: str, form: str) -> str:
-        values: list[Any] = [
-            by_place.get((model, corpus, length), {}).get(measure) for corpus in corpora
-        ]
-        return cell_text(None if None in values else sum(values) / len(values), form)
-
     rows = []
     for title, corpora in groups.items():
         for length in lengths:
             row = {"corpus": title, "length": f"{length:,}"}
-            for model in models:
-                row[f"{model}, perplexity"] = mean(model, corpora, length, "perplexity", ".2f")
-            for model in models:
-                row[f"{model}, bits per byte"] = mean(
-                    model, corpora, length, "bits per byte", ".4f"
-                )
-            for condition in conditions_in(cells):
-                figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))
-                row[f"paper's {SIZE} {condition}"] = cell_text(figures.get(length), ".2f")
+            # First the perplexities of all models, then their bits per byte.
+            for measure, form in (("perplexity", ".2f"), ("bits per byte", ".4f")):
+                for model in models:
+                    places = [by_place.get((model, corpus, length), {}) for corpus in corpora]
+                    mean = _mean([place.get(measure) for place in places])
+                    row[f"{model}, {measure}"] = cell_text(mean, form)
+            # The paper's figures, at its own lengths.
+            for condition in CONDITIONS:
+                if (SIZE, condition) in cells:
+                    figures = dict(zip(LENGTHS, PAPER["length"][title][condition], strict=True))
+                    row[f"paper's {SIZE} {condition}"] = cell_text(figures.get(length), ".2f")
             rows.append(row)
     return rows
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """The arithmetic mean. None if a value is not known yet."""
+    total = 0.0
+    for value in values:
+        if value is None:
+            return None
+        total += value
+    return total / len(values)

@@ -1,6 +1,6 @@
 """python -m interdomain.tools._start.elastic TORCHRUN'S ARGUMENTS: torchrun, without its traceback after a signal.
 
-A signal ends torchrun as it should: a scheduler's, or that of a rank which has said why it stops (titan.errors).
+torchrun is meant to end on a signal: the scheduler's, or that of a rank which has said why it stops (titan.errors).
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""torchrun on one node: its command, its environment, signals passed on, and an exit status that says whether to come back.
+"""torchrun on one node: its command, its environment, its signals and its exit status.
 
-Two things start a run again: torchrun its ranks when one of them fails (--max-restarts), and a scheduler's requeue the job when
-a node is lost or the time is over (tools/sites/requeue.sbatch, at exit status 75). This module starts nothing a second time.
+The exit status says whether the same command continues the run. Two things start a run again: torchrun starts its ranks
+again when one of them fails (--max-restarts), and a scheduler puts the job back in the queue when a node is lost or the
+time is over (tools/sites/requeue.sbatch, at exit status 75). This module starts nothing a second time.
 
 srun runs it on every node of an allocation: python -m interdomain.tools._start.torchrun RANKS TORCHRUN'S COMMAND
 """
@@ -22,20 +23,23 @@ from interdomain.folders import private_folder
 from interdomain.launcher import ENDED, LEFT, REASON_FILE, STOPPED
 from interdomain.tools._cli import python_here, user_errors
 
-CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The same command continues the run
-REFUSED = 2  # by the command line, or by a rank's decision, which another start would only repeat
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+CONTINUE = os.EX_TEMPFAIL  # 75, "try again": the same command continues the run
+REFUSED = 2  # by the command line or by a rank's decision, which another start would only repeat
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 ELASTIC = {
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds to save in; torchrun's own 30 would cut a large checkpoint short
-    # Shared with torchrun, the ranks' store outlives them: those that are restarted would find the addresses of the dead.
+    # Seconds in which the ranks can save. torchrun's own 30 would cut a large checkpoint short.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    # A store that torchrun shares with its ranks outlives them: restarted ranks would find the
+    # addresses of the dead ones.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # torchrun's own, but for SIGHUP: it would take back what nohup gave, and end the ranks unsaved.
-    # Nor SIGINT: a terminal sends it to all processes, and this one decides what it means.
+    # torchrun's own, without SIGHUP and SIGINT. Handling SIGHUP would undo nohup, and end the ranks
+    # unsaved. A terminal sends SIGINT to all processes, and this one decides what it means.
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT",
-    "LOGLEVEL": "ERROR",  # without torchrun's warnings of each signal that it passes on
+    # No warnings of each signal that torchrun passes on.
+    "LOGLEVEL": "ERROR",
 }
-# --standalone alone advertises the machine's name, and the ranks wait for ever where that does not resolve: in a container, on
-# a laptop without a network.
+# --standalone by itself advertises the machine's name. Where that does not resolve, as in a container or
+# on a laptop without a network, the ranks would wait for ever.
 ONE_MACHINE = ("--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1")
 
 
@@ -46,57 +50,63 @@ def torchrun_command(
     restarts: int = 0,
     rendezvous: Sequence[str] = ONE_MACHINE,
 ) -> list[str]:
-    """The command of one node. rendezvous: torchrun's flags by which nodes find each other."""
-    return [
-        *(
-            python_here(),
-            "-m",
-            "interdomain.tools._start.elastic",
-            *rendezvous,
-            "--nproc-per-node",
-            str(ranks),
-        ),
-        *(("--max-restarts", str(restarts)) if restarts else ()),
-        *("--local-ranks-filter", "0"),  # one rank's lines on the console
-        *("-m", "interdomain.titan.entry", config, *flags),
-    ]
+    """The command of one node.
+
+    Args:
+        config: The TOML file.
+        flags: Settings that override the file's.
+        ranks: The number of processes.
+        restarts: How many times torchrun starts failed ranks again.
+        rendezvous: torchrun's flags by which nodes find each other.
+    """
+    command = [python_here(), "-m", "interdomain.tools._start.elastic", *rendezvous]
+    command += ["--nproc-per-node", str(ranks)]
+    if restarts:
+        command += ["--max-restarts", str(restarts)]
+    # One rank's lines are on the console.
+    command += ["--local-ranks-filter", "0", "-m", "interdomain.titan.entry", config, *flags]
+    return command
 
 
 def command_here(name: str) -> list[str]:
-    """The words that start one of our commands: this environment's `interdomain NAME`, or the module if that is missing."""
+    """The beginning of one of our commands: this environment's `interdomain NAME`, or the module if that is missing."""
     script = Path(python_here()).with_name("interdomain")
-    return (
-        [str(script), name]
-        if script.is_file()
-        else [python_here(), "-m", "interdomain.tools.main", name]
-    )
-
-
-def is_torchrun_option(name: str) -> bool:
-    """True for a variable from which torchrun takes an option (PET_NNODES: --nnodes), or the Python that it starts."""
-    return name.startswith("PET_") or name == "PYTHON_EXEC"
+    if script.is_file():
+        return [str(script), name]
+    return [python_here(), "-m", "interdomain.tools.main", name]
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """The run's environment. What the user set wins, except for options of torchrun: the command says them all, and operators
-    such as Kubeflow's set some in every pod.
+    """The environment of a run on this node.
 
-    Raises: PermissionError if others could write to the kernels' cache.
+    Variables of the user win, except for those by which torchrun takes options: the command has all of
+    them, and operators such as Kubeflow's set some in every pod.
+
+    Raises:
+        PermissionError: Others could write to the cache of compiled kernels.
     """
-    # Compiled kernels on this machine's own disk: thousands of small files, which every rank of a shared disk would wait for.
+    # Compiled kernels are thousands of small files. On a shared disk every rank would wait for them.
     cache = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
-    ours = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        **ELASTIC,
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+    }
     if torch.cuda.is_available():
-        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
-        ours["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    users = {name: value for name, value in os.environ.items() if not is_torchrun_option(name)}
-    return {"PYTHONUNBUFFERED": "1", **ELASTIC, **ours, **users}
+        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    for name, value in os.environ.items():
+        # PET_NNODES is torchrun's --nnodes; PYTHON_EXEC is the Python that it starts.
+        if not name.startswith("PET_") and name != "PYTHON_EXEC":
+            variables[name] = value
+    return variables
 
 
 @contextmanager
 def handlers(by_signal: Mapping[Any, Callable | signal.Handlers]) -> Iterator[None]:
-    """Other signal handlers for a while."""
+    """Installs signal handlers for the duration of a block."""
     before = {number: signal.signal(number, handler) for number, handler in by_signal.items()}
     try:
         yield
@@ -106,86 +116,100 @@ def handlers(by_signal: Mapping[Any, Callable | signal.Handlers]) -> Iterator[No
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """Run torchrun to its end. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave. A second Ctrl-C ends it.
+    """Runs torchrun to its end.
 
-    Returns: 0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after a second Ctrl-C,
-    REFUSED for one that a rank ended by decision, else torchrun's status, of a killed one as shells say it.
+    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave. A second Ctrl-C ends it at once.
+
+    Returns:
+        0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after
+        a second Ctrl-C, REFUSED for one that a rank ended by a decision, else torchrun's status: of a
+        killed one 128 and the signal, as shells report it.
     """
-    asked = []
+    received = []
 
-    def pass_on(number, frame):
+    def pass_on(number, frame) -> None:
         if number == signal.SIGINT:
-            if number in asked:
+            if number in received:
                 end_at_once(process.pid)
             else:
-                print(
-                    "\nCtrl-C: saving, then leaving. Once more ends the run at once.",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        if (
-            not asked
-        ):  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
+                message = "\nCtrl-C: saving, then leaving. Once more ends the run at once."
+                print(message, file=sys.stderr, flush=True)
+        if not received:
+            # Once only: torchrun passes SIGTERM on to the ranks, and at its third stops waiting for them.
             process.send_signal(signal.SIGTERM)
-        asked.append(number)
+        received.append(number)
 
     requests = dict.fromkeys(
         (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), pass_on
     )
-    if (
-        signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    ):  # nohup: the run goes on without its terminal
-        del requests[signal.SIGHUP]
-    # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every process, it
-    # must not die of it.
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        del requests[signal.SIGHUP]  # nohup: the run goes on without its terminal
+    # Signals that are ignored while torchrun is started are ignored by torchrun, too. A scheduler or a
+    # closing terminal may send them to every process, and torchrun must not die of them.
     ignored = dict.fromkeys((signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
-    with tempfile.TemporaryFile("w+") as reason, handlers(ignored):
-        environment = {**environment, REASON_FILE: f"/proc/{os.getpid()}/fd/{reason.fileno()}"}
-        process = subprocess.Popen(command, env=environment)
+    # A rank writes into this file why the run ended, which torchrun's exit status cannot say.
+    with tempfile.TemporaryFile("w+") as reason_file, handlers(ignored):
+        path = f"/proc/{os.getpid()}/fd/{reason_file.fileno()}"
+        process = subprocess.Popen(command, env={**environment, REASON_FILE: path})
         with handlers(requests):
-            code = process.wait()
-        reason.seek(0)
-        word = reason.read()
-    if asked.count(signal.SIGINT) > 1:
+            status = process.wait()
+        reason_file.seek(0)
+        reason = reason_file.read()
+    return _meaning_of(status, reason, received)
+
+
+def _meaning_of(status: int, reason: str, received: list[int]) -> int:
+    """The exit status of a run.
+
+    Args:
+        status: torchrun's exit status; negative if a signal killed it.
+        reason: What a rank wrote about its end; empty if it wrote nothing.
+        received: The signals that came.
+    """
+    if received.count(signal.SIGINT) > 1:
         return INTERRUPTED
-    if word == STOPPED:  # a full disk, for one: asked to leave or not
+    # A rank's decision, such as on a full disk, whether a signal came or not.
+    if reason == STOPPED:
         return REFUSED
-    if word == ENDED and asked:  # in its last seconds: torchrun's status is the signal's
+    # The signal came in the run's last seconds, and torchrun's status is the signal's.
+    if reason == ENDED and received:
         return 0
-    if word == LEFT or (asked and code):
-        saved = (
-            "left on a signal"
-            if word == LEFT
-            else "ended after a signal, without a checkpoint of where it was"
-        )
-        print(
-            f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.",
-            file=sys.stderr,
-        )
+    if reason == LEFT or (received and status):
+        how = "ended after a signal, without a checkpoint of where it was"
+        if reason == LEFT:
+            how = "left on a signal"
+        message = f"\nthe run {how} (exit status {CONTINUE}): the same command continues it."
+        print(message, file=sys.stderr)
         return CONTINUE
-    if code < 0:
-        ended = f"torchrun was ended by {signal.Signals(-code).name}, and its ranks with it"
-        print(f"\n{ended}: the same command continues the run.", file=sys.stderr)
-        return 128 - code
-    return code
+    if status < 0:
+        name = signal.Signals(-status).name
+        message = f"\ntorchrun was ended by {name}, and its ranks with it: the same command continues the run."
+        print(message, file=sys.stderr)
+        return 128 - status
+    return status
 
 
 def end_at_once(pid: int) -> None:
-    """Kill a process and all that it has started. The ranks of a torchrun are in sessions of their own."""
-    children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
-    for process in (pid, *map(int, children.split())):
+    """Kills a process and all of its descendants. torchrun's ranks are in sessions of their own."""
+    processes = [pid]
+    for process in processes:  # the list grows by the children of its members
+        for file in Path(f"/proc/{process}/task").glob("*/children"):
+            with suppress(OSError):  # it has ended meanwhile
+                processes += map(int, file.read_text().split())
+    # torchrun is the first, so that it starts no rank again.
+    for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 
 
 @user_errors
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     ranks, *command = sys.argv[1:] if argv is None else argv
-    # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
-    first = os.environ["SLURM_NODEID"] == "0"
-    return run(
-        command, {"PET_RDZV_CONF": f"is_host={str(first).lower()}", **environment(int(ranks))}
-    )
+    # The first node is the host of the rendezvous. torchrun would guess it from the hosts' names, and a
+    # node with several networks has several.
+    is_first = os.environ["SLURM_NODEID"] == "0"
+    rendezvous = {"PET_RDZV_CONF": f"is_host={str(is_first).lower()}"}
+    return run(command, rendezvous | environment(int(ranks)))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
-"""The definition of a study: a TOML file of sizes, conditions, settings, rates and seeds; the runs that it names; the record
-kept of each. docs/study.md describes the file and the records.
+"""The definition of a study, a TOML file, and the record of each of its runs.
+
+The file has tables of sizes, conditions, settings, learning rates and seeds. Each combination is a run.
+A finished run leaves a record, a JSON file, from which the tables of the study are made.
+docs/study.md describes the file and the records.
 """
 
 import itertools
 import json
 import re
-from copy import deepcopy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
-from interdomain.files.distributed_checkpoint import VALIDATION as RESULT
-from interdomain.files.run_folder import CHECKPOINTS, checkpoints_of, events_of
-from interdomain.files.run_folder import EVENTS as EVENTS_FOLDER
-from interdomain.folders import expand_path, write_whole
+from interdomain.checkpoint.run_folder import CHECKPOINTS, checkpoints_of, events_of
+from interdomain.checkpoint.run_folder import EVENTS as EVENTS_FOLDER
+from interdomain.checkpoint.step_folder import DOCUMENTS, finished_steps
+from interdomain.checkpoint.step_folder import VALIDATION as RESULT
+from interdomain.folders import expand_path, write_atomically
 from interdomain.removed import removal_of
 from interdomain.titan.plan.run_plan import RunPlan, make_plan
 from interdomain.titan.settings.job_config import job_config_of, pairs, read_toml
@@ -23,16 +26,14 @@ from interdomain.titan.settings.rules import reads_n_basis
 from interdomain.titan.settings.schema import IN_TOKENS
 from interdomain.tools._curves import EVENTS, curves_of, events_folder, facts_of, read_events
 
-AXES = ("sizes", "conditions", "settings", "rates")
-BEST = "best"  # in the place of a rate: the one at which the condition's finished runs have the lowest loss
-TOP = ("config", "output", "results", "ranks", "all", *AXES, "corpora", "runs")
+AXES = {"sizes": "size", "conditions": "condition", "settings": "setting", "rates": "rate"}
+KEYS = ("config", "output", "results", "ranks", "all", *AXES, "runs")
 VALIDATION = "validation_metrics/loss"
-# Tags of a record.
-KEPT = re.compile(
+# The curves that a record keeps.
+KEPT_TAGS = re.compile(
     r"validation_(metrics/(loss|accuracy)|position/.*)$|loss_metrics/global_avg_loss$|n_tokens_seen$"
 )
-IN_RUN = (CHECKPOINTS, EVENTS_FOLDER)  # settings that name folders within a run's
-CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
+CONFIG = "run.toml"  # the settings of a run, in its folder, as ./launch.sh reads them
 
 Table = dict[str, Any]
 
@@ -42,8 +43,11 @@ class StudyRun:
     """One run of a study.
 
     Attributes:
-        labels: Its size, condition, setting and rate.
+        labels: Its size, condition, setting and rate, as far as the study has these axes.
+        name: The labels and the seed, as part of a path.
         settings: The sections of its TOML file.
+        record: The file that is written when the run is finished.
+        ranks: The number of processes. None: as ./launch.sh chooses.
     """
 
     labels: dict[str, str]
@@ -59,56 +63,76 @@ class StudyRun:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """Raises: ValueError for settings that no run of a study can have, with the run's name."""
+        """The steps, tokens and FLOPs of the run.
+
+        Raises:
+            ValueError: The settings are wrong, or a study cannot use them.
+        """
         try:
             job = job_config_of(self.settings)
-            if not (
-                job.validation.enable and job.checkpoint.enable and job.metrics.enable_tensorboard
+            for section, setting in (
+                (job.validation, "enable"),
+                (job.checkpoint, "enable"),
+                (job.metrics, "enable_tensorboard"),
             ):
-                needed = "validation.enable, checkpoint.enable and metrics.enable_tensorboard"
-                raise ValueError(
-                    f"a study compares validation losses and continues its runs: set {needed} to true."
-                )
+                if not getattr(section, setting):
+                    raise ValueError(
+                        "a study compares validation losses and continues its runs: set validation.enable, "
+                        "checkpoint.enable and metrics.enable_tensorboard to true."
+                    )
             return make_plan(job, self.ranks or 1, on_gpus=True)
         except ValueError as e:
             raise ValueError(f"{self.name}: {e}") from e
 
-    @cached_property
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        return max(finished_steps(checkpoints_of(self.folder)), default=0)
+
+    @property
     def is_finished(self) -> bool:
-        """True if the run's record is there. One is written if the run has come to its end.
+        """True if the run has a record, which is written here if the run has come to its end.
 
         Raises:
             ValueError: The run was finished, or begun, with other settings.
         """
+        # A record is written once, and may be the only thing that is left of a run.
         if self.record.is_file():
             self._check_settings(self.record, read_record(self.record)["settings"])
             return True
-        ended = False
-        logged = {}
+
+        # The last step ends with a validation, whose loss is in the run's TensorBoard.
+        logged = {"curves": {}}
         if any(events_of(self.folder).glob(EVENTS)):
             logged = record_of(self.folder)
-            ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
+        has_ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
+        # Before the first checkpoint nothing is lost if the settings change.
         config = self.folder / CONFIG
-        if (ended or self.step) and config.is_file():
+        if (has_ended or self.step) and config.is_file():
             self._check_settings(config, read_toml(config))
-        if ended:
-            record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
-            by_document = self._last_checkpoint / DOCUMENTS
-            if by_document.is_file():
-                record["documents"] = read_json(by_document, "nats", "labels")
-            self.record.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.record, dumped(record))
-        return ended
+        if has_ended:
+            self._write_record(logged)
+        return has_ended
+
+    def _write_record(self, logged: Table) -> None:
+        record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
+        # Validation splits with few documents also leave the loss of each document.
+        by_document = self._last_checkpoint / DOCUMENTS
+        if by_document.is_file():
+            record["documents"] = json.loads(by_document.read_text())
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.record, dumped(record))
 
     def _check_settings(self, path: Path, settings: Table) -> None:
-        """Raises: ValueError if the settings in a file of this run are not those of the study."""
-        there = dict(pairs(settings))
-        here = dict(pairs(self.settings))
+        """Raises ValueError if the settings in a file of this run are not those of the study."""
+        in_file = dict(pairs(settings))
+        in_study = dict(pairs(self.settings))
         changed = []
-        for name in there | here:
-            free = name.startswith(("job.", "experimental."))  # folders; TorchTitan's own entry
-            if not free and there.get(name) != here.get(name):
-                changed.append(f"{name} {there.get(name)} there, {here.get(name)} here")
+        for name in in_file | in_study:
+            # `job` has folders and a description; `experimental` is for TorchTitan's own entry.
+            is_free = name.startswith(("job.", "experimental."))
+            if not is_free and in_file.get(name) != in_study.get(name):
+                changed.append(f"{name} {in_file.get(name)} there, {in_study.get(name)} here")
         if changed:
             raise ValueError(
                 f"{path} was made with other settings: {'; '.join(changed)}. Restore them, or remove {self.folder} (and "
@@ -116,20 +140,16 @@ class StudyRun:
             )
 
     @property
-    def step(self) -> int:
-        """The step of the newest checkpoint; 0: there is none."""
-        return max(finished_steps(checkpoints_of(self.folder)), default=0)
-
-    @property
     def _last_checkpoint(self) -> Path:
         return checkpoints_of(self.folder) / f"step-{self.plan.steps}"
 
     def write_config(self) -> Path:
-        """Writes the run's file, for a start. If the run's curve is lost, its last validation is made again."""
+        """Writes the run's TOML file for a start, and returns its path."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # If the curve of a finished run was lost, the start repeats its last validation.
         (self._last_checkpoint / RESULT).unlink(missing_ok=True)
         path = self.folder / CONFIG
-        write_whole(path, toml(self.settings).encode())
+        write_atomically(path, toml(self.settings).encode())
         return path
 
 
@@ -138,150 +158,139 @@ class Study:
     """A study as its file describes it.
 
     Attributes:
-        corpora: {folder: options of prepare-data that make it}.
-        waiting: The number of runs at a best rate that is not known yet.
+        runs: All runs, in the order of their seeds.
     """
 
     name: str
     runs: list[StudyRun]
-    corpora: dict[str, str]
-    waiting: int
 
     def missing(self) -> list[StudyRun]:
         return [run for run in self.runs if not run.is_finished]
 
 
 def read_study(path: Path) -> Study:
-    """Reads a study's file. Its runs are in the order of their seeds.
+    """Reads a study's file.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file describes no study.
     """
+    # Check the file, and expand the paths of its folders.
     table = read_toml(path)
     grids = table.get("runs", [{}])  # without [[runs]] all combinations are meant
     _check(path, table, grids)
-    corpora = {expand_path(folder): options for folder, options in table.get("corpora", {}).items()}
     output = Path(expand_path(table.get("output", f"outputs/studies/{path.stem}")))
     results = Path(expand_path(table.get("results", str(output / "records"))))
 
+    # Make the runs. A run that several tables name is one run.
     runs: dict[str, StudyRun] = {}
-    waiting = 0
     for grid in grids:
-        # An axis that the file does not have is None.
-        names = [grid.get(axis, [*table.get(axis, {})] or [None]) for axis in AXES]
-        earlier = list(runs.values())
-        for seed, *labels in itertools.product(grid.get("seeds", [42]), *names):
-            chosen = {
-                axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None
-            }
-            if chosen.get("rates") == BEST:
-                rate = _best_rate(earlier, chosen)
-                if rate is None:
-                    waiting += 1
-                    continue
-                chosen["rates"] = rate
-            file_names = [re.sub(r"[^\w.=+-]+", "-", label).strip("-") for label in chosen.values()]
-            name = "/".join([*file_names, f"seed-{seed}"])
-            try:
-                settings = _settings(table, chosen)
-            except ValueError as e:
-                raise ValueError(f"{name}: {e}") from e
+        for labels, seed in _combinations(table, grid):
+            name = "/".join([*map(_file_name, labels.values()), f"seed-{seed}"])
+            settings = _settings(table, labels)
+            # The study decides the seed and the folder of a run.
             settings.setdefault("debug", {})["seed"] = seed
-            settings.setdefault("job", {}).update(
-                dump_folder=str(output / name), description=f"{path.stem}: {name}"
+            job = settings.setdefault("job", {})
+            job["dump_folder"] = str(output / name)
+            job["description"] = f"{path.stem}: {name}"
+            runs[name] = StudyRun(
+                labels={AXES[axis]: label for axis, label in labels.items()},
+                seed=seed,
+                name=name,
+                settings=settings,
+                record=results / f"{name}.json",
+                ranks=table.get("ranks"),
             )
-            labels_by_axis = {axis.removesuffix("s"): label for axis, label in chosen.items()}
-            record = results / f"{name}.json"
-            runs[name] = StudyRun(labels_by_axis, seed, name, settings, record, table.get("ranks"))
-    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora, waiting)
+    in_order = sorted(runs.values(), key=lambda run: run.seed)
+    return Study(path.stem, in_order)
 
 
-def _check(path: Path, table: Table, grids: Any) -> None:
-    """Raises: ValueError for names that a study does not have, and for lists that name no run."""
+def _combinations(table: Table, grid: Table) -> Iterator[tuple[dict[str, str], int]]:
+    """The labels and the seed of each run of a table [[runs]]. An axis that it lacks has all its names."""
+    axes = [axis for axis in AXES if table.get(axis)]
+    names = [grid.get(axis, list(table[axis])) for axis in axes]
+    for seed, *labels in itertools.product(grid.get("seeds", [42]), *names):
+        yield dict(zip(axes, labels, strict=True)), seed
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "-", label).strip("-")
+
+
+def _check(path: Path, table: Table, grids: list[Table]) -> None:
+    """Raises ValueError for names that a study does not have, and for lists that name no run."""
     problems = []
+    # The keys of the file.
     for key in table:
-        if key not in TOP:
-            problems.append(f"there is no {key} in a study; allowed: {', '.join(TOP)}")
+        if key not in KEYS:
+            allowed = f"there is no {key} in a study; allowed: {', '.join(KEYS)}"
+            problems.append(removal_of(key) or allowed)
     for axis in ("sizes", "conditions"):
         if not table.get(axis):
-            problems.append(
-                f"there are no {axis}: add a table [{axis}.NAME] with that one's settings"
-            )
+            problems.append(f"there are no {axis}: add a table [{axis}.NAME] with its settings")
+    # The tables [[runs]].
     for grid in grids:
         for key, names in grid.items():
             if key not in (*AXES, "seeds"):
                 problems.append(f"[[runs]] has no {key}; allowed: {', '.join(AXES)}, seeds")
             elif not isinstance(names, list) or not names:
-                problems.append(
-                    f"{key} = {names!r} names no run: give a list with at least one entry, or leave it out"
-                )
+                problems.append(f"{key} = {names!r} names no run: give a list of names")
             elif key != "seeds":
                 known = table.get(key, {})
-                unknown = [
-                    name for name in names if name not in known and (key, name) != ("rates", BEST)
-                ]
-                if unknown:
-                    problems.append(
-                        f"[[runs]] names {key} {', '.join(unknown)}; the file has {', '.join(known)}"
-                    )
+                for name in names:
+                    if name not in known:
+                        unknown = f"[[runs]] names {key} {name}; the file has {', '.join(known)}"
+                        problems.append(removal_of(name) or unknown)
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}.")
 
 
-def _best_rate(runs: list[StudyRun], chosen: dict[str, str]) -> str | None:
-    """The rate at which the runs with these labels have the lowest validation loss; None if one of them has no record yet."""
-    labels = {axis.removesuffix("s"): label for axis, label in chosen.items() if axis != "rates"}
-    losses: list[tuple[float, str]] = []
-    for run in runs:
-        if labels.items() <= run.labels.items():
-            if not run.is_finished:
-                return None
-            curve = read_record(run.record)["curves"][VALIDATION]
-            losses.append((min(curve.values()), run.labels["rate"]))
-    return min(losses)[1] if losses else None
-
-
-def _settings(table: Table, chosen: dict[str, str]) -> Table:
-    """The sections of a run's file: each table's over those before it."""
+def _settings(table: Table, labels: dict[str, str]) -> Table:
+    """The sections of a run's file. The tables of the study's file override each other in order."""
     settings: Table = {}
+    # The shared file and [all] come first, then the tables of the labels in the order of the axes.
     layers = [{"config": table.get("config")}, table.get("all", {})]
-    layers += [table[axis][name] for axis, name in chosen.items()]
+    layers += [table[axis][name] for axis, name in labels.items()]
     for layer in layers:
-        own = dict(layer)
-        if file := own.pop("config", None):
-            _put(settings, read_toml(file))
-        _put(settings, own)
-    condition = dict(pairs(table["conditions"][chosen["conditions"]]))
+        # A table may name a file, which it overrides.
+        layer = dict(layer)
+        file = layer.pop("config", None)
+        if file:
+            _override(settings, read_toml(file))
+        _override(settings, layer)
+
+    # An n_basis for all conditions is not for those whose layers do not read it.
+    condition = dict(pairs(table["conditions"][labels["conditions"]]))
     mixer = settings.get("mixer", {})
     if "mixer.n_basis" not in condition and not reads_n_basis(mixer):
-        mixer.pop("n_basis", None)  # a setting of all conditions that these layers do not read
+        mixer.pop("n_basis", None)
     return settings
 
 
-def _put(settings: Table, layer: Table) -> None:
-    """Puts a table's settings over others. Steps replace tokens that an earlier table gave, as on the command line."""
-    layer_settings = dict(pairs(layer))
-    for name, value in layer_settings.items():
-        section, _, key = name.partition(".")
-        if not key:
-            no_setting = (
-                f"{name} = {value!r} is no setting: write section.name, as training.tokens."
-            )
-            raise ValueError(removal_of(name) or no_setting)
-        if name in IN_RUN and (Path(value).is_absolute() or ".." in Path(value).parts):
+def _override(settings: Table, layer: Table) -> None:
+    """Changes settings to those of a table."""
+    for section, values in layer.items():
+        if isinstance(values, dict):
+            settings.setdefault(section, {}).update(values)
+        else:
+            # A key outside of all sections: the plan of the run refuses it.
+            settings[section] = values
+    names = dict(pairs(layer))
+    for name in (CHECKPOINTS, EVENTS_FOLDER):
+        parts = Path(names.get(name, "")).parts
+        if "/" in parts or ".." in parts:
             raise ValueError(
-                f"{name} = {value}: several runs would write into one folder. Name one within a run's."
+                f"{name} = {names[name]}: several runs would write into one folder. Name one within a run's."
             )
-        settings.setdefault(section, {})[key] = deepcopy(value)
+    # Steps replace tokens that an earlier table gave, as on the command line.
     for steps, tokens in IN_TOKENS.items():
-        if steps in layer_settings and tokens not in layer_settings:
+        if steps in names and tokens not in names:
             section, key = tokens.split(".")
             settings[section].pop(key, None)
 
 
 def toml(settings: Table) -> str:
-    """A TOML file of sections with strings, numbers, switches and lists, which TOML writes as JSON does."""
+    """A TOML file of sections. TOML writes strings, numbers, switches and lists as JSON does."""
     lines = []
     for section, values in settings.items():
         lines.append(f"[{section}]")
@@ -292,29 +301,23 @@ def toml(settings: Table) -> str:
 
 
 def read_record(path: Path) -> Table:
-    """A study's record of a run. Raises: ValueError."""
-    return read_json(path, "run", "settings", "facts", "configuration", "environment", "curves")
-
-
-def read_json(path: Path, *names: str) -> Table:
-    """A file of a run with tables or lists of these names. Raises: ValueError."""
+    """Reads the record of a run. Raises ValueError if it is damaged."""
     try:
-        record = json.loads(path.read_text())
-        missing = sorted(set(names) - record.keys())
-        if missing:
-            raise ValueError(f"it lacks {', '.join(missing)}")
-    except (ValueError, AttributeError) as e:
+        return json.loads(path.read_text())
+    except ValueError as e:
         raise ValueError(f"{path} is damaged ({e}). Remove it, and run the study again.") from e
-    return record
 
 
 def record_of(folder: Path) -> Table:
-    """The record of a run from its TensorBoard events: facts, configuration, environment, and curves of `KEPT` by step.
+    """Makes the record of a run from its TensorBoard events.
 
+    Returns:
+        The facts, the configuration, the environment, and the value of each kept tag by step.
     Raises:
         FileNotFoundError: The folder has no events.
         ValueError: The folder holds no run of this project.
     """
+    # Read all restarts of the run as one.
     events = read_events(events_folder(folder))
     curves = curves_of(events)
     facts = facts_of(events, "hyperparameters")
@@ -322,10 +325,10 @@ def record_of(folder: Path) -> Table:
         raise ValueError(
             f"{folder} holds no run of this project: its TensorBoard events have no record of the model."
         )
+    # JSON has no numbers as names, so steps are text.
     kept = {}
-    for tag in sorted(curves):
-        if KEPT.match(tag):
-            kept[tag] = {str(step): value for step, value in curves[tag].items()}
+    for tag in sorted(filter(KEPT_TAGS.match, curves)):
+        kept[tag] = {str(step): value for step, value in curves[tag].items()}
     return {
         "facts": facts,
         "configuration": facts_of(events, "configuration"),
@@ -335,16 +338,14 @@ def record_of(folder: Path) -> Table:
 
 
 def dumped(record: Table) -> bytes:
-    """A record as JSON, a fact or curve to a line; figures in seven digits, as float32 has them."""
-    facts = [
-        f" {json.dumps(name)}: {json.dumps(fact)}"
-        for name, fact in record.items()
-        if name != "curves"
-    ]
+    """A record as JSON, with a fact or a curve on each line. Values have seven digits, as float32 has."""
+    lines = []
+    for name, fact in record.items():
+        if name != "curves":
+            lines.append(f" {json.dumps(name)}: {json.dumps(fact)}")
     curves = []
     for tag, curve in record["curves"].items():
         rounded = {step: float(f"{value:.7g}") for step, value in curve.items()}
         curves.append(f"  {json.dumps(tag)}: {json.dumps(rounded)}")
-    return "\n".join(
-        ["{", ",\n".join(facts) + ",", ' "curves": {', ",\n".join(curves), " }", "}", ""]
-    ).encode()
+    lines.append(' "curves": {\n' + ",\n".join(curves) + "\n }")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()

@@ -1,8 +1,7 @@
-"""Training a study's missing runs: on this machine, several at a time if asked, or as SLURM jobs."""
+"""Trains the missing runs of a study on this machine, several at a time if asked, or submits them to SLURM."""
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,18 +13,21 @@ import torch
 from tqdm import tqdm
 
 from interdomain.launcher import end_with_parent
-from interdomain.titan.data.folders import folders_of
 from interdomain.titan.settings.job_config import job_config_of
-from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, command_here, handlers
+from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, handlers
 from interdomain.tools._study.definition import StudyRun
 from interdomain.tools.launch import check_data
 
-LOG = "log.txt"  # in a run's folder: what it printed
-SECONDS = 1.0  # between looks at the runs
+LOG = "log.txt"  # the output of a run, in its folder
+POLL_SECONDS = 1.0
 
 
 class Running(NamedTuple):
-    """A run in a process of its own, on one of several equal shares of this machine."""
+    """A run in a process of its own.
+
+    Attributes:
+        share: Which of the equal shares of this machine the process has, from 0.
+    """
 
     run: StudyRun
     share: int
@@ -33,31 +35,28 @@ class Running(NamedTuple):
 
 
 def start(run: StudyRun, share: int, jobs: int) -> Running:
-    ranks = run.ranks or 1
-    command = [
-        sys.executable,
-        "-m",
-        "interdomain.tools.launch",
-        str(run.write_config()),
-        "--site",
-        "local",
-    ]
+    """Starts a run on one of `jobs` shares of this machine. A run that was begun continues."""
+    command = [sys.executable, "-m", "interdomain.tools.launch", str(run.write_config())]
+    command += ["--site", "local"]
     if run.ranks is not None:
-        command += ["--ranks", str(ranks)]
+        command += ["--ranks", str(run.ranks)]
     with open(run.folder / LOG, "ab") as log:
         process = subprocess.Popen(
             command,
-            env=environment(share, jobs, ranks),
+            env=environment(share, jobs, run.ranks or 1),
             stdout=log,
             stderr=log,
-            process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # saves and leaves
+            # Ctrl-C is for this program, which asks its runs to save and leave.
+            process_group=0,
+            # If this program is killed, its runs save and leave.
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
     return Running(run, share, process)
 
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
-    """Environment of a process that has one of `jobs` shares of the GPUs, or of the CPU's cores."""
+    """The environment of a process that has one of `jobs` shares of the GPUs, or of the CPU's cores."""
+    # One run at a time has the whole machine.
     if jobs == 1:
         return dict(os.environ)
     if gpus := torch.cuda.device_count():
@@ -67,65 +66,53 @@ def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
-def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
-    """Opens the data of every run as the run will, and prepares the embedded corpus if it is not there.
+def check_data_of(runs: list[StudyRun]) -> None:
+    """Opens the data of every run as the run will.
 
-    Args:
-        corpora: The study's, which give the commands that make what is missing.
+    The embedded corpus is prepared if it is not there.
+
     Raises:
         ValueError: The data of some runs cannot be opened.
     """
-    errors: dict[str, list[str]] = {}  # with the names of their runs
-    commands: dict[str, None] = {}  # each of them once
-    for run in missing:
-        job = job_config_of(run.settings)
+    names_by_error: dict[str, list[str]] = {}
+    for run in runs:
         try:
-            check_data(job)
+            check_data(job_config_of(run.settings))
         except (ValueError, FileNotFoundError) as e:
-            errors.setdefault(str(e), []).append(run.name)
-            for corpus in [*folders_of(job.data.corpus), job.data.validation_corpus]:
-                if corpus in corpora and not os.path.exists(corpus):
-                    prepare = [
-                        *command_here("prepare-data"),
-                        *shlex.split(corpora[corpus]),
-                        "--output",
-                        corpus,
-                    ]
-                    commands[shlex.join(prepare)] = None
-    if errors:
-        lines = ["data cannot be read, so no run was started."]
-        for error, names in errors.items():
-            lines.append(f"{len(names)} run(s), the first of them {names[0]}: {error}")
-        if commands:
-            lines += ["This makes what is missing:", *commands]
-        raise ValueError("\n".join(lines))
+            names_by_error.setdefault(str(e), []).append(run.name)
+    lines = []
+    for error, names in names_by_error.items():
+        lines.append(f"{len(names)} run(s), the first of them {names[0]}: {error}")
+    if lines:
+        raise ValueError("\n".join(["data cannot be read, so no run was started.", *lines]))
 
 
 def run_here(missing: list[StudyRun], jobs: int) -> int:
-    """Trains runs in order, `jobs` at a time. A run that was begun goes on from its last checkpoint.
+    """Trains runs in order, `jobs` at a time.
 
-    A run that fails is reported, and the others go on. SIGINT and SIGTERM go on to the runs: they save and leave; a second
-    SIGINT ends them at once.
+    A run that fails is reported, and the others go on. SIGINT and SIGTERM are passed on to the runs,
+    which save and leave. A second SIGINT ends them at once.
 
     Returns:
-        0; 1 if a run failed; CONTINUE if they were asked to leave.
+        0 if all are finished, 1 if a run failed, CONTINUE if a signal came.
     """
     waiting = list(missing)
     running: list[Running] = []
-    failed = 0
     signals: list[int] = []
-    total = sum(run.plan.steps for run in missing)
-    bar = tqdm(
-        total=total, unit=" steps saved", disable=None, initial=sum(run.step for run in missing)
-    )
+    failed = 0
+    steps = sum(run.plan.steps for run in missing)
+    saved = sum(run.step for run in missing)
 
-    def pass_on(number, frame):
+    def pass_on(number, frame) -> None:
         signals.append(number)
         for one in running:
             with contextlib.suppress(ProcessLookupError):
                 one.process.send_signal(number)
 
-    with handlers({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}), bar:
+    with (
+        handlers({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}),
+        tqdm(total=steps, initial=saved, unit=" steps saved", disable=None) as bar,
+    ):
         while running or (waiting and not signals):
             # Start runs on the free shares of the machine.
             free = set(range(jobs)) - {one.share for one in running}
@@ -133,34 +120,36 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
                 running.append(start(waiting.pop(0), free.pop(), jobs))
                 bar.set_description(", ".join(one.run.name for one in running))
 
-            # Report those that ended.
-            time.sleep(SECONDS)
+            # Report those that have ended.
+            time.sleep(POLL_SECONDS)
             for one in list(running):
-                code = one.process.poll()
-                if code is None:
+                status = one.process.poll()
+                if status is None:
                     continue
                 running.remove(one)
                 run = one.run
-                vars(run).pop("is_finished", None)  # it was not when it began
-                if code == 0 and run.is_finished:
+                # A run is finished when its last validation is in its TensorBoard.
+                if status == 0 and run.is_finished:
                     bar.write(f"{run.name}: finished, wrote {run.record}")
-                elif code in (CONTINUE, INTERRUPTED):
+                elif status in (CONTINUE, INTERRUPTED):
                     bar.write(f"{run.name}: left at step {run.step}")
                 else:
                     failed += 1
+                    log = run.folder / LOG
                     bar.write(
-                        f"{run.name}: failed with exit status {code}; its output is in {run.folder / LOG}"
+                        f"{run.name}: failed with exit status {status}; its output is in {log}"
                     )
+            # The bar counts the steps in checkpoints, which a restart does not repeat.
             bar.n = sum(run.step for run in missing)
             bar.refresh()
     if signals:
-        print(
-            f"left on a signal (exit status {CONTINUE}): the same command continues the study.",
-            file=sys.stderr,
+        message = (
+            f"left on a signal (exit status {CONTINUE}): the same command continues the study."
         )
+        print(message, file=sys.stderr)
         return CONTINUE
     if failed:
-        print(f"{failed} run(s) failed, as said above.", file=sys.stderr)
+        print(f"{failed} run(s) failed, see above.", file=sys.stderr)
         return 1
     return 0
 
@@ -169,20 +158,21 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
     """Submits each run that is not in SLURM's queue.
 
     Args:
+        study: The name of the study, with which the names of the jobs begin.
         command: sbatch, its flags and a script that takes a run's TOML file.
     Raises:
         OSError: sbatch or squeue is not there.
         ValueError: One of them fails.
     """
+    # Jobs are known by their names.
     queued = _output_of(["squeue", "--me", "--noheader", "--format=%j"]).splitlines()
+    sbatch, *arguments = command
     for run in missing:
         job = f"{study}/{run.name}"
         if job in queued:
             print(f"{run.name}: in the queue")
             continue
-        answer = _output_of(
-            [command[0], f"--job-name={job}", *command[1:], str(run.write_config())]
-        )
+        answer = _output_of([sbatch, f"--job-name={job}", *arguments, str(run.write_config())])
         print(f"{run.name}: {answer.strip()}")
 
 

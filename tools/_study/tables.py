@@ -1,7 +1,7 @@
-"""The tables of a study: its runs by cell, with mean and deviation over seeds, beside the paper's figures, and as curves.
+"""Tables and figures of a study: mean and deviation over seeds, beside the paper's figures.
 
-A cell is a size, condition, setting and rate: its runs differ in the seed only. A group is the cells of one size and setting,
-which are compared with each other.
+A cell is a size, condition, setting and learning rate; its runs differ in the seed only. A group is
+the cells of one size and setting, which are compared with each other.
 """
 
 import bisect
@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ from interdomain.tools._plots import Curve, Dot, Dots, Panel
 from interdomain.tools._study.definition import VALIDATION
 
 ACCURACY = "validation_metrics/accuracy"
-PERPLEXITY = "validation perplexity"  # a curve made of the validation loss
-# Settings that two runs must share, in addition to the text and the tokens read, for their perplexities to be compared.
-SHARED = ("data.reset_state_at_documents", "validation.tokens", "validation.seq_len")
-# Settings that the runs of one cell must share, too.
-OF_A_CELL = (
+PERPLEXITY = "validation perplexity"  # a curve that is computed from the validation loss
+# Two runs are compared only if they agree in these settings, in the text and in the tokens read.
+COMPARED_SETTINGS = ("data.reset_state_at_documents", "validation.tokens", "validation.seq_len")
+# Runs of one cell agree in these settings, too.
+CELL_SETTINGS = (
     "optimizer.name",
     "optimizer.beta1",
     "optimizer.beta2",
@@ -36,27 +36,19 @@ OF_A_CELL = (
     "lr_scheduler.min_lr",
     "checkpoint.initial_load_path",
 )
-DRAWS = 2000  # of the bootstrap
-REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
+FREE_FACTS = ("seed", "ranks", "recompute")  # hyperparameters in which runs of one cell may differ
+BOOTSTRAP_SAMPLES = 2000
 NOTES = """\
-loss: the best validation loss of each run, in nats per token; ± standard deviation over seeds. vs softmax: of the mean
-perplexities, at softmax's best rate, if both read as many tokens of the same text. interval: 95 %, by bootstrap over the
-validation documents and, of several, over the seeds; of the last validation. compute: 6ND of all parameters. state: numbers of
-all layers per sequence. paper: perplexity on FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
-
+loss: the best validation loss of each run in nats per token, ± the standard deviation over seeds. vs softmax: mean perplexity
+against softmax at its best rate, if both read as many tokens of the same text. interval: 95 %, by bootstrap over the validation
+documents and the seeds, for the last validation. compute: 6ND of all parameters. state: numbers per sequence in all layers.
+paper: perplexity on FineWeb-Edu in tokens of Llama 2. The paper does not say which part it validated on."""
 
 Row = dict[str, Any]
 
 
-class Documents(NamedTuple):
-    """Sums over each validation document, of a run's last validation: losses in nats, and labels."""
-
-    nats: list[float]
-    labels: list[int]
-
-
 class Value(NamedTuple):
-    """Mean over seeds, and sample standard deviation; None for a single run."""
+    """The mean over seeds and the sample standard deviation, which is None for a single run."""
 
     mean: float
     deviation: float | None
@@ -64,41 +56,43 @@ class Value(NamedTuple):
 
 def mean_of(values: Iterable[float]) -> Value:
     values = list(values)
-    deviation = statistics.stdev(values) if len(values) > 1 else None
+    deviation = None
+    if len(values) > 1:
+        deviation = statistics.stdev(values)
     return Value(statistics.mean(values), deviation)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it is shown.
+    """A run as `study show` reads it.
 
     Attributes:
-        labels: Its size, condition, setting and rate in a study, or what the run says of itself.
-        curves: {tag: {tokens: value}}.
-        loss: The lowest validation loss.
-        trained: Tokens.
-        documents: Losses by validation document, if the split has few.
+        labels: Its size, condition, setting and rate in a study. A single run has size and condition.
+        facts: The hyperparameters that it logged.
+        curves: The value of each tag by tokens read.
+        trained: The number of tokens that it has read.
+        documents: Sums over each validation document at the last validation: its loss in "nats", and its
+            "labels", the number of predicted tokens, 0 if it was not read. None if the split has many.
+        configuration: The value of each setting.
     """
 
     labels: Row
     facts: Row
     curves: dict[str, dict[int, float]]
-    loss: float
     trained: int
-    documents: Documents | None
+    documents: dict[str, list[float]] | None
     configuration: Row
-    environment: dict[str, str]
 
     @classmethod
     def of(cls, name: str, record: Row) -> "Run":
-        """Reads a record: `definition.record_of`, and a study's own also has labels and documents.
+        """Reads a record of `definition.record_of`. A study's records also have labels and documents.
 
         Raises:
             ValueError: The run was never validated.
         """
         facts = record["facts"]
 
-        # The number of tokens is logged every few steps; other curves have points between these.
+        # The number of tokens is logged every few steps. Other curves have points between these.
         logged = {0: 0}
         for step, tokens in record["curves"]["n_tokens_seen"].items():
             logged[int(step)] = int(tokens)
@@ -108,83 +102,92 @@ class Run:
             before = logged_steps[bisect.bisect(logged_steps, step) - 1]
             return logged[before] + (step - before) * facts["tokens_per_step"]
 
+        # Put all finite values of the curves on an axis of tokens.
         last_step = 0
         curves: dict[str, dict[int, float]] = {}
         for tag, curve in record["curves"].items():
-            steps = sorted(map(int, curve))
-            last_step = max(last_step, steps[-1])
-            finite = [step for step in steps if math.isfinite(curve[str(step)])]
-            curves[tag] = {tokens_at(step): curve[str(step)] for step in finite}
-        losses = curves.get(VALIDATION)
-        if not losses:
+            curves[tag] = {}
+            for step in sorted(map(int, curve)):
+                last_step = max(last_step, step)
+                if math.isfinite(curve[str(step)]):
+                    curves[tag][tokens_at(step)] = curve[str(step)]
+        if not curves.get(VALIDATION):
             raise ValueError(f"{name} was never validated: train with validation.enable = true.")
+        losses = curves[VALIDATION].items()
+        curves[PERPLEXITY] = {tokens: math.exp(loss) for tokens, loss in losses}
 
-        curves[PERPLEXITY] = {tokens: math.exp(loss) for tokens, loss in losses.items()}
-
-        labels = dict(record.get("run", {"size": facts["model"], "condition": facts["condition"]}))
-        labels.pop("seed", None)
-        documents = None
-        if "documents" in record:
-            documents = Documents(**record["documents"])
+        # A run outside of a study is labelled by what it logged.
+        labels = {"size": facts["model"], "condition": facts["condition"]}
+        if "run" in record:
+            labels = dict(record["run"])
+            del labels["seed"]
         return cls(
             labels=labels,
             facts=facts,
             curves=curves,
-            loss=min(losses.values()),
             trained=tokens_at(last_step),
-            documents=documents,
+            documents=record.get("documents"),
             configuration=dict(pairs(record["configuration"])),
-            environment=record["environment"],
         )
 
     @property
-    def seed(self) -> int:
-        return self.facts["seed"]
+    def loss(self) -> float:
+        """The lowest validation loss in nats per token."""
+        return min(self.curves[VALIDATION].values())
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss)
-
-    @property
-    def text(self) -> dict[str, str]:
-        """What it read and validated on, which a comparison needs to be the same."""
-        text = {name: str(self.configuration.get(name)) for name in SHARED}
-        for split, name in (("train", "the training text"), ("validation", "the validation text")):
-            text[name] = str(self.facts["fingerprints"].get(split))
-        return text
+    def compared(self) -> dict[str, str]:
+        """Everything in which two runs must agree for their perplexities to be compared."""
+        compared = {name: str(self.configuration.get(name)) for name in COMPARED_SETTINGS}
+        fingerprints = self.facts["fingerprints"]
+        compared["the training text"] = str(fingerprints.get("train"))
+        compared["the validation text"] = str(fingerprints.get("validation"))
+        compared["tokens"] = f"{self.trained:,}"
+        return compared
 
     @property
     def settings(self) -> dict[str, str]:
-        """Settings that tell a cell from others of the same condition."""
-        settings = {name: str(self.configuration.get(name)) for name in OF_A_CELL}
+        """Settings that tell a cell from other cells of the same condition."""
+        settings = {name: str(self.configuration.get(name)) for name in CELL_SETTINGS}
         return {"lr": f"{self.facts['lr']:g}", **settings}
 
 
-def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
-    """Perplexities [DRAWS] of runs that differ in the seed alone. Every draw takes as many documents as there are, and as many
-    runs, with replacement. The documents depend on their number alone, so draws of two cells can be compared one by one."""
-    labels = np.array(runs[0].labels, np.float64)
-    read = labels > 0  # of a long split not every document
-    labels, nats = labels[read], np.array([run.nats for run in runs]).T[read]
-    documents = _times_drawn(len(labels))
-    losses = documents @ nats / (documents @ labels)[:, None]  # [DRAWS, runs]
+def perplexities(runs: list[dict[str, list[float]]], seed: int) -> np.ndarray:
+    """Draws bootstrap samples of the mean perplexity of runs that differ in the seed only.
+
+    Every sample draws as many documents as there are and as many runs, with replacement.
+
+    Args:
+        runs: The losses by document of each run. All runs have read the same documents.
+        seed: Seed of the choice of runs. The choice of documents depends on their number only.
+    Returns:
+        float64 [BOOTSTRAP_SAMPLES].
+    """
+    # A long validation split is not read to its end: leave out the documents that were not read.
+    labels = np.array(runs[0]["labels"], np.float64)
+    nats = np.array([run["nats"] for run in runs])
+    was_read = labels > 0
+    labels = labels[was_read]
+    nats = nats.T[was_read]  # [documents, runs]
+    # The loss of each run over the documents of each sample.
+    counts = _document_counts(len(labels))
+    losses = counts @ nats / (counts @ labels)[:, None]  # [BOOTSTRAP_SAMPLES, runs]
+    # As many runs as there are, drawn with replacement, and the mean of their losses.
     chosen = np.random.default_rng(seed).integers(len(runs), size=losses.shape)
     return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
 
 
 @functools.cache
-def _times_drawn(documents: int) -> np.ndarray:
-    """[DRAWS, documents]: how many times each draw takes each document."""
-    return (
-        np.random.default_rng(0)
-        .multinomial(documents, np.full(documents, 1 / documents), DRAWS)
-        .astype(np.float64)
-    )
+def _document_counts(documents: int) -> np.ndarray:
+    """How many times each sample draws each document, [BOOTSTRAP_SAMPLES, documents]."""
+    probabilities = np.full(documents, 1 / documents)
+    counts = np.random.default_rng(0).multinomial(documents, probabilities, BOOTSTRAP_SAMPLES)
+    return counts.astype(np.float64)
 
 
-def interval_of(draws: np.ndarray) -> list[float]:
-    """The middle 95 % of the draws."""
-    low, high = np.quantile(draws, [0.025, 0.975])
+def interval_of(samples: np.ndarray) -> list[float]:
+    """The interval that holds the middle 95 % of the samples."""
+    low, high = np.quantile(samples, [0.025, 0.975])
     return [float(low), float(high)]
 
 
@@ -195,174 +198,196 @@ class Cell:
     runs: list[Run]
 
     @property
-    def label(self) -> str:
-        return str(self.runs[0].labels["condition"])
+    def first(self) -> Run:
+        return self.runs[0]
 
     @property
-    def rate(self) -> str | None:
-        return self.runs[0].labels.get("rate")
+    def condition(self) -> str:
+        return str(self.first.labels["condition"])
 
     @property
     def group(self) -> str:
-        labels = self.runs[0].labels.items()
+        labels = self.first.labels.items()
         return " ".join(str(label) for axis, label in labels if axis not in ("condition", "rate"))
 
     @property
     def perplexity(self) -> Value:
-        return mean_of(run.perplexity for run in self.runs)
+        return mean_of(math.exp(run.loss) for run in self.runs)
 
     @property
     def compute(self) -> float:
-        """6ND of all parameters, as the paper counts."""
-        return statistics.mean(6 * run.facts["parameters"] * run.trained for run in self.runs)
+        """6ND of all parameters, as the paper counts FLOPs."""
+        return 6 * self.first.facts["parameters"] * self.first.trained
 
     @functools.cached_property
-    def draws(self) -> np.ndarray | None:
-        """Bootstrap samples of the perplexity of the last validation; None without losses by document."""
-        documents = [run.documents for run in self.runs if run.documents is not None]
-        if len(documents) < len(self.runs):
-            return None
-        # A seed of its own: the seeds of two cells are drawn independently.
-        return perplexities(documents, zlib.crc32(self.label.encode()))
+    def interval(self) -> list[float] | None:
+        """The 95 % interval of the perplexity of the last validation. None without losses by document."""
+        documents = []
+        for run in self.runs:
+            if run.documents is None:
+                return None
+            documents.append(run.documents)
+        # The condition decides the draw, so that an interval is the same each time.
+        seed = zlib.crc32(self.condition.encode())
+        return interval_of(perplexities(documents, seed))
 
     def curve(self, tag: str) -> dict[int, Value]:
-        """Values by tokens, where all runs have the tag."""
+        """The mean of a tag by tokens, wherever all runs have a value."""
         curves = [run.curves.get(tag, {}) for run in self.runs]
-        shared = set(curves[0]).intersection(*curves[1:])
-        return {tokens: mean_of(curve[tokens] for curve in curves) for tokens in sorted(shared)}
+        means = {}
+        for tokens in sorted(set(curves[0]).intersection(*curves[1:])):
+            means[tokens] = mean_of(curve[tokens] for curve in curves)
+        return means
 
-    def last(self, tag: str) -> Value | None:
-        curves = [run.curves[tag] for run in self.runs if run.curves.get(tag)]
-        return mean_of(curve[max(curve)] for curve in curves) if curves else None
+    @property
+    def accuracy(self) -> Value | None:
+        """The accuracy of the last validation. None if the corpus has no answers."""
+        curve = self.curve(ACCURACY)
+        if not curve:
+            return None
+        return curve[max(curve)]
 
     def name_among(self, cells: "list[Cell]", without: str = "") -> str:
-        """The condition, with the settings that tell this cell from others of the same condition."""
-        twins = [other.runs[0].settings for other in cells if other.label == self.label]
-        words = [self.label]
-        for name, value in self.runs[0].settings.items():
-            if name != without and any(twin[name] != value for twin in twins):
-                words.append(f"{name} {value}")
-        return ", ".join(words)
+        """The condition, with the settings that tell this cell from others of the same condition.
+
+        Args:
+            cells: The cells that stand beside it.
+            without: A setting that is left out.
+        """
+        twins = [other.first.settings for other in cells if other.condition == self.condition]
+        name = self.condition
+        for setting, value in self.first.settings.items():
+            if setting != without and any(twin[setting] != value for twin in twins):
+                name += f", {setting} {value}"
+        return name
 
 
 Groups = dict[str, list[Cell]]
 
 
 def cells_of(runs: list[Run]) -> Groups:
-    """Cells by group, the smallest size first; within a group the lowest perplexity first."""
-    by_cell: dict[str, Cell] = {}
+    """Puts runs into cells and cells into groups.
+
+    The smallest size comes first. Within a group the lowest perplexity comes first.
+    """
+    # Runs that agree in everything but the seed are one cell.
+    by_key: dict[str, Cell] = {}
     for run in sorted(runs, key=lambda run: run.facts["parameters"]):
-        same = {name: value for name, value in run.facts.items() if name not in REPEATED}
-        key = repr([run.labels, same, run.text, run.settings])
-        by_cell.setdefault(key, Cell([])).runs.append(run)
+        facts = {name: fact for name, fact in run.facts.items() if name not in FREE_FACTS}
+        key = repr([run.labels, facts, run.compared, run.settings])
+        by_key.setdefault(key, Cell([])).runs.append(run)
+
+    # Cells of one size and setting are one group.
     groups: Groups = {}
-    for cell in by_cell.values():
-        cell.runs.sort(key=lambda run: run.seed)
+    for cell in by_key.values():
+        cell.runs.sort(key=lambda run: run.facts["seed"])
         groups.setdefault(cell.group, []).append(cell)
-    return {
-        group: sorted(cells, key=lambda cell: cell.perplexity.mean)
-        for group, cells in groups.items()
-    }
+    for cells in groups.values():
+        cells.sort(key=lambda cell: cell.perplexity.mean)
+    return groups
 
 
-def at_best_rates(groups: Groups) -> Groups:
-    """Each condition at its best rate only: the one with the most seeds, then the lowest perplexity."""
-    chosen = {}
-    for group, cells in groups.items():
-        best: dict[str, Cell] = {}
-        for cell in sorted(cells, key=lambda cell: -len(cell.runs)):
-            best.setdefault(cell.label, cell)
-        chosen[group] = [cell for cell in cells if cell.rate is None or cell is best[cell.label]]
-    return chosen
+def at_best_rates(cells: list[Cell]) -> list[Cell]:
+    """Keeps each condition's best rate: the one with the most seeds, then the lowest perplexity.
+
+    Cells of a study without rates are all kept.
+    """
+    # `sorted` keeps the order of cells with as many seeds, which is that of their perplexities.
+    best: dict[str, Cell] = {}
+    for cell in sorted(cells, key=lambda cell: -len(cell.runs)):
+        best.setdefault(cell.condition, cell)
+    return [cell for cell in cells if "rate" not in cell.first.labels or cell in best.values()]
 
 
-def differences(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Differences between runs that make their perplexities not comparable: {name: its values}."""
-    shared = [run.text | {"tokens": f"{run.trained:,}"} for cell in cells for run in cell.runs]
-    values = {name: sorted({facts[name] for facts in shared}) for name in shared[0]}
-    return {name: several for name, several in values.items() if len(several) > 1}
+def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
+    """The cells of softmax that read as many tokens of the same text as a cell."""
+    softmax = [other for other in cells if other.condition == "softmax"]
+    return [other for other in softmax if other.first.compared == cell.first.compared]
 
 
 def incomparable(group: str, cells: list[Cell]) -> list[str]:
-    """Sentences that say why no percentage compares cells of a group."""
-    reasons = [
-        f"runs differ in {name} ({'; '.join(values)})"
-        for name, values in differences(cells).items()
-    ]
+    """Says why no percentage compares some cells of a group, a sentence for each reason."""
+    reasons = []
+    # Other text, validation or number of tokens.
+    for name in cells[0].first.compared:
+        values = sorted({cell.first.compared[name] for cell in cells})
+        if len(values) > 1:
+            reasons.append(f"runs differ in {name} ({'; '.join(values)})")
+    # Nothing says which of several rows of softmax is the one to compare with.
     if any(len(softmax_cells(cell, cells)) > 1 for cell in cells):
         reasons.append("several rows are of softmax")
     return [f"{group}: {reason}, so no percentage compares them." for reason in reasons]
 
 
-def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
-    """Cells of softmax that a cell can be compared with: they read as many tokens of the same text."""
-    return [other for other in cells if other.label == "softmax" and not differences([cell, other])]
-
-
 def rows(groups: Groups) -> list[Row]:
-    """One row per cell, against softmax at its best rate, and beside the paper's figures of the same cell."""
-    best = at_best_rates(groups)
-    return [_row(cell, best[group]) for group, cells in groups.items() for cell in cells]
+    """Makes a row for each cell, against softmax at its best rate and beside the paper's figures."""
+    table = []
+    for group, cells in groups.items():
+        best = at_best_rates(cells)
+        for cell in cells:
+            table.append({"group": group, **_row(cell, best)})
+    return table
 
 
 def _row(cell: Cell, best: list[Cell]) -> Row:
-    first = cell.runs[0]
-    interval = None
-    if cell.draws is not None:
-        interval = interval_of(cell.draws)
-
-    # The same documents are drawn for both cells, so their samples can be divided one by one.
+    """The columns of a cell. `best` are the cells of its group at their best rates."""
+    # Over the seeds.
+    facts = cell.first.facts
+    seeds = [run.facts["seed"] for run in cell.runs]
+    loss = mean_of(run.loss for run in cell.runs)
+    perplexity = cell.perplexity
+    # Against softmax.
     vs_softmax = None
-    vs_softmax_interval = None
-    comparable = softmax_cells(cell, best)
-    if len(comparable) == 1:
-        softmax = comparable[0]
-        vs_softmax = cell.perplexity.mean / softmax.perplexity.mean - 1
-        if softmax is not cell and cell.draws is not None and softmax.draws is not None:
-            vs_softmax_interval = interval_of(cell.draws / softmax.draws - 1)
+    softmax = softmax_cells(cell, best)
+    if len(softmax) == 1:
+        vs_softmax = perplexity.mean / softmax[0].perplexity.mean - 1
 
-    # A condition with a setting of its own has another name, and so no figure of the paper.
-    paper = PAPER["validation_perplexity"].get(first.facts["model"], {})
-    theirs = paper.get(first.facts["condition"])
+    # The paper's figure. A condition with settings of its own has another name, and so no figure of the paper.
+    paper_figures = PAPER["validation_perplexity"].get(facts["model"], {})
+    paper = paper_figures.get(facts["condition"])
+    paper_vs_softmax = None
+    if paper:
+        paper_vs_softmax = paper / paper_figures["softmax"] - 1
+
     return {
-        "group": cell.group,
         "condition": cell.name_among(best, without="lr"),
-        "lr": first.facts["lr"],
-        "seeds": [run.seed for run in cell.runs],
-        "parameters": first.facts["parameters"],
-        "state": describe_state(*first.facts["state"]),
-        "tokens": round(statistics.mean(run.trained for run in cell.runs)),
-        "of_planned": statistics.mean(run.trained / run.facts["tokens"] for run in cell.runs),
+        "lr": facts["lr"],
+        "seeds": seeds,
+        "parameters": facts["parameters"],
+        "state": describe_state(*facts["state"]),
+        "tokens": cell.first.trained,
         "compute": cell.compute,
-        "loss": mean_of(run.loss for run in cell.runs),
-        "perplexity": cell.perplexity,
-        "interval": interval,
+        "loss": loss,
+        "perplexity": perplexity,
+        "interval": cell.interval,
         "vs_softmax": vs_softmax,
-        "vs_softmax_interval": vs_softmax_interval,
-        "accuracy": cell.last(ACCURACY),
-        "paper": theirs,
-        "paper_vs_softmax": theirs / paper["softmax"] - 1 if theirs else None,
+        "accuracy": cell.accuracy,
+        "paper": paper,
+        "paper_vs_softmax": paper_vs_softmax,
     }
 
 
 def describe_state(fixed: int, growing: int) -> str:
-    """Numbers of the state of all layers: per sequence, and what every token adds."""
-    words = []
-    if fixed or not growing:
-        words.append(f"{fixed:,}")
-    if growing:
-        words.append(f"{growing:,} a token")
-    return " + ".join(words)
+    """The size of the state in all layers.
+
+    Args:
+        fixed: Numbers per sequence.
+        growing: Numbers that every token adds.
+    """
+    if not growing:
+        return f"{fixed:,}"
+    if not fixed:
+        return f"{growing:,} a token"
+    return f"{fixed:,} + {growing:,} a token"
 
 
-FORMATS = {  # of numbers in the table, by column
-    "of_planned": ".1%",
+# Formats of the numbers in a column.
+FORMATS = {
     "compute": ".3e",
     "loss": ".4f",
     "perplexity": ".2f",
     "interval": ".2f",
     "vs_softmax": "+.2%",
-    "vs_softmax_interval": "+.1%",
     "accuracy": ".1%",
     "paper": ".2f",
     "paper_vs_softmax": "+.2%",
@@ -370,97 +395,82 @@ FORMATS = {  # of numbers in the table, by column
 
 
 def page(groups: Groups) -> str:
-    """The table, what its columns mean, and why runs of one group are not compared."""
+    """The table, what its columns mean, and why some cells are not compared."""
     table = rows(groups)
     # A column that no row fills is left out.
-    columns = [name for name in table[0] if any(row[name] is not None for row in table)]
+    columns = []
+    for name in table[0]:
+        if any(row[name] is not None for row in table):
+            columns.append(name)
     cells = [[name.replace("_", " ") for name in columns]]
     for row in table:
         cells.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
     lines = [*markdown_rows(cells), "", NOTES]
-    for group, best in at_best_rates(groups).items():
-        lines += [f"- {line}" for line in incomparable(group, best)]
+    for group, members in groups.items():
+        lines += [f"- {reason}" for reason in incomparable(group, at_best_rates(members))]
     return "\n".join(lines) + "\n"
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels by group: what each condition reaches at its best rate, and how it came there by tokens.
+    """Panels of each group: the results of all conditions at their best rates, and curves by tokens.
 
-    Then a panel by compute for each setting with several sizes. The measure is accuracy if there is one, else perplexity.
+    The measure is accuracy if the corpus has answers, else perplexity.
     """
     drawn: dict[str, list[Panel | Dots]] = {}
-    by_setting: Groups = {}
-    for group, cells in at_best_rates(cells_of(runs)).items():
-        labels = cells[0].runs[0].labels
-        setting = " ".join(
-            str(label)
-            for axis, label in labels.items()
-            if axis not in ("size", "condition", "rate")
-        )
-        by_setting.setdefault(setting, []).extend(cells)
-
-        accurate = any(cell.last(ACCURACY) for cell in cells)
-        measure = ACCURACY if accurate else PERPLEXITY
-        curves = []
-        for cell in cells:
-            # The first validation is of the untrained model.
-            points = list(cell.curve(measure).items())
-            points = points[1:] or points
-            millions = [tokens / 1e6 for tokens, _ in points]
-            curves.append(_curve(cell.name_among(cells), millions, [value for _, value in points]))
-        drawn[group] = [_dots(group, cells, accurate)]
-        if max(len(curve.x) for curve in curves) > 1:
-            y_label = measure.removeprefix("validation_metrics/")
-            drawn[group].append(
-                Panel(group, curves, "tokens (millions)", y_label, log_y=not accurate)
-            )
-
-    for setting, cells in by_setting.items():
-        if len({cell.runs[0].labels["size"] for cell in cells}) == 1:
-            continue
-        curves = []
-        for label in dict.fromkeys(cell.label for cell in cells):
-            same = sorted(
-                (cell for cell in cells if cell.label == label), key=lambda cell: cell.compute
-            )
-            compute = [float(f"{cell.compute / 1e18:.3g}") for cell in same]
-            curves.append(_curve(label, compute, [cell.perplexity for cell in same]))
-        title = f"{setting}, all sizes".removeprefix(", ")
-        drawn[title] = [
-            Panel(
-                title,
-                curves,
-                "6ND ($10^{18}$ FLOPs)",
-                "validation perplexity",
-                log_x=True,
-                log_y=True,
-            )
-        ]
+    for group, cells in cells_of(runs).items():
+        best = at_best_rates(cells)
+        has_answers = any(cell.accuracy for cell in best)
+        drawn[group] = [_dots(group, best, has_answers)]
+        by_tokens = _panel_by_tokens(group, best, has_answers)
+        if max(len(curve.x) for curve in by_tokens.curves) > 1:
+            drawn[group].append(by_tokens)
     return drawn
 
 
-def _dots(title: str, cells: list[Cell], accurate: bool) -> Dots:
-    """The value of each cell, with its 95 % interval if losses by document are known, else its deviation over seeds."""
+def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
+    """A curve for each cell by tokens, from the second validation on: the first is of the untrained model."""
+    measure = PERPLEXITY
+    if has_answers:
+        measure = ACCURACY
+    curves = []
+    for cell in cells:
+        # Leave out the untrained model, unless it is all there is.
+        points = list(cell.curve(measure).items())
+        if len(points) > 1:
+            del points[0]
+        millions = []
+        means = []
+        deviations = []
+        for tokens, value in points:
+            millions.append(tokens / 1e6)
+            means.append(value.mean)
+            deviations.append(value.deviation or math.nan)
+        curves.append(Curve(cell.name_among(cells), millions, means, deviations))
+    y_label = measure.removeprefix("validation_metrics/")
+    return Panel(title, curves, "tokens (millions)", y_label, log_y=not has_answers)
+
+
+def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
+    """The result of each cell, with its 95 % interval if it is known, else with its deviation over seeds."""
+    x_label = "validation perplexity (less is better)"
+    if has_answers:
+        x_label = "accuracy (more is better)"
     bars = ""
     dots = []
     for cell in cells:
+        # The value, and the interval of the last validation's perplexity.
         value = cell.perplexity
-        if accurate:
-            value = cell.last(ACCURACY) or value
-        interval = None
-        if not accurate and cell.draws is not None:
-            interval = interval_of(cell.draws)
+        interval = cell.interval
+        if has_answers:
+            value = cell.accuracy or value
+            interval = None
+        # The bar, which the label of the axis explains.
+        if interval:
             bars = "; bars: 95 %"
         elif value.deviation is not None:
             interval = [value.mean - value.deviation, value.mean + value.deviation]
             bars = bars or "; bars: deviation"
-        label = cell.name_among(cells)
-        dots.append(Dot(label, value.mean, interval, f"{label} ({len(cell.runs)})"))
-    dots.sort(key=lambda dot: dot.value, reverse=accurate)
-    x_label = "accuracy (more is better)" if accurate else "validation perplexity (less is better)"
+        name = cell.name_among(cells)
+        dots.append(Dot(name, value.mean, interval, f"{name} ({len(cell.runs)})"))
+    dots.sort(key=lambda dot: dot.value, reverse=has_answers)
     return Dots(title, dots, x_label + bars)
-
-
-def _curve(label: str, x: list[float], values: list[Value]) -> Curve:
-    errors = [value.deviation or math.nan for value in values]
-    return Curve(label, x, [value.mean for value in values], errors)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from interdomain.folders import sync, write_whole
+from interdomain.folders import sync, write_atomically
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
@@ -275,7 +275,7 @@ class IndexedDatasetWriter:
         )
         with self._bin:
             sync(self._bin)
-        write_whole(self._idx_path, index)
+        write_atomically(self._idx_path, index)
         return {
             "name": self.prefix.name,
             "documents": len(lengths),

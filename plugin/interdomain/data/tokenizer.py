@@ -20,7 +20,7 @@ from typing import Any
 import sentencepiece
 
 from interdomain.data.documents import Documents, prepared_documents
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 
 CONFIG_FILE = "tokenizer_config.json"  # transformers' settings beside a tokenizer.json
 SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")  # names in that file
@@ -138,7 +138,7 @@ class Tokenizer:
     def write(self, folder: Path | str) -> Path:
         """Writes the tokenizer's file into a folder. Returns the file's path."""
         path = Path(folder) / self.file
-        write_whole(path, self.data)
+        write_atomically(path, self.data)
         return path
 
 

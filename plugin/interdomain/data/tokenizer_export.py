@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from interdomain.data.tokenizer import CONFIG_FILE, SPECIALS, Tokenizer
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 
 # Texts that conversions get wrong: spaces, control characters and tokens, digits, repeats, scripts,
 # parts of characters.
@@ -82,7 +82,7 @@ def refuse_in_transformers(folder: Path | str) -> None:
 
 def _write_json(path: Path, contents: dict[str, Any]) -> None:
     text = json.dumps(contents, ensure_ascii=False, indent=1) + "\n"
-    write_whole(path, text.encode())
+    write_atomically(path, text.encode())
 
 
 def padding_id(tokenizer: Tokenizer) -> int | None:

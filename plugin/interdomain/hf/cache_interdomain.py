@@ -1,6 +1,9 @@
-"""The cache that transformers carries from one forward pass to the next, and batches whose rows differ in length."""
+"""The cache that transformers carries from one forward pass to the next, and batches whose rows differ in length.
 
-from collections.abc import Callable, Iterable, Iterator
+Shapes: B batch, T tokens, H heads of keys, S slots of softmax's cache, W width of the convolutions, E their channels.
+"""
+
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +22,13 @@ from .plain_interdomain import (
     take,
 )
 
-# Shapes: B batch, T tokens, H heads of state, W convolution width, E channels of the convolutions, S slots of softmax's cache.
 
+def ssm_tensors_of(mixer: Any, x: Tensor) -> Any:
+    """Returns the tables of a mixer's SSM parameters, as `Mixer.ssm_tensors` does.
 
-def dynamics_of(mixer: Any, x: Tensor) -> Any:
-    """The tables of a mixer's SSM parameters (`Mixer.dynamics`): float64 if the hidden states x are, else float32."""
-    return mixer.dynamics([mixer], torch.promote_types(x.dtype, torch.float32))[0]
+    They are float64 if the hidden states x are, else float32.
+    """
+    return mixer.ssm_tensors([mixer], torch.promote_types(x.dtype, torch.float32))[0]
 
 
 class Slots:
@@ -36,6 +40,11 @@ class Slots:
         self.v = v
 
     def append(self, k: Tensor, v: Tensor, *place: Any) -> tuple[Tensor, Tensor]:
+        """Adds keys and values [B, H, T, head_dim] behind the others, and returns all.
+
+        Args:
+            place: What `KVCache.append` takes as well. Here the new tokens always stand behind the others.
+        """
         check_not_recomputed(self.made_in)
         self.k = torch.cat([self.k, k.to(self.k.dtype)], dim=2)
         self.v = torch.cat([self.v, v.to(self.v.dtype)], dim=2)
@@ -43,37 +52,42 @@ class Slots:
 
 
 class InterdomainCache(Cache):
-    """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far: of all slots,
-    or of the last `window` tokens of each row.
+    """`past_key_values` of the model.
 
-    It cannot go back: to continue one text in several ways, copy it (`copy.copy`) before.
+    A recurrent layer has a state of fixed size. A softmax layer has the keys and values of all tokens so far, or
+    with a window those of each row's last tokens. The cache cannot go back: to continue one text in several ways,
+    copy it (`copy.copy`) before.
 
-    It is a plain object on purpose, and no pytree node. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists,
-    dictionaries and pytree nodes among a module's arguments and results, and a layer would then advance the copy. By its base
-    class PEFT knows it for a cache, and so do transformers' exporters, which then make pytree nodes of caches.
-
-    Args:
-        gathered: what iterating over another cache gives, as nn.DataParallel joins the rows of several. None for no token yet.
+    It is a plain object on purpose, and no pytree node. Wrappers such as FSDP2 and DDP rebuild the dataclasses,
+    tuples, lists, dictionaries and pytree nodes among a module's arguments and results, and a layer would then
+    advance the copy. By its base class PEFT knows it for a cache, and so do transformers' exporters, which make a
+    pytree node of it.
 
     Attributes:
-        length: tokens read, padding included. position: tokens of each row without padding, [B]; None before the first.
-        slots: by the window of softmax layers (0: none), which token each slot of theirs holds, [B, S]; -1 for padding.
-        states: by layer, (last inputs of the convolutions [B, W - 1, E], the recurrence's state), or (keys, values).
-        tables: by layer, what the mixer reads of its parameters, computed once: `Mixer.dynamics`, and a step's forms of them.
-        masks: (tokens before, mask [B, T], False for padding) of each pass with padding.
+        length: The number of tokens that were read, padding included.
+        position: The number of tokens of each row without padding, [B]; None before the first pass.
+        slots: The token that each slot of softmax layers holds, [B, S], by the layers' window (0 for none); -1 for
+            padding.
+        states: The state of each layer by its index: the last inputs of the convolutions [B, W - 1, E] and the
+            recurrence's state, or keys and values [B, H, S, head_dim].
+        tables: What each mixer reads of its parameters, by its layer's index: `Mixer.ssm_tensors`, and the forms of it
+            that a decode step reads. They are computed once.
+        masks: The passes with padding, as (length before the pass, mask [B, T] with False for padding).
         made_in: `backward_pass` when the cache was made.
     """
 
-    # Properties of the base class. Not linear: it counts the tokens, and `generate` gives it only what is new.
+    # Properties of the base class. The cache counts as not linear: it knows its length, and `generate` gives the
+    # model only what is new.
     is_compileable = False  # pyright: ignore[reportAssignmentType]
     is_croppable = False  # pyright: ignore[reportAssignmentType]
     is_linear = (False,)  # pyright: ignore[reportAssignmentType]
 
-    # These are not in `vars`, which transformers' exporters go by: a number of Python's would be a constant of an exported
-    # step, and the tables and masks would be inputs and outputs of it.
+    # transformers' exporters make inputs and outputs of an exported step from `vars`. These are not among them: a
+    # number would be a constant of the graph, and it needs neither tables nor masks.
     __slots__ = ("length", "made_in", "masks", "tables")
 
     def __new__(cls, *args: Any) -> "InterdomainCache":
+        # Exporters make a cache without __init__.
         cache = super().__new__(cls)
         cache.length = 0
         cache.made_in = backward_pass()
@@ -81,104 +95,112 @@ class InterdomainCache(Cache):
         cache.tables = {}
         return cache
 
-    def __init__(self, gathered: Iterable | None = None) -> None:
+    def __init__(self) -> None:
         self.position: Tensor | None = None
         self.slots: dict[int, Tensor] = {}
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
-        if gathered is not None:
-            mask, self.position, self.slots, self.states = gathered
-            if mask is not None:
-                self.length = mask.shape[1]
-                self.masks = [(0, mask)]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self.length}, batch_size={self.batch_size})"
 
-    def __iter__(self) -> Iterator[Any]:
-        """Its parts, of tensors whose first dimension is the rows."""
-        yield None if self.position is None else self.mask()
-        yield self.position
-        yield self.slots
-        yield self.states
-
-    def mask(self) -> Tensor:
-        """The mask of all tokens that were read, [B, length]; False for padding."""
-        assert self.position is not None
-        read = torch.ones(
-            self.batch_size, self.length, dtype=torch.bool, device=self.position.device
-        )
-        for begin, mask in self.masks:
-            read[:, begin : begin + mask.shape[1]] = mask
-        return read
-
     def has_read(self, mask: Tensor) -> bool:
-        """True if what this mask has before the new tokens, [B, length + T], is what was read."""
+        """Returns whether a mask has padding in the same places as what was read.
+
+        Args:
+            mask: [B, length + T], 0 for padding.
+        """
         if (
             self.position is None or len(mask) != self.batch_size
         ):  # other rows are refused elsewhere
             return True
-        return torch.equal(mask[:, : self.length].bool(), self.mask().to(mask.device))
+        read = torch.ones(len(mask), self.length, dtype=torch.bool, device=mask.device)
+        for begin, passed in self.masks:
+            read[:, begin : begin + passed.shape[1]] = passed
+        return torch.equal(mask[:, : self.length].bool(), read)
 
     def state_of(self, layer_idx: int, mixer: Any, x: Tensor) -> tuple[Any, Any]:
-        """(the state of a layer, which its mixer advances; what `Mixer.dynamics` gives) for hidden states x [B, T, dim]."""
+        """Returns the state of a layer, which its mixer advances, and the tables of its SSM parameters.
+
+        Args:
+            x: The hidden states that the mixer reads, [B, T, dim].
+        """
         check_not_recomputed(self.made_in)
-        kept = self.states.get(layer_idx)
+        stored = self.states.get(layer_idx)
         if isinstance(mixer, SoftmaxMixer):
             empty = x.new_empty(x.shape[0], mixer.n_kv_heads, 0, mixer.head_dim)
-            keys, values = kept or (empty, empty)
+            keys, values = stored or (empty, empty)
             return Slots(keys, values), ()
-        dynamics, prepared = self.tables.get(layer_idx) or (dynamics_of(mixer, x), None)
-        if kept is None or layer_idx not in self.tables:
-            state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, dynamics)
-            prepared = state.prepared = None if is_exporting() else state.prepared
-        if kept is not None:
-            conv, ssm = kept
-            state = MixerState(
-                conv.clone(), ssm.clone(), prepared
-            )  # copies: a mixer may write into its state
+
+        tables = self.tables.get(layer_idx)
+        if stored is None or tables is None:
+            ssm_tensors = ssm_tensors_of(mixer, x)
+            state = mixer.init_state(x.shape[0], 0, x.dtype, x.device, ssm_tensors)
+            if is_exporting():
+                state.prepared = None
+            tables = ssm_tensors, state.prepared
         if not is_exporting():
-            self.tables[layer_idx] = dynamics, prepared
-        return state, dynamics
+            self.tables[layer_idx] = tables
+        ssm_tensors, prepared = tables
+        if stored is not None:
+            # Copies, because a mixer may write into its state.
+            convolution_inputs, ssm = stored
+            state = MixerState(convolution_inputs.clone(), ssm.clone(), prepared)
+        return state, ssm_tensors
 
     def take_over(self, layer_idx: int, state: Any, stay: Tensor | None) -> None:
-        """Keep what a mixer has made of its state. stay: the slots of softmax that stay, [B, window]; None: all."""
-        tensors = (state.conv, state.ssm) if isinstance(state, MixerState) else (state.k, state.v)
-        if stay is not None:
-            tensors = [take(x.transpose(1, 2), stay).transpose(1, 2) for x in tensors]
-        first, second = tensors
-        self.states[layer_idx] = first, second
+        """Keeps the state that a mixer has advanced.
 
-    def _with(self, function: Callable[[Tensor], Tensor]) -> "InterdomainCache":
-        """A cache of the function of each tensor. The tables, which no pass writes, are shared."""
+        Args:
+            stay: The slots of softmax that stay in the cache, [B, window]; None for all.
+        """
+        if isinstance(state, MixerState):
+            self.states[layer_idx] = state.conv, state.ssm
+        elif stay is None:
+            self.states[layer_idx] = state.k, state.v
+        else:
+            keys = take(state.k.transpose(1, 2), stay).transpose(1, 2)
+            values = take(state.v.transpose(1, 2), stay).transpose(1, 2)
+            self.states[layer_idx] = keys, values
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "InterdomainCache":
+        """Returns a cache of the function of each tensor. The tables, which no pass writes, are shared."""
         other = InterdomainCache()
         other.length = self.length
-        other.position = None if self.position is None else function(self.position)
-        other.slots = {window: function(x) for window, x in self.slots.items()}
-        other.states = {i: (function(x), function(y)) for i, (x, y) in self.states.items()}
-        other.masks = [(begin, function(x)) for begin, x in self.masks]
+        if self.position is not None:
+            other.position = function(self.position)
+        other.slots = {window: function(slots) for window, slots in self.slots.items()}
+        for layer_idx, (first, second) in self.states.items():
+            other.states[layer_idx] = function(first), function(second)
+        other.masks = [(begin, function(mask)) for begin, mask in self.masks]
         other.tables = dict(self.tables)
         return other
 
+    def _become(self, other: "InterdomainCache") -> None:
+        """Takes over what another cache has read."""
+        self.length = other.length
+        self.masks = other.masks
+        self.tables = other.tables
+        vars(self).update(vars(other))
+
     def __copy__(self) -> "InterdomainCache":
-        return self._with(
-            lambda x: x
-        )  # a pass puts new tensors in the place of the old ones, and writes none
+        # The same tensors: a pass puts new ones in their place, and writes none.
+        return self._mapped(lambda x: x)
 
     def __deepcopy__(self, memo: dict) -> "InterdomainCache":
-        return self._with(Tensor.clone)
+        return self._mapped(Tensor.clone)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(length of an attention mask for the next tokens, its first token)."""
+        """Returns the length of an attention mask for the next tokens, and its first token."""
         return self.length + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # transformers' word for no limit
+        return -1  # no limit
 
     def __len__(self) -> int:
-        """Layers that have a state."""
+        """Returns the number of layers that have a state."""
         return len(self.states)
 
     @property
@@ -186,11 +208,8 @@ class InterdomainCache(Cache):
         return -1 if self.position is None else len(self.position)
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        self.length = 0
-        self.masks = []
-        self.tables = {}
-        vars(self).update(vars(InterdomainCache()))
+        """Forgets all tokens."""
+        self._become(InterdomainCache())
 
     def crop(self, tokens: int) -> None:
         raise NotImplementedError(
@@ -205,15 +224,19 @@ class InterdomainCache(Cache):
         self.reorder_cache(indices)
 
     def reorder_cache(self, indices: Tensor) -> None:
-        """Rows of other texts in place of these: the beams that go on."""
-        others = self._with(lambda x: x[indices.to(x.device)])
-        self.masks = others.masks
-        vars(self).update(vars(others))
+        """Puts rows of these indices in the place of all rows: the beams that go on."""
+        self._become(self._mapped(lambda x: x[indices.to(x.device)]))
 
 
 def token_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions of each row with its tokens first and its padding last, [B, T]; those that undo it; how many tokens, [B].
-    mask: [B, T], False for padding."""
+    """Orders the tokens of each row first and its padding last.
+
+    Args:
+        mask: [B, T], False for padding.
+
+    Returns:
+        The positions in this order, [B, T]; the positions that undo it, [B, T]; and the number of tokens, [B].
+    """
     lengths = mask.sum(1, keepdim=True)
     back = torch.where(mask, mask.cumsum(1), lengths + (~mask).cumsum(1)) - 1
     places = torch.arange(mask.shape[1], device=mask.device).expand_as(back)
@@ -221,26 +244,30 @@ def token_order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Rows(NamedTuple):
-    """A layer's information about the rows of a batch.
+    """What a layer needs to know of the rows of a batch.
 
-    Recurrent layers compute with every row's tokens first and its padding last, where no token sees it. Softmax layers leave
-    padding where it is.
+    Recurrent layers compute with every row's tokens first and its padding last, where no token sees it. Softmax
+    layers leave padding where it is.
 
     Attributes:
-        told: The mixer's argument `packing`.
+        packing: The mixer's argument of this name.
         order: The positions in the recurrent layers' order, [B, T]; None if they stay as they are.
         back: The positions that undo `order`.
         stay: For softmax with a window, the slots that stay in the cache, [B, window]; None for all.
     """
 
-    told: Any = None
+    packing: Any = None
     order: Tensor | None = None
     back: Tensor | None = None
     stay: Tensor | None = None
 
     @classmethod
     def padded(cls, mask: Tensor) -> "Rows":
-        """The rows for recurrent layers. mask: [B, T], False for padding."""
+        """Returns the rows for recurrent layers.
+
+        Args:
+            mask: [B, T], False for padding.
+        """
         order, back, lengths = token_order(mask)
         return cls(Packing(lengths=lengths), order, back)
 
@@ -253,25 +280,37 @@ class Rows(NamedTuple):
         cache: InterdomainCache | None,
         dtype: torch.dtype,
     ) -> "Rows":
-        """The rows for softmax layers. token: each token's number in its row, [B, T]; the cache notes those of its slots."""
-        T, stay = token.shape[1], None
-        before = None if cache is None else cache.slots.get(window)
-        tokens = token if mask is None else token.masked_fill(~mask, -1)
-        slots = tokens if before is None else torch.cat((before.to(tokens.device), tokens), dim=1)
+        """Returns the rows for softmax layers, and notes the tokens of the slots in the cache.
+
+        Args:
+            window: The number of tokens that a query attends to; 0 for all.
+            token: Each token's number in its row, [B, T].
+            mask: [B, T], False for padding; None for no padding.
+            dtype: The data type of the scores.
+        """
+        # The token of each slot, -1 for padding: those in the cache, then the new ones.
+        T = token.shape[1]
+        slots = token if mask is None else token.masked_fill(~mask, -1)
+        cached = None if cache is None else cache.slots.get(window)
+        if cached is not None:
+            slots = torch.cat((cached.to(slots.device), slots), dim=1)
         S = slots.shape[1]
-        if cache is not None:
-            if window and window < S:
-                # Each row's last tokens, whatever padding is between.
-                stay = slots.topk(window, dim=1).indices
-            cache.slots[window] = slots if stay is None else slots.gather(1, stay)
-        if mask is None and before is None and not (window and window < T):
+
+        # The cache keeps each row's last tokens, whatever padding is between.
+        stay = None
+        if cache is not None and window and window < S:
+            stay = slots.topk(window, dim=1).indices
+            cache.slots[window] = slots.gather(1, stay)
+        elif cache is not None:
+            cache.slots[window] = slots
+
+        # Without padding, a cache or a window that cuts, the usual causal attention needs no mask.
+        if mask is None and cached is None and not (window and window < T):
             return cls(stay=stay)
         seen = (slots[:, None] >= 0) & (slots[:, None] <= token[..., None])
         if window:
             seen &= slots[:, None] > token[..., None] - window
         # Padding attends to itself: a query without any key would be NaN.
-        itself = (
-            torch.arange(S, device=slots.device)
-            == S - T + torch.arange(T, device=slots.device)[:, None]
-        )
-        return cls(Attended(additive_mask((seen | itself)[:, None], dtype)), stay=stay)
+        own = S - T + torch.arange(T, device=slots.device)[:, None]
+        seen = seen | (torch.arange(S, device=slots.device) == own)
+        return cls(Attended(additive_mask(seen[:, None], dtype)), stay=stay)

@@ -1,13 +1,14 @@
 """config.json of an Interdomain Attention model."""
 
 from dataclasses import fields
+from typing import Any
 
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from .plain_interdomain import FORMAT_VERSION, MixerConfig, ModelConfig, from_transformers
 
-DEFAULTS = dict(
+DEFAULTS: dict[str, Any] = dict(
     vocab_size=32_000,
     hidden_size=768,
     num_hidden_layers=12,
@@ -20,25 +21,34 @@ DEFAULTS = dict(
     mixer="interdomain",
     layer_settings=None,
     format_version=FORMAT_VERSION,
-    **{f.name: f.default for f in fields(MixerConfig) if f.name not in ("kind", "n_kv_heads")},
 )
+for setting in fields(MixerConfig):
+    if setting.name not in ("kind", "n_kv_heads"):  # they are `mixer` and `num_key_value_heads`
+        DEFAULTS[setting.name] = setting.default
 
 
 class InterdomainConfig(PretrainedConfig):
     """A Llama-style decoder around token mixers.
 
     Args:
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, ...: as in Llama. intermediate_size: None for
-            8/3 of hidden_size, rounded up to a multiple of 128. What is left out is as in DEFAULTS.
-        num_key_value_heads: heads of keys, values and state, which query heads share in groups; None: as many as query heads.
-        mixer: a kind of `MixerConfig`; or `hybrid` where `layer_settings` has the mixer's settings for each layer, mixer and
-            num_key_value_heads among them: a list that is repeated where it is shorter than the layers.
-        initializer_range: standard deviation of linear layers in a new model.
-        dual_input, query_readout, ..., a_init: the other settings of the mixer, as `MixerConfig` has them.
-        weights, facts: checksums of the files that config.json lies beside, and what is known of them; not kept, for a model
-            that is saved anew has other weights.
-        layer_types: read from the mixers: which layers have a cache of keys and values, in transformers' words.
-    Raises: ValueError for an unknown choice, for sizes that do not fit, and for a setting that the mixer does not have.
+        intermediate_size: Width of the feed-forward layers. None for 8/3 of hidden_size, rounded up to a multiple of
+            128.
+        num_key_value_heads: Heads of keys, values and state, which groups of query heads share. None for as many as
+            query heads.
+        head_dim: Width of a head. It must be hidden_size / num_attention_heads.
+        weights: Checksums of the files beside config.json. They are dropped, because a model that is saved anew has
+            other weights.
+        facts: What is known of the files beside config.json. They are dropped, too.
+        layer_types: Ignored. It follows from the mixers: the layers that have a cache of keys and values, as
+            transformers calls them.
+        settings: The names in DEFAULTS, and what every `PretrainedConfig` takes. `mixer` is a kind of `MixerConfig`,
+            and dual_input, readout and so on are its settings. With `mixer = "hybrid"`, the list `layer_settings`
+            holds the mixer's settings of each layer instead, `mixer` and num_key_value_heads among them; a list that
+            is shorter than the layers is repeated. initializer_range is the standard deviation of linear layers in a
+            new model; hidden_size, num_hidden_layers, num_attention_heads and so on are as in Llama.
+
+    Raises:
+        ValueError: A choice is unknown, sizes do not fit, or the mixer does not have a setting.
     """
 
     model_type = "interdomain"
@@ -52,29 +62,38 @@ class InterdomainConfig(PretrainedConfig):
         weights: dict | None = None,
         facts: dict | None = None,
         layer_types: list | None = None,
-        **settings,
-    ):
+        **settings: Any,
+    ) -> None:
+        # Every setting is an attribute, under transformers' names.
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.head_dim = head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         super().__init__(**{"tie_word_embeddings": False, **settings})
-        if self.tie_word_embeddings:
-            raise ValueError("tie_word_embeddings: the head has a matrix of its own; leave it out.")
+        # They are always there, because transformers 5 has no defaults for them.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
+
+        # What follows from the settings.
         model = self.checked()
         self.intermediate_size = intermediate_size or model.ffn_hidden
         self.layer_types = []
         for layer in model.layers:
-            softmax = "full_attention" if layer.mixer.window is None else "sliding_attention"
-            self.layer_types.append(
-                softmax if layer.mixer.kind == "softmax" else "linear_attention"
-            )
+            if layer.mixer.kind != "softmax":
+                self.layer_types.append("linear_attention")
+            elif layer.mixer.window is None:
+                self.layer_types.append("full_attention")
+            else:
+                self.layer_types.append("sliding_attention")
 
     def checked(self) -> ModelConfig:
-        """The model's own configuration. Raises ValueError as the class says. Again when a model is made: `from_pretrained`
-        sets its options later."""
+        """Returns the model's own configuration.
+
+        A model asks for it again when it is made, because `from_pretrained` sets options after __init__.
+
+        Raises:
+            ValueError: As for the class.
+        """
         if self.tie_word_embeddings:
             logging.get_logger(__name__).warning(
                 "tie_word_embeddings is off: the head has a matrix of its own."

@@ -1,7 +1,10 @@
-"""What the model in transformers is made of. In an exported model this file has the text of it all (files/model_code.py)."""
+"""The definitions of the package that the model in transformers uses.
+
+In an exported model this file holds their text (checkpoint/model_code.py).
+"""
 
 # ruff: noqa: F401
-from interdomain.files.config_json import from_transformers
+from interdomain.checkpoint.config_json import from_transformers
 from interdomain.model.config import FORMAT_VERSION, ModelConfig
 from interdomain.model.feature_maps import float32_modules, widened
 from interdomain.model.initialize import initial_value

@@ -1,13 +1,16 @@
-"""The model under Megatron-Core: its token mixer as the self-attention of Megatron's layers (docs/megatron.md).
+"""The model under Megatron-Core: its mixers are the self-attention of Megatron's layers.
 
-layer_spec, block_spec     for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec interdomain`
-transformer_config         Megatron's settings for a ModelConfig
+docs/megatron.md shows its use.
+
+layer_spec, block_spec for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec
+interdomain` transformer_config Megatron's settings for a ModelConfig
 overrides                  the parameter group of the SSM parameters, for get_megatron_optimizer
-Schedule                   the paper's learning rates, in the place of OptimizerParamScheduler
-DynamicsOnce               for finalize_model_grads_func: SSM parameters computed once a step
+Schedule                   the paper's learning rates, in place of OptimizerParamScheduler
+SSMTensorsOnce               for finalize_model_grads_func: SSM parameters computed once a step
 contiguous                 a context-parallel rank's piece of a batch
 
-Megatron is imported when one of these is read: `checkpoint` reads and writes its files without it.
+Megatron is imported when one of these is read, because `checkpoint` reads and writes its files
+without it.
 """
 
 from importlib import import_module
@@ -15,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .spec import block_spec, layer_spec, transformer_config
-    from .training import DynamicsOnce, Schedule, contiguous, overrides
+    from .training import Schedule, SSMTensorsOnce, contiguous, overrides
 
 __all__ = [
-    "DynamicsOnce",
+    "SSMTensorsOnce",
     "Schedule",
     "block_spec",
     "contiguous",
@@ -26,20 +29,28 @@ __all__ = [
     "overrides",
     "transformer_config",
 ]
-SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
+OLDEST = (0, 16)
+NEWEST = (0, 19)
 
 
 def require_megatron() -> None:
-    """Raises: ImportError without megatron-core, and with a version that is not SUPPORTED."""
+    """Checks that megatron-core is installed in a version with which this package runs.
+
+    Raises:
+        ImportError: It is not.
+    """
     try:
         from megatron.core import __version__ as version
     except ImportError as e:
         raise ImportError(
-            f"interdomain.megatron needs megatron-core, the extra `megatron`: pip install 'interdomain[megatron]' ({e})."
+            "interdomain.megatron needs megatron-core, the extra `megatron`: pip install "
+            f"'interdomain[megatron]' ({e})."
         ) from e
-    if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
+    major, minor = version.split(".")[:2]
+    if not OLDEST <= (int(major), int(minor)) <= NEWEST:
         raise ImportError(
-            f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {version}. Install one of these."
+            f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {version}. Install "
+            "one of these."
         )
 
 

@@ -1,10 +1,11 @@
-"""The model in Megatron-Core's distributed checkpoints (torch_dist), read and written without importing Megatron.
+"""The model in Megatron-Core's distributed checkpoints (torch_dist), without importing Megatron.
 
-Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors' names have three forms:
+Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. The names
+of its tensors have one of three forms:
 
 stacked     GPTModel: `decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]
 by layer    GPTModel with layers of several kinds: `decoder.layers.0.mlp.linear_fc2.weight`
-hybrid      HybridModel, where a mixer and its MLP are two layers: `decoder.layers.1.mlp.linear_fc2.weight`
+hybrid      HybridModel, whose mixers and MLPs are layers: `decoder.layers.1.mlp.linear_fc2.weight`
 """
 
 import json
@@ -18,27 +19,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
-from interdomain.files.checkpoint_index import (
+from interdomain.checkpoint.index import (
     check_bytes,
     read_tensors,
     tensor_index,
     write_tensors,
 )
+from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_documents
 from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
 FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
 TRACKER = "latest_checkpointed_iteration.txt"
-RECORD = "interdomain"  # of each layer's self_attention: its configuration as JSON, uint8
+# The tensor of each layer's self_attention that has its configuration as JSON, uint8.
+RECORD = "interdomain"
 RECORD_BYTES = 1024
 TOKENIZER_DIGITS = 16
 LAYERS = "decoder.layers."
 Form = Literal["stacked", "by layer", "hybrid"]
 HYBRID_NORM = "decoder.final_norm.weight"
-# Letters of HybridModel's layer pattern, by the kind of mixer. Every other kind is G, and the MLP that follows each is -.
+# Letters of HybridModel's layer pattern by the kind of mixer. Every other kind is G. The MLP that
+# follows each mixer is -.
 LETTERS = {"softmax": "*", "mamba2": "M"}
-FUSED = "mlp.linear_fc1.weight"  # its rows: all of w1, then all of w3
+FUSED = "mlp.linear_fc1.weight"  # its rows are all of w1, then all of w3
+# Names in a checkpoint, by the plain model's: of the model, and of each layer.
 NAMES = {
     "tok_embeddings.weight": "embedding.word_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
@@ -50,7 +54,8 @@ NAMES = {
     "feed_forward.w2.weight": "mlp.linear_fc2.weight",
     "attention.wo.weight": "self_attention.out_proj.weight",
 }
-# Settings of Megatron's TransformerConfig that change the logits and may leave all names and shapes: the plain model's values.
+# Settings of Megatron's TransformerConfig that change the logits and can leave all names and shapes
+# as they are, with the plain model's values.
 BACKBONE = {
     "activation_func": "silu",
     "gated_linear_unit": True,
@@ -64,14 +69,18 @@ BACKBONE = {
 FLAGS = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
 )
-OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names begin
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how the names of its tensors begin
 
 
 class LayerRecord(NamedTuple):
     """The contents of a layer's record.
 
-    config: the model, as if all its layers were like this one; no layer knows the vocabulary's size. backbone: BACKBONE of the
-    run. tokenizer: the beginning of its sha256, if the run knew it. documents: how documents begin and end, likewise.
+    Attributes:
+        config: The model, as if all its layers were like this one. A layer does not know the
+            vocabulary's size.
+        backbone: The settings of BACKBONE in the run.
+        tokenizer: The beginning of the sha256 of its tokenizer, if the run knew it.
+        documents: How documents begin and end in the data, if the run knew it.
     """
 
     config: ModelConfig
@@ -83,11 +92,14 @@ class LayerRecord(NamedTuple):
 def record_of(
     config: ModelConfig, tokenizer: str | None = None, documents: dict[str, list[int]] | None = None
 ) -> Tensor:
-    """A layer's record, uint8 [RECORD_BYTES]: JSON, which is read without unpickling.
+    """Makes a layer's record.
 
     Args:
+        config: The model, all of whose layers are like this one.
         tokenizer: The sha256 of the corpus's tokenizer, if it is known.
         documents: How documents begin and end in the data (`Documents.to_dict`), if it is known.
+    Returns:
+        JSON as uint8 [RECORD_BYTES], which is read without unpickling.
     """
     record: dict[str, Any] = config.to_dict() | {"backbone": BACKBONE}
     if tokenizer:
@@ -99,7 +111,11 @@ def record_of(
 
 
 def read_record(record: Tensor) -> LayerRecord:
-    """Inverse of `record_of`. Raises: ValueError."""
+    """Reads what `record_of` has made.
+
+    Raises:
+        ValueError: It is not such a record, or of another version.
+    """
     settings = json.loads(bytes(record.tolist()).decode())
     backbone = settings.pop("backbone", {})
     tokenizer = settings.pop("tokenizer", None)
@@ -108,25 +124,39 @@ def read_record(record: Tensor) -> LayerRecord:
 
 
 def hybrid_pattern(config: ModelConfig) -> str:
-    """The model as HybridModel's --hybrid-layer-pattern, such as "G-G-*-". Raises: ValueError for two mixers of one letter."""
-    pattern, mixers = "", {}
+    """Returns the model as HybridModel's --hybrid-layer-pattern, such as "G-G-*-".
+
+    Raises:
+        ValueError: Two mixers that differ would have one letter.
+    """
+    pattern = ""
+    mixers = {}
     for layer in config.layers:
         letter = LETTERS.get(layer.mixer.kind, "G")
         if mixers.setdefault(letter, layer.mixer) != layer.mixer:
             raise ValueError(
-                f"the model has mixers that differ and would all be {letter} in a layer pattern, which has one mixer for a "
-                "letter. Use GPTModel, whose layers may all differ."
+                f"the model has mixers that differ and would all be {letter} in a layer pattern, "
+                "which has one mixer for a letter. Use GPTModel, whose layers may all differ."
             )
         pattern += f"{letter}-"
     return pattern
 
 
 def place_of(name: str, form: Form = "stacked") -> tuple[str, int | None]:
-    """Where a plain model's tensor is in a Megatron checkpoint: its name there, and its layer where layers are stacked."""
+    """Finds a plain model's tensor in a Megatron checkpoint.
+
+    Args:
+        name: Its name in the plain model.
+        form: The form of the checkpoint's names.
+    Returns:
+        Its name there, and its index in a stack of layers; None if it is not stacked.
+    """
     if not name.startswith("layers."):
-        return HYBRID_NORM if (name, form) == ("norm.weight", "hybrid") else NAMES[name], None
+        if name == "norm.weight" and form == "hybrid":
+            return HYBRID_NORM, None
+        return NAMES[name], None
     _, layer, rest = name.split(".", 2)
-    prefix = _prefix(int(layer), form, mlp=rest.startswith(("ffn_norm.", "feed_forward.")))
+    prefix = _prefix(int(layer), form, is_mlp=rest.startswith(("ffn_norm.", "feed_forward.")))
     stacked_at = int(layer) if form == "stacked" else None
     if rest in NAMES:
         return prefix + NAMES[rest], stacked_at
@@ -136,15 +166,23 @@ def place_of(name: str, form: Form = "stacked") -> tuple[str, int | None]:
     return f"{prefix}self_attention.core.{inner}", stacked_at
 
 
-def _prefix(layer: int, form: Form, mlp: bool = False) -> str:
-    """How the names of a layer's tensors begin, of its mixer or its MLP."""
+def _prefix(layer: int, form: Form, is_mlp: bool = False) -> str:
+    """Returns how the names of a layer's tensors begin: those of its mixer, or of its MLP."""
     if form == "stacked":
         return LAYERS
-    return f"{LAYERS}{2 * layer + mlp if form == 'hybrid' else layer}."
+    if form == "hybrid":
+        layer = 2 * layer + is_mlp
+    return f"{LAYERS}{layer}."
 
 
 def part_of(whole: dict[str, Tensor], name: str, form: Form = "stacked") -> Tensor:
-    """A plain model's tensor, of a checkpoint's tensors by their names there; a view."""
+    """Returns a plain model's tensor as a view of a checkpoint's.
+
+    Args:
+        whole: The checkpoint's tensors by their names there.
+        name: The tensor's name in the plain model.
+        form: The form of the checkpoint's names.
+    """
     key, layer = place_of(name, form)
     tensor = whole[key] if layer is None else whole[key][layer]
     if key.endswith(FUSED):
@@ -154,25 +192,37 @@ def part_of(whole: dict[str, Tensor], name: str, form: Form = "stacked") -> Tens
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """`folder` if it is a Megatron checkpoint, the newest one of it if it is a run's folder, else None."""
+    """Finds the Megatron checkpoint of a folder.
+
+    It is the folder, or the newest checkpoint in it if it is a run's folder; None if there is none.
+    """
     if (folder / FORMAT).is_file():
         return folder
     if not (folder / TRACKER).is_file():
         return None
     last = (folder / TRACKER).read_text().strip()
-    return folder / (last if last == "release" else f"iter_{int(last):07d}")
+    if last != "release":
+        last = f"iter_{int(last):07d}"
+    return folder / last
 
 
 class MegatronCheckpoint:
-    """The model's tensors in a checkpoint, by the plain model's names; nothing else in it is read, and nothing unpickled.
+    """The model's tensors in a checkpoint, by the plain model's names.
+
+    Nothing else is read, and nothing is unpickled.
+
+    Args:
+        folder: The checkpoint.
 
     Attributes:
+        form: The form of its names.
         config: The model.
         record: The run's record, as beside a checkpoint of this project.
-        tokenizer: The beginning of its sha256, if the run knew it.
+        tokenizer: The beginning of the sha256 of its tokenizer, if the run knew it.
     Raises:
         FileNotFoundError: The folder holds no checkpoint.
-        ValueError: It is damaged, or of another model: other settings, or tensors too many.
+        ValueError: It is damaged, or of another model: its settings differ, or it has other
+            tensors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -181,26 +231,25 @@ class MegatronCheckpoint:
         keys = [key for key in self.index if key.endswith(f"self_attention.{RECORD}")]
         if not keys:
             raise ValueError(
-                f"{folder} holds no model of this project: its layers have no record of their mixer."
+                f"{folder} holds no model of this project: its layers have no record of their "
+                "mixer."
             )
 
         # The form of the names, and the record of each layer.
-        stacked = keys == [f"{LAYERS}self_attention.{RECORD}"]
-        self.form: Form = (
-            "stacked" if stacked else "hybrid" if HYBRID_NORM in self.index else "by layer"
-        )
-        keys.sort(
-            key=lambda key: int(key.removeprefix(LAYERS).partition(".")[0]) if not stacked else 0
-        )
-        tensors = read_tensors(folder, keys)
-        records = [read_record(tensors[key][0] if stacked else tensors[key]) for key in keys]
+        if keys == [f"{LAYERS}self_attention.{RECORD}"]:
+            self.form: Form = "stacked"
+            stack = read_tensors(folder, keys)[keys[0]]
+            # All layers are alike.
+            records = [read_record(stack[0])]
+            mixers = records[0].config.mixers
+        else:
+            self.form = "hybrid" if HYBRID_NORM in self.index else "by layer"
+            keys.sort(key=_layer_number)
+            tensors = read_tensors(folder, keys)
+            records = [read_record(tensors[key]) for key in keys]
+            mixers = tuple(record.config.mixer for record in records)
 
         # The model.
-        mixers = (
-            tuple(record.config.mixer for record in records)
-            if not stacked
-            else records[0].config.mixers
-        )
         rows = self.index[NAMES["tok_embeddings.weight"]].size[0]
         self.config = replace(records[0].config, vocab_size=rows, mixers=mixers)
         self.tokenizer = records[0].tokenizer
@@ -209,77 +258,112 @@ class MegatronCheckpoint:
         self._check_tensors(keys)
 
         # The record of the run.
-        step = re.search(r"\d+$", folder.name)
+        digits = re.search(r"\d+$", folder.name)
+        step = int(digits[0]) if digits else 0
         self.record: dict[str, Any] = {
             **cell_of(self.config, _size_of(self.config))._asdict(),
-            "step": int(step[0]) if step else 0,
+            "step": step,
             "tokens": None,
             "run": {"host": "Megatron-Core", "documents": records[0].documents},
             "versions": {},
         }
 
     def _check_tensors(self, records: list[str]) -> None:
-        """Raises: ValueError unless the checkpoint has all tensors of the model, in their shapes, and no others."""
-        shapes = {
-            name: list(tensor.shape)
-            for name, tensor in meta_model(self.config).state_dict().items()
-        }
-        known = {*records, *(place_of(name, self.form)[0] for name in shapes)}
-        if more := sorted(
-            key for key in self.index if key not in known and not OPTIMIZER.match(key)
-        ):
+        """Checks that the checkpoint has all tensors of the model in their shapes, and no others.
+
+        Args:
+            records: The names of the layers' records.
+        Raises:
+            ValueError: It has not.
+        """
+        tensors = meta_model(self.config).state_dict()
+        places = {name: place_of(name, self.form) for name in tensors}
+        known = {*records, *(key for key, _ in places.values())}
+        others = [key for key in self.index if key not in known and not OPTIMIZER.match(key)]
+        if others:
             raise ValueError(
-                f"{self.folder} has {len(more)} tensor(s) for which a folder has no place, first of all {more[0]}. Without "
-                f"them the logits would be others. Train with {FLAGS}, and without experts, position embeddings or MTP layers."
+                f"{self.folder} has {len(others)} tensor(s) for which an exported model has no "
+                f"place, such as {min(others)}. Without them the logits would be others. Train "
+                f"with {FLAGS}, and without experts, position embeddings or MTP layers."
             )
-        for name, shape in shapes.items():
-            key, layer = place_of(name, self.form)
+        for name, (key, layer) in places.items():
+            shape = list(tensors[name].shape)
             if key.endswith(FUSED):
-                shape = [2 * shape[0], *shape[1:]]
+                shape[0] *= 2
             if layer is not None:
-                shape = [self.config.n_layers, *shape]
-            stored = list(self.index[key].size) if key in self.index else "missing"
+                shape.insert(0, self.config.n_layers)
+            stored: Any = "missing"
+            if key in self.index:
+                stored = list(self.index[key].size)
             if stored != shape:
                 raise ValueError(
-                    f"{self.folder}: {key} is {stored}, and a folder needs {shape}. Train with {FLAGS} and --ffn-hidden-size "
-                    f"{self.config.ffn_hidden}. If the run had these, the checkpoint is damaged: take another step."
+                    f"{self.folder}: {key} is {stored}, and an exported model needs {shape}. "
+                    f"Train with {FLAGS} and --ffn-hidden-size {self.config.ffn_hidden}. If the "
+                    "run had these, the checkpoint is damaged: take another step."
                 )
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Raises: ValueError."""
+        """Reads tensors by the plain model's names.
+
+        Raises:
+            ValueError: The checkpoint is damaged.
+        """
         keys = sorted({place_of(name, self.form)[0] for name in names})
         whole = read_tensors(self.folder, keys)
         return {name: part_of(whole, name, self.form).clone() for name in names}
 
     def check_bytes(self, names: Iterable[str]) -> None:
-        """Raises ValueError unless these tensors are stored as they were saved."""
+        """Checks that tensors, by the plain model's names, are stored as they were saved.
+
+        Raises:
+            ValueError: They are not.
+        """
         check_bytes(self.folder, {place_of(name, self.form)[0] for name in names})
 
 
+def _layer_number(key: str) -> int:
+    """Returns the number in a name such as "decoder.layers.3.self_attention.interdomain"."""
+    return int(key.removeprefix(LAYERS).partition(".")[0])
+
+
 def _check_backbone(folder: Path, backbone: dict[str, Any]) -> None:
-    """Raises: ValueError for settings of a run that the plain model does not have, or that are not recorded."""
+    """Checks that a run had the plain model's settings of BACKBONE.
+
+    Raises:
+        ValueError: It had others, or did not record them.
+    """
     for name in sorted(BACKBONE.keys() | backbone.keys()):
         value = backbone.get(name, "not recorded")
-        if BACKBONE.get(name) != value or name not in BACKBONE:
+        if name not in BACKBONE or value != BACKBONE[name]:
             raise ValueError(
-                f"{folder} is of a run with {name} = {value!r}. A folder cannot have that: its logits would be others. "
-                f"Train with {FLAGS}, and without flags of another activation or norm."
+                f"{folder} is of a run with {name} = {value!r}. An exported model cannot have "
+                f"that: its logits would be others. Train with {FLAGS}, and without flags of "
+                "another activation or norm."
             )
 
 
 def _size_of(config: ModelConfig) -> str:
-    """The row of SIZES that the model may be of."""
+    """Returns the row of SIZES with the model's width, layers and heads, or "unknown"."""
+    shape = (config.dim, config.n_layers, config.n_heads)
     for name, row in SIZES.items():
-        if all(row[key] == getattr(config, key) for key in ("dim", "n_layers", "n_heads")):
+        if shape == (row["dim"], row["n_layers"], row["n_heads"]):
             return name
     return "unknown"
 
 
 def open_checkpoint(folder: Path, tokenizer: Path | None) -> tuple[MegatronCheckpoint, Tokenizer]:
-    """A checkpoint and the tokenizer of its run's corpus. Raises: ValueError without a tokenizer or with another one."""
+    """Opens a checkpoint and its tokenizer.
+
+    Args:
+        folder: The checkpoint.
+        tokenizer: The corpus of its run, or the corpus's tokenizer.
+    Raises:
+        ValueError: No tokenizer is given, or not that of the run.
+    """
     if not tokenizer:
         raise ValueError(
-            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Give the corpus's with --tokenizer."
+            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Give the corpus's "
+            "with --tokenizer."
         )
     checkpoint = MegatronCheckpoint(folder)
     loaded = load_tokenizer(tokenizer)
@@ -287,8 +371,9 @@ def open_checkpoint(folder: Path, tokenizer: Path | None) -> tuple[MegatronCheck
     digits = loaded.sha256[:TOKENIZER_DIGITS]
     if checkpoint.tokenizer not in (None, digits):
         raise ValueError(
-            f"--tokenizer {tokenizer} is not the tokenizer of the run's corpus (sha256 {digits}... against "
-            f"{checkpoint.tokenizer}...). Give the corpus that the run was trained on."
+            f"--tokenizer {tokenizer} is not the tokenizer of the run's corpus (sha256 "
+            f"{digits}... against {checkpoint.tokenizer}...). Give the corpus that the run was "
+            "trained on."
         )
     loaded.documents = recorded_documents(checkpoint.record["run"], loaded)
     return checkpoint, loaded
@@ -302,21 +387,31 @@ def write_checkpoint(
     hybrid: bool = False,
     documents: dict[str, list[int]] | None = None,
 ) -> None:
-    """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
+    """Writes a checkpoint from which Megatron's `--load` starts a run, on any layout of ranks.
+
+    It is the folder `release`, with Megatron's file that names the latest checkpoint beside it.
 
     Args:
-        tensors: The plain model's, in the precision in which Megatron is to find them.
-        tokenizer: Its sha256.
-        hybrid: For HybridModel, else for GPTModel.
-        documents: As of `record_of`.
+        folder: The folder to write to.
+        config: The model.
+        tensors: The plain model's tensors by name, in the precision that Megatron is to find.
+        tokenizer: The sha256 of its tokenizer, if it is known.
+        hybrid: True for HybridModel, False for GPTModel.
+        documents: As in `record_of`.
     Raises:
         OSError: The folder cannot be written.
     """
-    form: Form = "hybrid" if hybrid else "stacked" if len(config.mixers) == 1 else "by layer"
+    if hybrid:
+        form: Form = "hybrid"
+    elif len(config.mixers) == 1:
+        form = "stacked"
+    else:
+        form = "by layer"
 
-    # The tensors: w1 and w3 of a layer are one there, then the layers.
+    # The tensors, layer by layer and w1 before w3. Those of one layer that have the same name are
+    # joined, then the layers.
     parts: dict[str, dict[int | None, list[Tensor]]] = {}
-    for name in meta_model(config).state_dict():  # layer by layer, w1 before w3
+    for name in meta_model(config).state_dict():
         key, layer = place_of(name, form)
         parts.setdefault(key, {}).setdefault(layer, []).append(tensors[name])
     state: dict[str, Any] = {}
@@ -324,37 +419,37 @@ def write_checkpoint(
         joined = [torch.cat(part) for part in layers.values()]
         state[key] = joined[0] if None in layers else torch.stack(joined)
 
-    # The records, and empty states of Megatron's linears, which it asks for.
+    # The records, and empty states of Megatron's linear layers, which it asks for.
     if form == "stacked":
-        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer, documents).repeat(
-            config.n_layers, 1
-        )
+        record = record_of(config, tokenizer, documents)
+        state[f"{LAYERS}self_attention.{RECORD}"] = record.repeat(config.n_layers, 1)
     if hybrid:
         state["output_layer._extra_state/shard_0_1"] = [None]
     for i, layer_config in enumerate(config.layers):
-        mixer, mlp = _prefix(i, form), _prefix(i, form, mlp=True)
-        if form != "stacked":
-            state[f"{mixer}self_attention.{RECORD}"] = record_of(layer_config, tokenizer, documents)
+        attention = f"{_prefix(i, form)}self_attention"
+        mlp = f"{_prefix(i, form, is_mlp=True)}mlp"
         shard = f"shard_{i}_{config.n_layers}" if form == "stacked" else "shard_0_1"
-        for linear in (
-            f"{mixer}self_attention.in_proj",
-            f"{mixer}self_attention.out_proj",
-            f"{mlp}mlp.linear_fc1",
-            f"{mlp}mlp.linear_fc2",
-        ):
-            state[f"{linear}._extra_state/{shard}"] = [None]
+        if form != "stacked":
+            state[f"{attention}.{RECORD}"] = record_of(layer_config, tokenizer, documents)
+        state[f"{attention}.in_proj._extra_state/{shard}"] = [None]
+        state[f"{attention}.out_proj._extra_state/{shard}"] = [None]
+        state[f"{mlp}.linear_fc1._extra_state/{shard}"] = [None]
+        state[f"{mlp}.linear_fc2._extra_state/{shard}"] = [None]
     step = folder / "release"
     write_tensors(step, state)
 
     # Megatron's own files.
     versions = {
+        "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,
         "common_backend": "torch",
         "common_backend_version": 1,
     }
-    (step / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
+    (step / FORMAT).write_text(json.dumps(versions))
     common: dict[str, Any] = {"checkpoint_version": 3.0}
-    if hybrid:  # else Megatron takes it for one of GPTModel, and translates; these it then compares
+    if hybrid:
+        # Without arguments Megatron takes it for a checkpoint of GPTModel, and translates it. It
+        # compares these.
         common["args"] = Namespace(
             hybrid_layer_pattern=hybrid_pattern(config),
             num_layers=2 * config.n_layers,

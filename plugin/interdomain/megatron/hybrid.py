@@ -1,8 +1,12 @@
-"""Layers of HybridModel (Megatron 0.18 and later): `--spec interdomain.megatron.hybrid NAME --hybrid-layer-pattern "G-G-*-G-"`.
+"""Layers of HybridModel.
 
-NAME is any condition of the study. A mixer and its MLP are two layers there.
+Their options are `--spec interdomain.megatron.hybrid NAME --hybrid-layer-pattern "G-G-*-G-"`.
 
-Letters: G the condition's mixer, * softmax, M Mamba-2, all of this project; - the MLP, after each of them; | between stages.
+NAME is any condition of the study. A mixer and its MLP are two layers of the pattern. Its letters
+are G for the condition's mixer, * for softmax and M for Mamba-2, all of this project; - for the MLP
+after each of them; and | between pipeline stages.
+
+HybridModel needs Megatron-Core 0.18 or later.
 """
 
 from dataclasses import replace
@@ -21,47 +25,44 @@ try:
     from megatron.core.ssm.mlp_layer import MLPLayer
 except ImportError as e:
     raise ImportError(
-        f"HybridModel needs megatron-core 0.18 or later ({e}). Install it, or take GPTModel: --spec interdomain.megatron.spec."
+        f"HybridModel needs megatron-core 0.18 or later ({e}). Install it, or take GPTModel: "
+        "--spec interdomain.megatron.spec."
     ) from e
 
-SLOTS = {"G": "gdn_layer", "*": "attention_layer", "M": "mamba_layer"}  # of HybridStackSubmodules
+# The fields of HybridStackSubmodules, by the letters of the mixers.
+SLOTS = {"G": "gdn_layer", "*": "attention_layer", "M": "mamba_layer"}
 
 
 def mixer_letters(pattern: str) -> str:
-    """The letters of the mixers in order. Raises: ValueError for a pattern of which no folder could be made."""
+    """Returns the letters of the mixers of a pattern, in order.
+
+    Raises:
+        ValueError: The model could not be exported: the pattern is not made of pairs of a mixer and
+            an MLP.
+    """
     letters = pattern.replace("|", "")
-    mixers, mlps = letters[::2], letters[1::2]
+    mixers = letters[::2]
+    mlps = letters[1::2]
     if not letters or len(letters) % 2 or mixers.strip("".join(SLOTS)) or mlps.strip("-"):
         raise ValueError(
-            f"the layer pattern {pattern!r} is of no model that this project converts. A pattern is of pairs: a mixer "
-            f"({', '.join(SLOTS)}), then its MLP (-), such as G-G-*-G-. Stages may be divided by |."
+            f"the layer pattern {pattern!r} is of no model that this project converts. A pattern "
+            f"is of pairs: a mixer ({', '.join(SLOTS)}), then its MLP (-), such as G-G-*-G-. "
+            "Stages may be divided by |."
         )
     return mixers
 
 
 class Stack(HybridStack):
-    """HybridStack with a last norm that needs no Transformer Engine. Raises: ValueError, as `mixer_letters`."""
+    """HybridStack with a last norm that needs no Transformer Engine.
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        layer_type_list: list[str],
-        pp_layer_offset: int = 0,
-        post_process: bool = True,
-        **settings: Any,
-    ) -> None:
-        before, after = (
-            pp_layer_offset % 2,
-            (pp_layer_offset + len(layer_type_list)) % 2,
-        )  # halves of pairs, elsewhere
-        mixer_letters("".join(["G" * before, *layer_type_list, "-" * after]))
-        settings |= dict(
-            layer_type_list=layer_type_list,
-            pp_layer_offset=pp_layer_offset,
-            post_process=post_process,
-        )
-        super().__init__(config, post_layer_norm=False, **settings)
+    Args:
+        config: Megatron's TransformerConfig.
+        post_process: True for the last stage, which has the last norm.
+        settings: Other arguments of HybridStack.
+    """
+
+    def __init__(self, config: Any, *, post_process: bool = True, **settings: Any) -> None:
+        super().__init__(config, post_process=post_process, post_layer_norm=False, **settings)
         self.post_layer_norm = True
         if post_process:
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
@@ -70,10 +71,15 @@ class Stack(HybridStack):
 def stack_spec(
     condition: str = "interdomain", *, transformer_engine: bool = False, **settings: Any
 ) -> ModuleSpec:
-    """All layers, for HybridModel's hybrid_stack_spec.
+    """Returns all layers, for HybridModel's hybrid_stack_spec.
 
-    settings: as of `layer_spec`; each letter's mixer takes those settings of MixerConfig that it has.
-    Raises: ValueError, as `layer_spec`.
+    Args:
+        condition: The condition whose mixer has the letter G.
+        transformer_engine: As in `spec.submodules`.
+        settings: As in `spec.layer_spec`. The mixer of each letter takes those settings of
+            MixerConfig that it has.
+    Raises:
+        ValueError: As in `spec.layer_spec`.
     """
     whole: Any = layer_spec(layers=(condition, "softmax", "mamba2"), **settings)
     params = whole.submodules.self_attention.params
@@ -82,17 +88,25 @@ def stack_spec(
     }
     for letter, mixer in zip(SLOTS, params["mixers"], strict=True):
         parts = submodules(params | {"mixers": (mixer,), "mlp_apart": True}, transformer_engine)
-        # HybridStack counts the layers of the stages before, and says so to all but M's.
+        # HybridStack adds the number of layers in the stages before for all letters but M.
         offset = {"add_layer_offset": False} if letter == "M" else {}
         layers[SLOTS[letter]] = ModuleSpec(TransformerLayer, submodules=parts, params=offset)
     return ModuleSpec(Stack, submodules=HybridStackSubmodules(**layers))
 
 
 def hybrid_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
-    """Megatron's configuration of a model as HybridModel, as `transformer_config`; its pattern is `hybrid_pattern(config)`."""
+    """Returns Megatron's configuration of a model as HybridModel.
+
+    Its layer pattern is `hybrid_pattern(config)`.
+
+    Args:
+        config: The model.
+        settings: As in `spec.transformer_config`.
+    """
     return replace(
         transformer_config(config, **settings), num_layers=2 * config.n_layers, is_hybrid_model=True
     )
 
 
-globals().update({name: stack_spec(name) for name in CONDITIONS})  # any of them after --spec
+# Any condition can be named after --spec.
+globals().update({name: stack_spec(name) for name in CONDITIONS})

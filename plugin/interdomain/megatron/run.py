@@ -1,7 +1,8 @@
-"""python -m interdomain.megatron.run pretrain_gpt.py --spec interdomain.megatron.spec interdomain --model.size 125M ...
+"""python -m interdomain.megatron.run SCRIPT --spec interdomain.megatron.spec interdomain ...
 
-Runs a training script of Megatron-LM as it is. It adds to Megatron's arguments the mixer's settings, `--model.size` and
-`--data.corpus`, gives it this project's parameter groups and schedule, and refuses at the start what would fail or be ignored.
+Runs a training script of Megatron-LM as it is. Megatron's arguments then include the mixer's
+settings, `--model.size` and `--data.corpus`, and the script has this project's parameter groups and
+schedule. Settings that would fail or be ignored are errors at the start.
 """
 
 import runpy
@@ -17,7 +18,9 @@ def main() -> None:
     require_megatron()
     from .patches import install
 
-    script, sys.argv = sys.argv[1], sys.argv[1:]
+    # As if the script had been started itself.
+    sys.argv = sys.argv[1:]
+    script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))
     install()
     runpy.run_path(script, run_name="__main__")

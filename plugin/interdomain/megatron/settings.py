@@ -1,7 +1,7 @@
 """The settings of Megatron that this model does not have, from the table in settings.toml.
 
-`arguments.check` checks the command line before anything is built, and every layer its configuration when it is made, so that a
-training loop of a user's own is checked too.
+`arguments.check` checks the command line before anything is built. Every layer checks its
+configuration when it is made, so that a user's own training loop is checked, too.
 """
 
 import tomllib
@@ -13,14 +13,14 @@ from interdomain.model.config import ModelConfig
 
 
 class Setting(NamedTuple):
-    """A setting and the value that it must have.
+    """A setting of Megatron and the value that it must have.
 
     Attributes:
-        flag: The argument of Megatron-LM.
-        allowed: Names in TransformerConfig and among the parsed arguments, and the value of each or a function of all settings
-            that gives it.
-        otherwise: The effect of another value here.
-        use: The setting to take instead.
+        flag: The argument of Megatron-LM's scripts.
+        allowed: The names of the setting in TransformerConfig and among the parsed arguments, each
+            with its value, or with a function that computes the value from all settings.
+        otherwise: What another value would do.
+        use: What to use instead.
     """
 
     flag: str
@@ -30,21 +30,26 @@ class Setting(NamedTuple):
 
 
 def _ffn_hidden(settings: Any) -> int | None:
-    """The MLP's width for this width of the model; None while Megatron has not filled in its own."""
+    """Returns the MLP's width for the model's width; None until Megatron has set its own."""
     dim = getattr(settings, "hidden_size", None)
     if not dim or not getattr(settings, "ffn_hidden_size", None):
         return None
     return ModelConfig(dim, 1, 1, dim).ffn_hidden
 
 
-def _implementation(settings: Any) -> str | None:
-    """The linears as they are set, where these are ones that a layer can have."""
+def _transformer_impl(settings: Any) -> str | None:
+    """Returns the implementation of the linear layers as it is set, but not inference_optimized."""
     implementation = getattr(settings, "transformer_impl", None)
-    return "transformer_engine" if implementation == "inference_optimized" else implementation
+    if implementation == "inference_optimized":
+        return "transformer_engine"
+    return implementation
 
 
-def _one_way(settings: Any) -> Any:
-    """Context parallelism as Megatron leaves it: a list among the arguments, a name or None in a TransformerConfig."""
+def _cp_comm_type(settings: Any) -> Any:
+    """Returns Megatron's default of context parallelism.
+
+    It is a list among the arguments, a name or None in a TransformerConfig.
+    """
     communication = getattr(settings, "cp_comm_type", None)
     if communication == ["p2p"] or not communication:
         return communication
@@ -53,8 +58,8 @@ def _one_way(settings: Any) -> Any:
 
 COMPUTED = {
     "ffn_hidden_size": _ffn_hidden,
-    "transformer_impl": _implementation,
-    "cp_comm_type": _one_way,
+    "transformer_impl": _transformer_impl,
+    "cp_comm_type": _cp_comm_type,
 }
 
 
@@ -72,10 +77,14 @@ def _read_table() -> list[Setting]:
 SETTINGS = _read_table()
 
 
-def refuse(settings: Any) -> None:
-    """Check a TransformerConfig or parsed arguments against SETTINGS; a name that a version does not have is as allowed.
+def check_settings(settings: Any) -> None:
+    """Checks Megatron's settings against SETTINGS.
 
-    Raises: ValueError, with a line for each setting to change.
+    Args:
+        settings: A TransformerConfig, or parsed arguments. A name that a version of Megatron does
+            not have counts as allowed.
+    Raises:
+        ValueError: Settings must be changed. The error has a line for each.
     """
     wrong = []
     for flag, allowed, otherwise, use in SETTINGS:
@@ -85,7 +94,9 @@ def refuse(settings: Any) -> None:
             given = getattr(settings, name, value)
             if isinstance(given, Enum):
                 given = given.name
-            given = getattr(given, "__name__", given)  # of an activation function
+            # An activation function is compared by its name.
+            given = getattr(given, "__name__", given)
+            # false in the table is also 0 and None.
             if given != value and (given or value):
                 wrong.append(
                     f"{flag}: {name} = {given!r} {otherwise}. Allowed: {value or 'off'} ({use})."

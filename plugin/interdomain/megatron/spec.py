@@ -1,8 +1,11 @@
-"""Layer specifications for Megatron's GPTModel: `--spec interdomain.megatron.spec NAME`, NAME any condition of the study."""
+"""Layer specifications for Megatron's GPTModel: `--spec interdomain.megatron.spec NAME`.
+
+NAME is any condition of the study.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -32,12 +35,12 @@ from interdomain.model.config import (
 
 from .mixer import InterdomainAttention, InterdomainAttentionSubmodules
 
-# Megatron has settings of its own for these.
+# The mixer's settings that Megatron has no setting of its own for.
 SETTINGS = {name: f for name, f in MIXER_SETTINGS.items() if name not in ("kind", "n_kv_heads")}
 
 
 class RMSNorm(layers.RMSNorm):
-    """A norm that knows of sequence parallelism: without Transformer Engine, Megatron has none."""
+    """A norm that knows sequence parallelism. Without Transformer Engine, Megatron has none."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -62,29 +65,50 @@ def layer_spec(
     transformer_engine: bool = False,
     **settings: Any,
 ) -> ModuleSpec:
-    """One layer: Megatron's TransformerLayer and MLP around the mixer of a condition.
+    """Returns one layer: Megatron's TransformerLayer and MLP around the mixer of a condition.
 
     Args:
-        settings: of `MixerConfig`, by name (n_basis, readout, ...). Heads of keys and values: Megatron's num_query_groups.
-        max_seq_len: for a checkpoint's record alone. execution: how the mixers are computed.
-        layers, softmax_every: of a hybrid, as in `build_config`; every layer takes its mixer by its number. It needs n_layers,
-            if these are not 12, and hetereogenous_dist_checkpoint=True in Megatron's configuration.
-        seed: of the mixers' initial values, which are the plain model's.
-        contiguous: True if context-parallel ranks cut their batches by `training.contiguous`, as they must.
-        transformer_engine: as in `submodules`.
-    Raises: ValueError for an unknown condition or setting, for a combination that no mixer has, or as `submodules`.
+        condition: A row of `CONDITIONS`.
+        rope_theta: Base of the rotary embedding.
+        max_seq_len: Tokens of a training sequence, only for the record in a checkpoint.
+        n_layers: Number of layers of the model; read for a hybrid only.
+        layers: A hybrid, as in `build_config`; every layer takes its mixer by its number.
+            Megatron's configuration then needs hetereogenous_dist_checkpoint=True.
+        softmax_every: A hybrid, likewise.
+        execution: How the mixers are computed. None: the defaults.
+        seed: Seed of the mixers' initial values, which are the plain model's.
+        contiguous: True if context-parallel ranks cut their batches by `training.contiguous`, as
+            they must.
+        transformer_engine: As in `submodules`.
+        settings: Fields of `MixerConfig` (n_basis, readout, ...). Megatron's num_query_groups sets
+            the number of heads of keys and values.
+    Raises:
+        ValueError: A condition or setting is unknown, or no mixer has the combination; or as in
+            `submodules`.
     """
     check_names("mixer", settings, SETTINGS)
-    hybrid = dict(n_layers=n_layers, layers=layers, softmax_every=softmax_every)
-    mixers = build_config("125M", condition, **hybrid, **settings).mixers
-    options = dict(
-        mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, contiguous=contiguous
+    config = build_config(
+        "125M",
+        condition,
+        n_layers=n_layers,
+        layers=layers,
+        softmax_every=softmax_every,
+        **settings,
     )
-    options |= dict(execution=execution, seed=seed, mlp_apart=False)
-    return ModuleSpec(module=TransformerLayer, submodules=submodules(options, transformer_engine))
+    params = dict(
+        mixers=config.mixers,
+        rope_theta=rope_theta,
+        max_seq_len=max_seq_len,
+        execution=execution,
+        seed=seed,
+        contiguous=contiguous,
+        mlp_apart=False,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules(params, transformer_engine))
 
 
-KEYS = {  # in a checkpoint, where a norm is within a linear: as where it is not
+# Names in a checkpoint of a norm that is part of a linear layer: those of a norm that is not.
+KEYS = {
     "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -92,25 +116,27 @@ ADD: Any = get_bias_dropout_add
 
 
 def submodules(params: dict[str, Any], transformer_engine: bool) -> TransformerLayerSubmodules:
-    """The parts of a layer whose InterdomainAttention has these params, with the names in a checkpoint that local layers have.
+    """Returns the parts of a layer. Their names in a checkpoint do not depend on the linear layers.
 
     Args:
-        params: of InterdomainAttention; with mlp_apart the layer has no MLP.
-        transformer_engine: whether the linears are Transformer Engine's, and the norms within them where they can be: not the
-            input norm of baselines with a fixed state, which have another product beside in_proj. Norms outside are RMSNorm:
-            Transformer Engine's has an extra state, which no checkpoint of local layers has.
-    Raises: ValueError where Transformer Engine cannot be imported.
+        params: The arguments of its InterdomainAttention. With mlp_apart the layer has no MLP.
+        transformer_engine: Take Transformer Engine's linear layers, with the norm before each in
+            it. The input norm of a fixed-state baseline stays outside, because another product
+            beside in_proj needs it. A norm outside is RMSNorm: Transformer Engine's has an extra
+            state, which no checkpoint of local layers has.
+    Raises:
+        ValueError: Transformer Engine cannot be imported.
     """
     backend = _backend(transformer_engine)
-    normed = transformer_engine and not any(mixer.kind in FIXED_STATE for mixer in params["mixers"])
-    in_proj: Any = (
-        backend.column_parallel_layer_norm_linear() if normed else backend.column_parallel_linear()
-    )
-    projections = InterdomainAttentionSubmodules(
-        in_proj=in_proj, out_proj=backend.row_parallel_linear()
-    )
+    has_fixed_state = any(mixer.kind in FIXED_STATE for mixer in params["mixers"])
+    norm: Any = RMSNorm
+    in_proj: Any = backend.column_parallel_linear()
+    if transformer_engine and not has_fixed_state:
+        norm = IdentityOp
+        in_proj = backend.column_parallel_layer_norm_linear()
+    projections = InterdomainAttentionSubmodules(in_proj, backend.row_parallel_linear())
     mixer = TransformerLayerSubmodules(
-        input_layernorm=IdentityOp if normed else RMSNorm,
+        input_layernorm=norm,
         self_attention=ModuleSpec(
             module=InterdomainAttention, params=params, submodules=projections
         ),
@@ -123,7 +149,12 @@ def submodules(params: dict[str, Any], transformer_engine: bool) -> TransformerL
 def mlp_submodules(
     transformer_engine: bool, mixer: TransformerLayerSubmodules | None = None
 ) -> TransformerLayerSubmodules:
-    """The MLP of a layer, after its mixer if it has one. Otherwise as `submodules`."""
+    """Returns the parts of an MLP.
+
+    Args:
+        transformer_engine: As in `submodules`.
+        mixer: The parts of the mixer in the same layer. None: the layer has only an MLP.
+    """
     return replace(
         mixer or TransformerLayerSubmodules(sharded_state_dict_keys_map=KEYS),
         pre_mlp_layernorm=IdentityOp if transformer_engine else RMSNorm,
@@ -135,8 +166,8 @@ def mlp_submodules(
 def _backend(transformer_engine: bool) -> Any:
     if transformer_engine and not HAVE_TE:
         raise ValueError(
-            "Transformer Engine cannot be imported. Install it, or take Megatron's own linears: --transformer-impl local, "
-            "layer_spec(transformer_engine=False)."
+            "Transformer Engine cannot be imported. Install it, or take Megatron's own linears: "
+            "--transformer-impl local, layer_spec(transformer_engine=False)."
         )
     return TESpecProvider() if transformer_engine else LocalSpecProvider()
 
@@ -147,13 +178,21 @@ def block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """All layers of a pipeline stage, and a last norm that knows of sequence parallelism without Transformer Engine."""
-    layers, norm = get_num_layers_to_build(config, vp_stage, pp_rank), cast(Any, RMSNorm)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
+    """Returns all layers of a pipeline stage, and a last norm that needs no Transformer Engine.
+
+    Args:
+        config: Megatron's configuration.
+        spec: The layer.
+        vp_stage: Megatron's number of the virtual stage.
+        pp_rank: Megatron's number of the stage. None: this rank's.
+    """
+    n_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * n_layers, layer_norm=norm)
 
 
 def backbone(config: ModelConfig) -> dict[str, Any]:
-    """Settings of the backbone under the names that Megatron's TransformerConfig and its parser share."""
+    """Returns settings by the names that TransformerConfig and Megatron's parser share."""
     return dict(
         num_layers=config.n_layers,
         hidden_size=config.dim,
@@ -169,16 +208,24 @@ def backbone(config: ModelConfig) -> dict[str, Any]:
 
 
 def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
-    """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...).
+    """Returns Megatron's configuration of a model.
 
-    Raises: ValueError for a hybrid whose layers differ in their heads of keys.
+    Args:
+        config: The model.
+        settings: Any other fields of TransformerConfig (parallelism, precision, ...).
+    Raises:
+        ValueError: The layers of a hybrid differ in their number of heads of keys.
     """
-    groups = {
-        layer.n_kv_heads for layer in config.layers if layer.mixer.kind not in FIXED_STATE
-    } or {config.n_heads}
+    groups = set()
+    for layer in config.layers:
+        if layer.mixer.kind not in FIXED_STATE:
+            groups.add(layer.n_kv_heads)
+    if not groups:
+        groups = {config.n_heads}
     if len(groups) > 1:
         raise ValueError(
-            f"Megatron has one number of key heads for all layers; these have {sorted(groups)}. Set n_kv_heads."
+            f"Megatron has one number of key heads for all layers; these have {sorted(groups)}. "
+            "Set n_kv_heads."
         )
     return TransformerConfig(
         **backbone(config),
@@ -191,4 +238,5 @@ def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfi
     )
 
 
-globals().update({name: layer_spec(name) for name in CONDITIONS})  # any of them after --spec
+# Any condition can be named after --spec.
+globals().update({name: layer_spec(name) for name in CONDITIONS})

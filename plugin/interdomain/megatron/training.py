@@ -1,5 +1,8 @@
-"""What a training loop on Megatron-Core takes beside the layers: the recipe of the paper, SSM parameters once a step, pieces
-of sequences for context parallelism."""
+"""What a training loop on Megatron-Core needs besides the layers.
+
+That is the paper's parameter groups and learning rates, SSM parameters that are computed once a
+step, and the pieces of sequences for context parallelism.
+"""
 
 import re
 from collections.abc import Callable
@@ -11,33 +14,42 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from interdomain.model.dynamics import SharedDynamics
 from interdomain.model.mixers.interdomain import InterdomainMixer
+from interdomain.model.shared_ssm import SharedSSMTensors
 
 SSM_PARAMETER = re.compile(r"\.self_attention\.core\.(ssm|k_norm|v_norm)\.")
 
 
 def overrides(lr: float, min_lr: float = 0.0, ssm_lr: float = 1e-3) -> dict:
-    """`config_overrides` of get_megatron_optimizer, whose OptimizerConfig has the same lr and min_lr.
+    """Returns the SSM parameter group: `config_overrides` of get_megatron_optimizer.
 
-    The SSM parameters and input norms have no weight decay and their own learning rate. All other parameters decay, vectors
-    too, as in the paper.
+    The SSM parameters and input norms have no weight decay and their own learning rate. All other
+    parameters decay, vectors too, as in the paper.
+
+    Args:
+        lr: The peak learning rate, as in OptimizerConfig.
+        min_lr: The learning rate after the decay, as in OptimizerConfig.
+        ssm_lr: The peak learning rate of the SSM parameters is min(lr, ssm_lr).
     """
     ours = ParamWithNamePredicate("interdomain", lambda p, name: bool(SSM_PARAMETER.search(name)))
     peak = min(lr, ssm_lr)
-    # Nothing reads lr_mult, but up to Megatron-Core 0.18 a loaded checkpoint's groups are told apart by it and wd_mult alone.
+    # Nothing reads lr_mult as a factor, but up to Megatron-Core 0.18 a loaded checkpoint's groups
+    # are told apart only by it and wd_mult.
     settings = {"wd_mult": 0.0, "max_lr": peak, "min_lr": min(min_lr, peak), "lr_mult": peak / lr}
     return {ParamKey(with_name_predicate=ours): settings}
 
 
 class Schedule(OptimizerParamScheduler):
-    """Megatron's schedule with the learning rates that TorchTitan's runs have (titan.plan.schedule).
+    """Megatron's schedule with the learning rates of runs under TorchTitan (titan.plan.schedule).
 
-    Megatron gives the first update the rate 0, and the last one a rate above the floor. Here step s of a warmup of W steps has
-    (s + 1) / W of the peak, the step after the warmup has the peak, and a floor above 0 is the last step's rate.
+    Megatron gives the first update the rate 0, and the last one a rate above the floor. Here step s
+    of a warmup of W steps has (s + 1) / W of the peak, the step after the warmup has the peak, and
+    a floor above 0 is the last step's rate.
 
     Args:
-        each: The amount that a step of training adds to the schedule's steps; Megatron-LM's script counts samples.
+        each: The amount that a training step adds to the schedule's steps; Megatron-LM's script
+            counts samples.
+        args, kwargs: As for OptimizerParamScheduler.
     """
 
     def __init__(self, *args: Any, each: int = 1, **kwargs: Any) -> None:
@@ -45,68 +57,97 @@ class Schedule(OptimizerParamScheduler):
         super().__init__(*args, **kwargs)
 
     def get_lr(self, param_group: dict) -> float:
-        taken, decay = self.num_steps, self.lr_decay_steps
-        if taken < self.lr_warmup_steps:
+        """Returns the learning rate of a parameter group at the present step."""
+        num_steps = self.num_steps
+        decay_steps = self.lr_decay_steps
+        # The warmup is one step ahead of Megatron's, and the decay to a floor ends one step
+        # earlier.
+        if num_steps < self.lr_warmup_steps:
             self.num_steps += self.each
         if param_group.get("min_lr", self.min_lr):
-            self.lr_decay_steps = max(1, decay - self.each)
-        try:
-            return super().get_lr(param_group)
-        finally:
-            self.num_steps = taken
-            self.lr_decay_steps = decay
+            self.lr_decay_steps = max(1, decay_steps - self.each)
+        lr = super().get_lr(param_group)
+        self.num_steps = num_steps
+        self.lr_decay_steps = decay_steps
+        return lr
 
 
-class DynamicsOnce:
-    """A TransformerConfig's `finalize_model_grads_func`: one backward pass through the dynamics, then Megatron's own function.
+class SSMTensorsOnce:
+    """Computes SSM parameters once a step. It is a TransformerConfig's `finalize_model_grads_func`.
 
-    While a config has it, mixers in training read dynamics that are computed once a step: in the first step each for itself,
-    later those of all layers of the rank together, which the call of the first step has seen.
+    It goes backward through the SSM parameters of all micro-batches at once, and then calls
+    Megatron's own function. As long as a config has it, mixers in training read what was computed
+    from the SSM parameters at the first micro-batch of a step. In the first step each layer is
+    computed by itself. The call at its end sees the layers of this rank, and those with the same
+    settings are then computed together.
+
+    Args:
+        finalize: Megatron's own function.
     """
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
+        # The layers of this rank that have such parameters.
         self.mixers: list[Any] = []
-        self.shared: dict[
-            Any, tuple[SharedDynamics, int]
-        ] = {}  # by mixer; with its place among the layers
+        # The tensors of this step, by layer, and the layer's place among them.
+        self.shared: dict[Any, tuple[SharedSSMTensors, int]] = {}
 
     def enter(self, mixer: Any, x: Tensor) -> tuple[Tensor, Any]:
-        """Returns x and the dynamics for a pass of the mixer that goes on from x. None: the mixer computes its own."""
+        """Gives a forward pass of a mixer the tensors of this step.
+
+        Args:
+            mixer: The InterdomainAttention.
+            x: Its input. The pass must go on from the returned x.
+        Returns:
+            x, and the tensors for its scan. None instead of these: the mixer computes its own.
+        """
         if mixer not in self.shared:
-            # Recomputed layers go forward without gradients first, and in a first step there is nothing yet.
+            # Only interdomain attention has such tensors. A layer that is recomputed goes forward
+            # without gradients first, and no other pass could go backward through those tensors.
             if not torch.is_grad_enabled() or not isinstance(mixer.core, InterdomainMixer):
                 return x, None
-            alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer] or [
-                mixer
-            ]
-            shared = SharedDynamics(mixer.core.dynamics([other.core for other in alike]))
+            alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer]
+            if not alike:
+                alike = [mixer]
+            shared = SharedSSMTensors(mixer.core.ssm_tensors([other.core for other in alike]))
             for i, other in enumerate(alike):
-                self.shared[other] = shared, i
+                self.shared[other] = (shared, i)
         shared, i = self.shared[mixer]
-        x, (dynamics,) = shared.enter(x, slice(i, i + 1))
-        return x, dynamics
+        return x, shared.layers[i]
 
     def __call__(self, model: list[Any], *args: Any, **named: Any) -> Any:
-        modules = [module for chunk in model for module in chunk.modules()]
-        self.mixers = [
-            module
-            for module in modules
-            if isinstance(getattr(module, "core", None), InterdomainMixer)
-        ]
-        for shared in dict.fromkeys(shared for shared, _ in self.shared.values()):
+        """Goes backward through the SSM parameters, and calls Megatron's function.
+
+        Args:
+            model: The modules of this rank, one for each virtual stage.
+            args, named: Megatron's other arguments.
+        """
+        self.mixers = []
+        for chunk in model:
+            for module in chunk.modules():
+                if isinstance(getattr(module, "core", None), InterdomainMixer):
+                    self.mixers.append(module)
+        groups = dict.fromkeys(shared for shared, _ in self.shared.values())
+        for shared in groups:
             shared.backward()
         self.shared.clear()
         return self.finalize(model, *args, **named)
 
 
 def contiguous(batch: dict[str, Any], *_: Any, cp_group: Any = None, **__: Any) -> dict[str, Any]:
-    """This rank's piece of a batch [B, S], each [B, S / ranks]; takes the place of Megatron's `get_batch_on_this_cp_rank`.
+    """Cuts this rank's piece from a batch, in place of Megatron's `get_batch_on_this_cp_rank`.
 
-    Megatron's own gives a rank two pieces, the n-th from either end, because softmax works more on later tokens.
-    A state is handed from piece to piece, and each token costs the same. Packed documents may begin and end anywhere.
+    Megatron's own gives a rank two pieces, the n-th from either end, because softmax works more on
+    later tokens. Here a state is handed from piece to piece, and each token costs the same. Packed
+    documents may begin and end anywhere.
 
-    Raises: ValueError for a length that the ranks do not divide.
+    Args:
+        batch: Tensors [B, S] by Megatron's names.
+        cp_group: The context-parallel ranks. None: Megatron's.
+    Returns:
+        The batch with tensors [B, S / ranks].
+    Raises:
+        ValueError: The ranks do not divide S.
     """
     group: Any = cp_group or parallel_state.get_context_parallel_group()
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
@@ -115,8 +156,8 @@ def contiguous(batch: dict[str, Any], *_: Any, cp_group: Any = None, **__: Any) 
             continue
         if x.shape[1] % group.size():
             raise ValueError(
-                f"{x.shape[1]} tokens cannot be cut into {group.size()} equal pieces. Set a sequence length that the "
-                "context-parallel ranks divide."
+                f"{x.shape[1]} tokens cannot be cut into {group.size()} equal pieces. Set a "
+                "sequence length that the context-parallel ranks divide."
             )
         batch[name] = x.chunk(group.size(), dim=1)[group.rank()].contiguous()
     return batch

@@ -1,11 +1,13 @@
 """The model in plain PyTorch.
 
     config          configurations; the tables of sizes and conditions
-    transformer     the decoder; `layers`, `loss`, `initialize`, `state`, `generation` and `shard` belong to it
-    mixers          the token mixers, with `base` for what every mixer provides
+    settings        the settings of a mixer, and their check
+    transformer     the decoder; `layers`, `loss`, `initialize`, `state` and `shard` belong to it
+    generation      text from a model
+    mixers          the token mixers; `base` declares what every mixer provides
     flops           FLOPs per token, and the size of a state
 
-Imports interdomain.scan and features; never TorchTitan.
+It imports interdomain.scan and interdomain.features, and never TorchTitan.
 """
 
 # ruff: noqa: F401

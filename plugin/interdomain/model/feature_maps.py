@@ -1,4 +1,4 @@
-"""Functions of queries and keys in plain PyTorch: rotary angles, feature maps, and the ratio that `normalize` asks for."""
+"""Rotary angles, feature maps, gates, output norms and the ratio of eq. 9, in plain PyTorch."""
 
 import math
 from typing import Any
@@ -7,22 +7,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Shapes: B batch, T time, H heads, R head_dim.
+# Shapes: B batch, T tokens, H heads, H_kv heads of keys and state, R head_dim, D value width.
 
-MAX_GAIN = 16.0  # of the normalised readout: how much larger than the token's own value it may be
+# The readout of `normalize` is at most this many times as large as the token's own value.
+MAX_GAIN = 16.0
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32 for arithmetic that bf16 would spoil; a float64 model stays float64 throughout."""
+    """Returns x in float32 for arithmetic that bf16 would spoil; float64 stays float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rope_tables(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles at integer `positions` [T] or [B, T], each [..., T, 1, head_dim / 2] of `dtype`.
+    """Computes cos and sin of the rotary angles, each [..., T, 1, R / 2].
 
-    Angles are float64: a float32 one is off by 2e-4 radians at position 4096 and by 0.06 at a million.
+    The angles are float64: float32 ones are off by 2e-4 radians at position 4096 and by 0.06 at a
+    million.
+
+    Args:
+        positions: Integers, [T] or [B, T].
+        head_dim: R.
+        theta: The base of the rotary embedding.
+        dtype: The dtype of the results.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
     angles = positions[..., None, None] * theta ** (-pairs / head_dim)
@@ -30,43 +41,55 @@ def rope_tables(
 
 
 class KeptInFloat32(nn.Module):
-    """A module whose parameters and buffers `half()`, `to(torch.bfloat16)` and the like move, but do not round."""
+    """A module whose parameters and buffers stay float32.
+
+    `half()`, `to(torch.bfloat16)` and their like move them to another device, but do not round
+    them.
+    """
 
     def _apply(self, fn, recurse=True):
-        def moved(t: Tensor) -> Tensor:
-            out = fn(t)
-            return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype in (torch.bfloat16, torch.float16):
+                return tensor.to(moved.device)
+            return moved
 
-        return super()._apply(moved, recurse)
+        return super()._apply(move, recurse)
 
     def check_float32(self) -> None:
         """Raises ValueError if a wrapper has rounded a parameter or buffer for this pass."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.dtype in (torch.bfloat16, torch.float16):
                 raise ValueError(
-                    f"{type(self).__name__}.{name} is {tensor.dtype}, and must stay float32: bfloat16 rounds a decay of 0.999 "
-                    "to 1. A wrapper's mixed precision has rounded it. With FSDP2, first shard these modules in groups of "
-                    "their own, without a policy: `for module in float32_modules(model): fully_shard(module)`. The package "
-                    "has this function in `interdomain.model`; an exported model has the method `float32_modules()`."
+                    f"{type(self).__name__}.{name} is {tensor.dtype}, and must stay float32: "
+                    "bfloat16 rounds a decay of 0.999 to 1. A wrapper's mixed precision has "
+                    "rounded it. With FSDP2, first shard these modules in groups of their own, "
+                    "without a policy: `for module in float32_modules(model): "
+                    "fully_shard(module)`. The package has this function in `interdomain.model`; "
+                    "an exported model has the method `float32_modules()`."
                 )
 
 
 def float32_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters must not be rounded: FSDP2 is to shard them before the layers, without a `param_dtype`."""
-    return [
-        m
-        for m in model.modules()
-        if isinstance(m, KeptInFloat32) and any(True for _ in m.parameters())
-    ]
+    """Returns the modules whose parameters must not be rounded.
+
+    FSDP2 must shard them before the layers, without a `param_dtype`.
+    """
+    found = []
+    for module in model.modules():
+        if isinstance(module, KeptInFloat32) and any(True for _ in module.parameters()):
+            found.append(module)
+    return found
 
 
 class FeatureMap(KeptInFloat32):
-    """xi of paper eq. 3 as a function of R numbers, in plain PyTorch on every device. FEATURE_MAPS has all of them.
+    """Base of the feature maps, xi of paper eq. 3, as functions of R numbers (`FEATURE_MAPS`).
 
-    Attributes of a class:
-        about: a few words, for the help of `mixer.feature_map`.
-        needs_ratio: a query's features have a factor that cancels only in the ratio of eq. 9 (`mixer.normalize`).
-        vectors: random vectors of each head of keys, as a share of R.
+    Attributes:
+        about: A few words for the help of `mixer.feature_map`.
+        needs_ratio: True if a query's features have a factor that cancels only in the ratio of
+            eq. 9 (`mixer.normalize`).
+        vectors: The number of random vectors of each head of keys, as a share of R.
     """
 
     about = ""
@@ -78,43 +101,68 @@ class FeatureMap(KeptInFloat32):
 
     @staticmethod
     def drawn(normal: Tensor) -> Tensor:
-        """The random vectors [H_kv, vectors, R], made of normal ones with variance R^(-1/2)."""
+        """Makes the random vectors, [H_kv, vectors, R], from normal ones with variance R^(-1/2)."""
         return normal
 
-    def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
-        """x [B, T, H, R], queries or keys -> [B, T, H, R] in x's dtype.
+    def forward(
+        self,
+        x: Tensor,
+        tp_rank: Any = None,
+        *,
+        query: bool = False,
+    ) -> Tensor:
+        """Maps queries or keys: x [B, T, H, R] -> [B, T, H, R] in x's dtype.
 
-        heads: which part of the heads x has (`shard.Part`), where a model computes a part.
+        Args:
+            x: Queries or keys.
+            tp_rank: This rank's place in tensor parallelism (`parallel.GroupRank`): x has its part of the
+                heads. None means all heads.
+            query: True for queries.
         """
         raise NotImplementedError
 
 
 class PointwiseFeatures(FeatureMap):
-    """xi(x) = f(x) / sqrt(R), of a positive function f of a number."""
+    """Base of the maps xi(x) = f(x) / sqrt(R) by a positive function f of one number."""
 
-    f: Any
-
-    def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tp_rank: Any = None,
+        *,
+        query: bool = False,
+    ) -> Tensor:
         return (self.f(widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
+
+    def f(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 class EluFeatures(PointwiseFeatures):
-    about = "elu + 1, positive"  # Katharopoulos et al., 2020
-    f = staticmethod(
-        lambda y: F.relu(y) + y.clamp(max=0).exp()
-    )  # F.elu(y) + 1 would round to zero below -17
+    """f(x) = elu(x) + 1 (Katharopoulos et al., 2020)."""
+
+    about = "elu + 1, positive"
+
+    def f(self, y: Tensor) -> Tensor:
+        # F.elu(y) + 1 would round to zero below -17.
+        return F.relu(y) + y.clamp(max=0).exp()
 
 
 class SoftplusFeatures(PointwiseFeatures):
     about = "positive"
-    f = staticmethod(F.softplus)
+
+    def f(self, y: Tensor) -> Tensor:
+        return F.softplus(y)
 
 
 class RandomFeatures(FeatureMap):
-    """Base of the maps by projections on random vectors w.
+    """Base of the maps by projections on random vectors w, which are drawn once and fixed.
 
-    The vectors are drawn once and fixed (a buffer, [H_kv, vectors, R]); query heads of a group use those of their keys, or the
-    inner product would estimate nothing.
+    Query heads use the vectors of their group's keys. With others, the inner product of a query's
+    and a key's features would estimate nothing.
+
+    Attributes:
+        frequencies: The random vectors, a buffer, [H_kv, vectors, R].
     """
 
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
@@ -123,39 +171,47 @@ class RandomFeatures(FeatureMap):
         shape = n_kv_heads, int(self.vectors * head_dim), head_dim
         self.register_buffer("frequencies", torch.empty(shape, dtype=torch.float32))
 
-    def projected(self, x: Tensor, heads: Any) -> Tensor:
-        """w.x, [B, T, H, vectors], of x [B, T, H, R] with H a multiple of H_kv, or `heads` of them."""
+    def projected(self, x: Tensor, tp_rank: Any) -> Tensor:
+        """Computes w . x, [B, T, H, vectors], for x [B, T, H, R] with H a multiple of H_kv."""
         self.check_float32()
         B, T, H, R = x.shape
-        frequencies = (
-            self.frequencies if heads is None else self.frequencies.chunk(heads.size)[heads.rank]
-        )
+        frequencies = self.frequencies
+        if tp_rank is not None:
+            frequencies = frequencies.chunk(tp_rank.size)[tp_rank.rank]
         groups = widened(x).view(B, T, len(frequencies), -1, R)
         with torch.autocast(x.device.type, enabled=False):
-            return torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype)).reshape(
-                B, T, H, -1
-            )
+            products = torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype))
+            return products.reshape(B, T, H, -1)
 
 
 class RandomFourierFeatures(RandomFeatures):
-    """xi(x) = sqrt(2 / R) [cos(w.x), sin(w.x)] of R / 2 vectors (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel."""
+    """xi(x) = sqrt(2 / R) [cos(w.x), sin(w.x)] with R / 2 vectors (paper eq. 5).
+
+    xi(x).xi(y) estimates a Gaussian kernel.
+    """
 
     about = "random Fourier features; paper eq. 5"
     vectors = 0.5
 
-    def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
-        angles = self.projected(x, heads)
-        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / x.shape[-1]) ** 0.5).to(
-            x.dtype
-        )
+    def forward(
+        self,
+        x: Tensor,
+        tp_rank: Any = None,
+        *,
+        query: bool = False,
+    ) -> Tensor:
+        angles = self.projected(x, tp_rank)
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return (features * (2 / x.shape[-1]) ** 0.5).to(x.dtype)
 
 
 class PositiveRandomFeatures(RandomFeatures):
-    """xi(x) = exp(w.x - |x|^2 / (2 sqrt(R))) / sqrt(R) of R orthogonal vectors (FAVOR+, Choromanski et al., 2021).
+    """xi(x) = exp(w.x - |x|^2 / (2 sqrt(R))) / sqrt(R) with R orthogonal vectors.
 
-    xi(q).xi(k) estimates exp(q.k / sqrt(R)), without bias over the draws. A query's features are divided by the largest of
-    them, which cancels in paper eq. 4. A key's keep their scale, for a factor of its own would be a weight. They cannot grow
-    with the key: their exponent is at most sqrt(R) |w|^2 / 2, about 32 for R = 64. Near overflow it is cut off.
+    These are FAVOR+ (Choromanski et al., 2021): xi(q).xi(k) estimates exp(q.k / sqrt(R)), without
+    bias over the draws. A query's features are divided by the largest of them, which cancels in
+    paper eq. 4. A key's features keep their scale, because a factor of its own would be a weight.
+    They cannot grow with the key: their exponent is at most sqrt(R) |w|^2 / 2, about 32 for R = 64.
     """
 
     about = "softmax's kernel, positive"
@@ -164,28 +220,34 @@ class PositiveRandomFeatures(RandomFeatures):
 
     @staticmethod
     def drawn(normal: Tensor) -> Tensor:
-        """Each still normal, those of a head orthogonal."""
+        """Makes the vectors of a head orthogonal; each is still normal."""
         columns = normal.double().mT
-        q, r = torch.linalg.qr(
-            columns
-        )  # q does not depend on the columns' lengths, which are those of r
+        # q does not depend on the columns' lengths, which are those of r: give them back.
+        q, r = torch.linalg.qr(columns)
         q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return (q * columns.norm(dim=1, keepdim=True)).mT.float()
 
-    def forward(self, x: Tensor, heads: Any = None, *, query: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tp_rank: Any = None,
+        *,
+        query: bool = False,
+    ) -> Tensor:
         R = x.shape[-1]
-        exponent = self.projected(x, heads)
+        exponent = self.projected(x, tp_rank)
         if query:
             exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
         else:
-            exponent = exponent - widened(x).square().sum(-1, keepdim=True) / (2 * R**0.5)
-            exponent = exponent.clamp(
-                max=0.7 * math.log(torch.finfo(x.dtype).max)
-            )  # 62 in bfloat16 and float32
+            square = widened(x).square().sum(-1, keepdim=True)
+            exponent = exponent - square / (2 * R**0.5)
+            # Cut off near overflow: 62 in bfloat16 and float32.
+            exponent = exponent.clamp(max=0.7 * math.log(torch.finfo(x.dtype).max))
         return (exponent.exp() * R**-0.5).to(x.dtype)
 
 
-# By name, the values of `mixer.feature_map`. None: SiLU with the l2 norm, within `interdomain.features`, before input norms.
+# The values of `mixer.feature_map`. None is SiLU with the l2 norm (paper eq. 10): a kernel of
+# `interdomain.features`, and the only map with input norms.
 FEATURE_MAPS: dict[str, type[FeatureMap] | None] = {
     "silu": None,
     "rff": RandomFourierFeatures,
@@ -195,37 +257,73 @@ FEATURE_MAPS: dict[str, type[FeatureMap] | None] = {
 }
 
 
-def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
-    """The map `MixerConfig.feature_map` of a layer; None for `silu`."""
-    made = FEATURE_MAPS[name]
-    return made and made(n_kv_heads, head_dim)
+def feature_map(
+    name: str,
+    n_kv_heads: int,
+    head_dim: int,
+) -> FeatureMap | None:
+    """Makes a layer's feature map; None for `silu`.
+
+    Args:
+        name: `MixerConfig.feature_map`.
+        n_kv_heads: Heads of keys and state.
+        head_dim: R.
+    """
+    map_class = FEATURE_MAPS[name]
+    if map_class is None:
+        return None
+    return map_class(n_kv_heads, head_dim)
 
 
+# The values of `mixer.gate_function`.
 GATES = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 
-def normed(o: Tensor, weight: Tensor, eps: float, soft: bool) -> Tensor:
-    """The output norm over D of o [B, T, H, D], with w [D]: w o / sqrt(eps + mean(o^2)); soft: w o / sqrt(w^2 + mean(o^2))."""
+def normed(
+    o: Tensor,
+    weight: Tensor,
+    eps: float,
+    soft: bool,
+) -> Tensor:
+    """Normalises each head's output over D: w o / sqrt(eps + mean(o^2)).
+
+    Args:
+        o: [B, T, H, D].
+        weight: w, [D].
+        eps: Ignored by the soft norm.
+        soft: True for w o / sqrt(w^2 + mean(o^2)), which is o if o is small.
+    """
     o32 = widened(o)
     w = widened(weight)
-    floor = w.square() + 1e-12 if soft else eps  # a weight that is 0 gives 0
-    return (o32 * w * torch.rsqrt(o32.square().mean(-1, keepdim=True) + floor)).to(o.dtype)
+    floor: Any = eps
+    if soft:
+        floor = w.square() + 1e-12  # a weight of 0 gives 0
+    mean_square = o32.square().mean(-1, keepdim=True)
+    normalized = o32 * w * torch.rsqrt(mean_square + floor)
+    return normalized.to(o.dtype)
 
 
 def divided(o: Tensor, v: Tensor) -> Tensor:
-    """Numerator over the Nadaraya-Watson denominator, the last channel of o [B, T, H, D + 1] -> [B, T, H, D], of o's dtype.
+    """Divides the readout by the Nadaraya-Watson denominator (paper eq. 9).
 
-    A kernel average lies between its values, but an estimate of one need not: its denominator can vanish. Where the quotient
-    would be larger than MAX_GAIN times the token's own value v [B, T, G, D + 1], both as means of |x| over D, the denominator
-    is as large as makes it just that, with its sign. The scales of v, of the features and of C cancel; no state is needed.
+    A kernel average lies between its values, but an estimate of one need not: its denominator can
+    vanish. If the quotient were larger than MAX_GAIN times the token's own value, both as means of
+    |x| over D, the denominator is made just large enough, with its sign. The scales of v, of the
+    features and of C cancel, and no state is needed.
+
+    Args:
+        o: The readout, [B, T, H, D + 1]; its last channel is the denominator.
+        v: The token's own values with the ones channel, [B, T, H_kv, D + 1].
+    Returns:
+        [B, T, H, D] in o's dtype.
     """
     numerator = widened(o[..., :-1])
     denominator = widened(o[..., -1:])
     allowed = MAX_GAIN * widened(v[..., :-1]).abs().mean(-1, keepdim=True)
-    allowed = allowed.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+    allowed = allowed.repeat_interleave(o.shape[2] // v.shape[2], dim=2)  # [B, T, H, 1]
     sign = torch.where(denominator < 0, -1.0, 1.0)
-    # Not with a quotient as the floor: a value of zeros gives an output of zeros.
-    below = torch.maximum(denominator.abs() * allowed, numerator.abs().mean(-1, keepdim=True))
-    return (numerator * (sign * allowed) / below.clamp_min(torch.finfo(below.dtype).tiny)).to(
-        o.dtype
-    )
+    # max(|denominator| allowed, mean |numerator|), and not a quotient: zeros for v give zeros.
+    size = numerator.abs().mean(-1, keepdim=True)
+    scale = torch.maximum(denominator.abs() * allowed, size)
+    scale = scale.clamp_min(torch.finfo(scale.dtype).tiny)
+    return (numerator * (sign * allowed) / scale).to(o.dtype)

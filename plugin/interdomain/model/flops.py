@@ -1,6 +1,7 @@
 """FLOPs per token, and the size of a layer's state. A multiply-add counts as two FLOPs.
 
-Each mixer counts its own core and state (`mixers.base.Mixer`). Here they are summed with the parts that all mixers share.
+Each mixer counts its own core and state (`mixers.base.Mixer`). This module adds the parts that all
+mixers share.
 """
 
 import functools
@@ -14,9 +15,17 @@ from .transformer import TransformerBlock, mixer_class
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]:
-    """FLOPs of one forward pass per token, by part: linear layers, output head, convolutions, mixer core.
+    """Returns the FLOPs of a forward pass per token.
 
-    Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
+    Embedding look-ups, norms and activations are not counted: they are bound by memory, and below 1
+    %.
+
+    Args:
+        config: The model.
+        seq_len: Tokens of a sequence, which softmax attention depends on.
+    Returns:
+        FLOPs of the linear layers ("linear"), output head ("head"), convolutions ("conv") and mixer
+        cores ("mixer").
     """
     macs: Counter[str] = Counter()
     for layer in config.layers:
@@ -31,7 +40,10 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
 
 @functools.cache
 def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
-    """Multiply-adds per token of a block. A weight of a linear layer or a convolution makes one."""
+    """Returns the multiply-adds of a block per token.
+
+    Each weight of a linear layer or a convolution makes one.
+    """
     macs: Counter[str] = Counter(mixer_class(layer.mixer).macs(layer, seq_len))
     with torch.device("meta"):
         block = TransformerBlock(layer, None)
@@ -44,13 +56,17 @@ def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of forward and backward per token: three times the forward. Recomputation is not counted (model FLOPs)."""
+    """Returns the FLOPs of forward and backward pass per token, three times the forward's.
+
+    Recomputation is not counted.
+    """
     return 3 * sum(forward_flops_per_token(config, seq_len).values())
 
 
 def state_size(layer: ModelConfig) -> int:
-    """Numbers of a layer's state per sequence (the paper's state budget); a complex number counts as two.
+    """Returns the number of elements of a layer's state per sequence (the paper's state budget).
 
-    Of softmax without a window: numbers per sequence and token.
+    A complex number counts as two. For softmax without a window the result is per sequence and
+    token.
     """
     return mixer_class(layer.mixer).state_size(layer)

@@ -1,7 +1,12 @@
-"""Text from a model: `prefill` reads a prompt into a state, a `Decoder` takes one token a step, `generate` does both.
+"""Text from a model.
 
-The state has a fixed size for every mixer but softmax without a window, so a step costs the same after ten tokens and after a
-million.
+`prefill` reads a prompt into a state, a `Decoder` takes one token per step, and `generate` does
+both.
+
+The state has a fixed size for every mixer but softmax without a window, so a step costs the same
+after ten tokens and after a million.
+
+Shapes: B prompts, T tokens of a prompt, V vocabulary.
 """
 
 import contextlib
@@ -16,22 +21,19 @@ from torch import Tensor
 from .state import ModelState
 from .transformer import Transformer
 
-# Shapes: B batch (prompts), T tokens of a prompt, V vocabulary.
-
 PREFILL_CHUNK = 2048  # tokens per forward pass of a prompt (paper, inference scaling)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which the next token is chosen.
+    """How the next token is chosen: the temperature is applied first, then top_k, then top_p.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most probable token.
-        top_k: keep the so many most probable tokens; 0: all.
-        top_p: keep the most probable tokens that together have this probability; 1: all.
-
+        temperature: The logits are divided by it; 0 takes the most probable token.
+        top_k: Number of most probable tokens to choose from; 0: all.
+        top_p: Choose from the most probable tokens that together have this probability; 1: all.
     Raises:
-        ValueError: a value outside its range.
+        ValueError: A value is outside its range.
     """
 
     temperature: float = 1.0
@@ -48,117 +50,135 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """Next tokens [B] from logits [B, V]. Row b draws from generators[b], so that a row does not depend on its batch."""
+    """Chooses the next tokens.
+
+    Args:
+        logits: [B, V].
+        sampling: How to choose.
+        generators: One per row, so that a row's tokens do not depend on its batch.
+    Returns:
+        The tokens, [B] integers.
+    """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Relative to the largest, so that a temperature near zero gives -inf and not the NaN of inf - inf.
+    # Relative to the largest logit, a temperature near zero gives -inf, and not the NaN of inf -
+    # inf.
     logits = (logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        kept = logits.topk(sampling.top_k)  # exactly that many: bf16 logits are often equal
+        # topk keeps exactly top_k tokens. A threshold would not: bf16 logits are often equal.
+        kept = logits.topk(sampling.top_k)
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        before = (
-            ordered.cumsum(dim=-1) - ordered
-        )  # mass ahead of each token: the first is always kept
+        # The probability of all tokens before each one. It is 0 for the first, which is therefore
+        # always kept.
+        before = ordered.cumsum(dim=-1) - ordered
         kept = ordered.where(before < sampling.top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
-    rows = [
-        torch.multinomial(row, 1, generator=g)
-        for row, g in zip(probabilities, generators, strict=True)
-    ]
-    return torch.cat(rows)
+    tokens = []
+    for row, generator in zip(probabilities, generators, strict=True):
+        tokens.append(torch.multinomial(row, 1, generator=generator))
+    return torch.cat(tokens)
 
 
 @torch.no_grad()
 def prefill(
     model: Transformer, tokens: Tensor, state: ModelState | None = None, chunk: int = PREFILL_CHUNK
 ) -> tuple[Tensor, ModelState]:
-    """Read prompts of one length in pieces: memory for activations does not grow with T.
+    """Reads prompts of one length in pieces: the memory for activations does not grow with T.
 
     Args:
-        tokens: [B, T], T >= 1.
-        state: where to go on from, one row for each of tokens, advanced in place. None: a new one.
-        chunk: tokens of a piece.
-    Returns: (logits [B, V], the state), both after the last token.
-    Raises: ValueError for tokens outside the vocabulary; those on a GPU are not checked.
+        model: The model.
+        tokens: [B, T] integers, T >= 1.
+        state: The state to continue from, with B rows; it is advanced in place. None: a new one.
+        chunk: Number of tokens in a piece.
+    Returns:
+        The logits [B, V] and the state, both after the last token.
     """
     B, T = tokens.shape
-    if (
-        tokens.device.type == "cpu"
-        and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size
-    ):
-        raise ValueError(
-            f"tokens are {tokens.min()} to {tokens.max()}; they must be below {model.config.vocab_size}."
-        )
     tokens = tokens.to(model.tok_embeddings.weight.device)
-    state = model.init_state(B, capacity=T) if state is None else state
+    if state is None:
+        state = model.init_state(B, capacity=T)
     for begin in range(0, T, chunk):
         logits = model(tokens[:, begin : begin + chunk], state, last=1)
     return logits[:, -1], state
 
 
 class Decoder:
-    """Steps from a state on, at its batch size. On CUDA they are one CUDA graph, captured here and replayed for every token.
+    """Takes one token of each row per step.
+
+    On CUDA a step is one CUDA graph, captured here and replayed for every token.
 
     Args:
-        model: that the state belongs to.
-        state: taken over; nothing else may advance it from now on.
-        room: tokens to decode, for which softmax's cache is made large enough; other mixers need none.
-        graph: whether to capture. None: on CUDA.
-
+        model: The model that the state belongs to.
+        state: The state to continue from. It is advanced in place, and nothing else may advance it
+            from now on.
+        room: Number of tokens to decode, for which softmax's cache is made large enough; other
+            mixers need none.
+        graph: Capture a CUDA graph. None: on CUDA.
     Raises:
-        ValueError: a graph without CUDA, or under an autocast around it.
+        ValueError: A graph is to be captured under autocast.
     """
 
     @torch.no_grad()
     def __init__(
         self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None
     ) -> None:
-        device = state.position.device
-        captured = device.type == "cuda" if graph is None else graph
-        if captured and device.type != "cuda":
-            raise ValueError(
-                f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True."
-            )
         self.model = model
         self.state = state
         self.graph: torch.cuda.CUDAGraph | None = None
-        if captured:
-            # Autocast frees its copies of weights when it ends, and the graph would go on reading them.
-            if torch.is_autocast_enabled("cuda"):
-                raise ValueError(
-                    "a CUDA graph cannot be captured under autocast: make the Decoder outside of it."
-                )
-            needed = state.length + max(1, room)
-            if state.capacity is not None and state.capacity < needed:
-                state.reserve(needed)
-            state.captured = True
-            self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
-            with _restored(state), torch.cuda.device(device):
-                self._capture()
+        device = state.position.device
+        if graph is None:
+            graph = device.type == "cuda"
+        if not graph:
+            return
+
+        # Autocast frees its copies of weights when it ends, and the graph would go on reading them.
+        if torch.is_autocast_enabled("cuda"):
+            raise ValueError(
+                "a CUDA graph cannot be captured under autocast: make the Decoder outside of it."
+            )
+        # The graph reads and writes fixed addresses, so the cache cannot grow later.
+        needed = state.length + max(1, room)
+        if state.capacity is not None and state.capacity < needed:
+            state.reserve(needed)
+        state.captured = True
+        self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
+        with _restored(state), torch.cuda.device(device):
+            self._capture()
 
     def _capture(self) -> None:
         position = self.state.position
         begin = position.clone()
         current = torch.cuda.current_stream(position.device)
-        aside = _stream(position.device)
-        aside.wait_stream(current)
-        # The first steps compile kernels and let libraries allocate.
-        with torch.cuda.stream(aside):
+        side_stream = _capture_stream(position.device)
+        side_stream.wait_stream(current)
+        # The first steps compile kernels and let libraries allocate memory.
+        with torch.cuda.stream(side_stream):
             for _ in range(3):
                 self.model(self.tokens, self.state)
-                position.copy_(begin)  # a cache may have room for one token
-        current.wait_stream(aside)
+                # Every step writes the same slot: a cache may have room for one token only.
+                position.copy_(begin)
+        current.wait_stream(side_stream)
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads may do as they like meanwhile, a server's or a process group's.
-        with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
+        # Other threads, such as a server's or a process group's, may call CUDA during the capture.
+        with torch.cuda.graph(self.graph, stream=side_stream, capture_error_mode="thread_local"):
             self.logits = self.model(self.tokens, self.state)[:, -1]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
+        """Advances the state by one token of each row.
+
+        Args:
+            tokens: [B] integers.
+        Returns:
+            The logits after them, [B, V]. With a CUDA graph it is always the same tensor, which the
+            next step overwrites.
+        Raises:
+            ValueError: There is not one token per row, or with a CUDA graph softmax's cache is
+                full.
+        """
         rows = self.state.position.shape
         if tokens.shape != rows:
             raise ValueError(
@@ -178,21 +198,29 @@ class Decoder:
 
 @contextlib.contextmanager
 def _restored(state: ModelState) -> Iterator[None]:
-    """Undo the steps taken in this context; addresses stay. Copies wait on the host, for a GPU may have no room."""
-    # A cache is not overwritten: a step adds to it.
-    recurrent = [
-        x for layer in state.layers if layer.capacity is None for x in layer.tensors().values()
-    ]
-    before = [(x, x.to("cpu", copy=True)) for x in (state.position, *recurrent)]
+    """Undoes the steps taken in this context. Tensors keep their addresses.
+
+    The copies are on the host, because the GPU may have no room for them.
+    """
+    changing = [state.position]
+    for layer in state.layers:
+        # A step only adds to a growing cache, so its tokens need no copy.
+        if layer.capacity is None:
+            changing += layer.tensors().values()
+    copies = [x.to("cpu", copy=True) for x in changing]
     yield
-    for x, old in before:
-        x.copy_(old)
+    for x, copy in zip(changing, copies, strict=True):
+        x.copy_(copy)
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream of all Decoders of a device: libraries keep memory for every stream. torch.cuda.graph's own is for one device
-    only, that of the first capture in the process: steps of another would not be captured."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on which all Decoders of a device are captured.
+
+    There is one per device because libraries keep memory for every stream. The default stream of
+    `torch.cuda.graph` belongs to the device of the first capture in the process, and would not
+    capture the steps of another device.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -205,48 +233,58 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
     vocab_size: int | None = None,
-    prefill_chunk: int = PREFILL_CHUNK,
-    graph: bool | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue several prompts at once.
+    """Continues several prompts at once.
 
-    Prompts are read one after the other and decoded together. A prompt's text depends on (seed, its own tokens) alone, not on
-    the prompts beside it, up to the rounding of batched matrix products.
+    Prompts are read one after the other and decoded together. A prompt's text depends only on the
+    seed and its own tokens, not on the prompts beside it, up to the rounding of batched matrix
+    products.
 
     Args:
-        prompts: token ids; each prompt has at least one, all below the vocabulary size.
-        max_tokens: new tokens per prompt at most.
-        sampling: how tokens are chosen. None: temperature 1, all tokens.
-        seed: of the random numbers.
-        stop: a token that ends a row (it is yielded), or None.
-        vocab_size: the tokenizer's, if the model's is padded: spare rows mean nothing and are never chosen.
-        prefill_chunk: tokens of a piece of a prompt, see `prefill`.
-        graph: how to decode, see `Decoder`.
-
+        model: The model.
+        prompts: Token ids of each prompt, at least one.
+        max_tokens: Largest number of new tokens per prompt.
+        sampling: How tokens are chosen. None: temperature 1, all tokens.
+        seed: Seed of the random numbers.
+        stop: The token that ends a row; it is yielded. None: rows end at max_tokens only.
+        vocab_size: The tokenizer's vocabulary, if the model's is padded: its further rows are never
+            chosen.
     Yields:
         One token per prompt and step; None for prompts that have ended.
-
     Raises:
-        ValueError: no prompt, an empty one, or a token outside the vocabulary; at the first token, as of any iterator.
+        ValueError: There is no prompt, or one has no tokens. It is raised when the first token is
+            asked for.
     """
     if not prompts or not all(prompts):
         raise ValueError(
             f"give prompts of at least one token each: got {[len(p) for p in prompts]} tokens."
         )
-    read = [prefill(model, torch.tensor([prompt]), chunk=prefill_chunk) for prompt in prompts]
-    logits = torch.cat([last for last, _ in read])
-    state = ModelState.stack([state for _, state in read])
-    del read  # the states of single prompts
+    last_logits = []
+    states = []
+    for prompt in prompts:
+        logits, state = prefill(model, torch.tensor([prompt]))
+        last_logits.append(logits)
+        states.append(state)
+    logits = torch.cat(last_logits)
+    state = ModelState.stack(states)
+    # The states of single prompts are no longer needed.
+    del states
 
-    sampling = sampling or Sampling()
+    if sampling is None:
+        sampling = Sampling()
     generators = [torch.Generator(logits.device).manual_seed(seed) for _ in prompts]
-    decoder = Decoder(model, state, room=max_tokens, graph=graph) if max_tokens > 1 else None
+    decoder = Decoder(model, state, room=max_tokens) if max_tokens > 1 else None
     ended = [False] * len(prompts)
     for step in range(1, max_tokens + 1):
         chosen = sample(logits[:, :vocab_size], sampling, generators)
-        ids = chosen.tolist()
-        yield [None if done else t for t, done in zip(ids, ended, strict=True)]
-        ended = [done or t == stop for t, done in zip(ids, ended, strict=True)]
+        tokens: list[int | None] = []
+        for row, token in enumerate(chosen.tolist()):
+            if ended[row]:
+                tokens.append(None)
+            else:
+                tokens.append(token)
+                ended[row] = token == stop
+        yield tokens
         if decoder is None or all(ended) or step == max_tokens:
             return
         logits = decoder.step(chosen)

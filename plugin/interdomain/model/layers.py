@@ -1,6 +1,9 @@
-"""Small modules of the model: PyTorch's own, and the parameters and tables of what stands between projections and scan.
+"""Small modules of the model: linear layers, norms, and parameters of what precedes the scan.
 
-`interdomain.features` and `feature_maps.py` compute the latter. The module that holds a layer draws its values.
+`interdomain.features` and `feature_maps.py` compute with these parameters. No module here draws its
+initial values: the module that holds it does (`initialize`).
+
+Shapes: B batch, T time, H heads, R key features, D value width, W convolution width.
 """
 
 from typing import Any
@@ -11,13 +14,14 @@ from torch.nn import functional as F
 
 from .config import ModelConfig
 from .feature_maps import normed, rope_tables
-from .shard import Part
-
-# Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
+from .parallel import GroupRank
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Data type that autocast rounds x to for a product; None where autocast is off, or x float64."""
+    """Returns the dtype to which autocast rounds x for a matrix product.
+
+    It is None if autocast is off or x is float64.
+    """
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -25,12 +29,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 class LocalParameters(nn.Module):
-    """Base of the modules whose parameters tensor parallelism makes DTensors: they compute with `local` of each.
+    """Base of the modules whose parameters tensor parallelism makes DTensors.
+
+    They compute with `local()` of a parameter.
 
     Attributes:
-        local_weight, local_bias: this rank's slice as a plain tensor, where the parameter is a DTensor; set before each forward
-            pass. None: the parameter is a plain tensor. Buffers, whose shapes torch.compile takes as fixed.
-        whole: True where every rank has all of a matrix that is split by its name (`shard.split_dimension`).
+        local_weight, local_bias: This rank's slice of a parameter that is a DTensor, as a plain
+            tensor; set before each forward pass. None: the parameter is a plain tensor. They are
+            buffers because torch.compile takes buffers' shapes as fixed.
+        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide by
+            its name.
     """
 
     whole: bool = False
@@ -44,32 +52,40 @@ class LocalParameters(nn.Module):
         self.register_buffer("local_bias", None, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Do nothing: the module that holds this one draws its values (`initialize`)."""
+        """Does nothing: the module that holds this one draws its values (`initialize`)."""
 
     def local(self, name: str = "weight") -> Any:
+        """Returns the plain tensor of a parameter to compute with: "weight" or "bias"."""
         local = getattr(self, f"local_{name}", None)
         return getattr(self, name) if local is None else local
 
 
 class Embedding(LocalParameters, nn.Embedding):
-    """tokens [B, T] -> [B, T, dim]. With `heads`: from its part of the rows to its part of the tokens, [B, T / size, dim]."""
+    """The embedding: tokens [B, T] -> [B, T, dim].
 
-    heads: "Part | None" = None
+    With tensor parallelism this rank has a part of the rows, and returns its part of the tokens,
+    [B, T / size, dim].
+
+    Attributes:
+        tp_rank: This rank's place in tensor parallelism. None: the module has all rows.
+    """
+
+    tp_rank: "GroupRank | None" = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.local()
-        if self.heads is None:
+        if self.tp_rank is None:
             return F.embedding(tokens, rows)
-        tokens = tokens - self.heads.rank * len(rows)
+        # Tokens whose row another rank has give zeros; the sum over the ranks has each token once.
+        tokens = tokens - self.tp_rank.rank * len(rows)
         elsewhere = (tokens < 0) | (tokens >= len(rows))
-        rows_of_tokens = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(
-            elsewhere[..., None], 0
-        )
-        return self.heads.scatter_tokens(rows_of_tokens)
+        embedded = F.embedding(tokens.masked_fill(elsewhere, 0), rows)
+        embedded = embedded.masked_fill(elsewhere[..., None], 0)
+        return self.tp_rank.scatter_tokens(embedded)
 
 
 class Linear(LocalParameters, nn.Linear):
-    """Linear layer without a bias."""
+    """A linear layer without bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -79,41 +95,58 @@ class Linear(LocalParameters, nn.Linear):
 
 
 class RMSNorm(LocalParameters, nn.RMSNorm):
+    """RMSNorm, whose result has the dtype of autocast's products."""
+
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.rms_norm(x, self.normalized_shape, self.local(), self.eps)
-        # Products read it: rounded here, it is rounded and kept for the backward pass once, not by each of them.
-        rounded = autocast_dtype(x)
-        return y if rounded is None else y.to(rounded)
+        # Several products read it. Rounded here, it is rounded and kept for the backward pass only
+        # once.
+        dtype = autocast_dtype(x)
+        return y if dtype is None else y.to(dtype)
 
 
 class ShortConv(LocalParameters):
-    """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel: (weight, bias) by a call,
-    around which accelerate brings what it has offloaded."""
+    """Parameters of a causal depthwise convolution over time (paper eq. 10, SC): W + 1 per channel.
+
+    A call returns (weight, bias), [channels, 1, W] and [channels]. It is a call because accelerate,
+    which offloads parameters, brings them back around one.
+    """
 
     def __init__(self, channels: int, width: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
+        self.bias: Any = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(channels))
 
     def forward(self) -> tuple[Tensor, Any]:
         return self.local(), self.local("bias")
 
 
 def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`rope_tables` of a model that computes in this dtype: float32, or float64 for that."""
-    return rope_tables(
-        positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32)
-    )
+    """Returns the rotary tables of a model.
+
+    Args:
+        config: The model.
+        positions: The place of each token in its document, [T] or [B, T].
+        dtype: The dtype of the hidden states. The tables are float32, or float64 for float64.
+    Returns:
+        Cosines and sines, each [T, 1, head_dim / 2] or [B, T, 1, head_dim / 2].
+    """
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    return rope_tables(positions, config.head_dim, config.rope_theta, table_dtype)
 
 
 class InputNorm(LocalParameters):
-    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. 12): R + H R. Called, it returns
-    (weight, bias), as ShortConv.
+    """Parameters of the norm N+b (paper eq. 12).
 
-    The paper's text gives every head a scale of its own; its parameter counts leave no room for that.
+    It is an RMSNorm over R whose scale the heads share, plus a bias per head.
+
+    A call returns (weight, bias), [R] and [H, R], as that of ShortConv. The paper's text gives
+    every head a scale of its own; its parameter counts leave no room for that.
     """
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
@@ -127,7 +160,15 @@ class InputNorm(LocalParameters):
 
 
 class OutputNorm(LocalParameters):
-    """`MixerConfig.output_norm` of each head, o [B, T, H, D] -> [B, T, H, D]; its scale is shared by the heads."""
+    """The norm of each head's output (`MixerConfig.output_norm`), [B, T, H, D] -> [B, T, H, D].
+
+    The heads share its scale.
+
+    Args:
+        head_dim: D.
+        eps: Epsilon of the norm.
+        soft: True for output_norm = soft, False for rms.
+    """
 
     def __init__(self, head_dim: int, eps: float, *, soft: bool) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The value that a readout pairs with a key: weights that depend on the mixer's parameters alone, for `inspect-model`.
+"""The values that a readout pairs with a key, for `inspect-model`.
 
-The output of the interdomain mixer is a sum over pairs of tokens: o_t = sum_ij (q_t . k_i) w(t - i, t - j) v_j. A query that
-matches the key of s tokens ago, and no other, reads the value of r tokens ago with weight w(s, r): docs/pairing.md.
+They follow from the mixer's parameters only. The output of the interdomain mixer is a sum over
+pairs of tokens, o_t = sum_ij (q_t . k_i) w(t - i, t - j) v_j. A query that matches only the key of
+s tokens ago reads the value of r tokens ago with the weight w(s, r): docs/pairing.md.
 """
 
 import torch
@@ -11,28 +12,41 @@ from interdomain.scan import interdomain_scan
 
 from .mixers.interdomain import InterdomainMixer
 
+# Shapes: H heads of the state, L lags. Here B = T = R = D = L.
+
 LAGS = 64  # tokens that the weights go back
 
 
 @torch.no_grad()
 def pairing(mixer: InterdomainMixer, lags: int = LAGS) -> Tensor:
-    """w [H, s, r] of the heads of the state, by the scan itself: every token has a key and a value of its own, and the last
-    token of each of several texts asks for another key."""
-    log_decay, mixing = mixer.dynamics([mixer])[0]
-    own = torch.eye(lags, dtype=log_decay.dtype, device=log_decay.device)
-    keys = own[None, :, None].expand(lags, -1, len(log_decay), -1).contiguous()
+    """Computes w [H, s, r] by the scan itself.
+
+    Every token has a key and a value of its own (a row of the identity). The last token of each of
+    L texts asks for another key.
+    """
+    log_decay, mixing = mixer.ssm_tensors([mixer])[0]
+    one_hot = torch.eye(lags, dtype=log_decay.dtype, device=log_decay.device)
+    H = len(log_decay)
+    keys = one_hot[None, :, None].expand(lags, -1, H, -1).contiguous()  # [B, T, H, R]
     queries = torch.zeros_like(keys)
-    queries[:, -1] = own[:, None]
+    queries[:, -1] = one_hot[:, None]
     o, _ = interdomain_scan(queries, keys, keys, log_decay, mixing)
-    return o[:, -1].transpose(0, 1).flip(1, 2)
+    last = o[:, -1].transpose(0, 1)  # [H, key, value], by the tokens' places
+    return last.flip(1, 2)
 
 
 def by_head(weights: Tensor) -> dict[str, list[float]]:
-    """Numbers of each head of weights [H, s, r]: the mean weight of a key's own value over the root mean square of all weights,
-    and the share of the own weights that are positive."""
-    diagonal = weights.diagonal(dim1=1, dim2=2)
+    """Summarises the weights [H, s, r] of each head.
+
+    Returns:
+        "own value": The mean weight of a key's own value over the root mean square of all weights.
+        "own value positive": The share of the own weights that are positive.
+    """
+    own = weights.diagonal(dim1=1, dim2=2)
     scale = weights.square().mean((1, 2)).sqrt()
+    relative = own.mean(1) / scale
+    positive = (own > 0).to(weights.dtype)
     return {
-        "own value": (diagonal.mean(1) / scale).tolist(),
-        "own value positive": (diagonal > 0).to(weights.dtype).mean(1).tolist(),
+        "own value": relative.tolist(),
+        "own value positive": positive.mean(1).tolist(),
     }

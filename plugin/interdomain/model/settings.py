@@ -1,19 +1,25 @@
-"""Settings of a token mixer, each declared once: type, default, text, and the values that it may have.
+"""Settings of a token mixer, each declared once: its type, default, help text and allowed values.
 
-[mixer] of a TOML file, the flags of both hosts, config.json of an exported folder and the documentation's table are made of
-`MixerConfig`. A folder has a copy of this file, which imports the standard library and the table of feature maps.
+The section [mixer] of a TOML file, the flags of both hosts, config.json of an exported model and
+the table in the documentation are all made from `MixerConfig`. `check_setting` is the only check of
+one value; TorchTitan's settings use it, too. An exported model has a copy of this file, so it
+imports the standard library and the table of feature maps only.
 """
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import Field, dataclass, field, fields
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from .feature_maps import FEATURE_MAPS
 
-LARGEST = 2**20  # of a size: a damaged number would take all memory, or for ever
+# The largest size. A damaged config.json may have a number that would take all memory or run
+# forever.
+LARGEST = 2**20
 
-# Baselines whose state has a fixed size, too: of each, the settings of MixerConfig that it has.
+# Baselines whose state has a fixed size, too, and the settings of MixerConfig that each of them
+# has.
 FIXED_STATE = {
     "gla": ("n_basis", "state_heads", "conv_width"),
     "mamba2": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
@@ -22,7 +28,9 @@ FIXED_STATE = {
 }
 BASELINES = {"softmax": ("n_kv_heads", "window"), **FIXED_STATE}
 KINDS = ["interdomain", *BASELINES]
-CONV_WIDTH = {"gla": 0, "softmax": None}  # where it is not 4 by default
+# The default width of the short convolution, for the kinds whose default is not 4.
+CONV_WIDTH = {"gla": 0, "softmax": None}
+# The output norms, and the value of w at the start.
 OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
 BY_CONDITION = "as the condition has it"
 
@@ -30,11 +38,13 @@ BY_CONDITION = "as the condition has it"
 def setting(
     default: Any, text: str, unset: str = "", choices: Collection[str] = (), least: int = 1
 ) -> Any:
-    """A field with the help of its flag.
+    """Declares a field together with the help text of its flag.
 
     Args:
-        unset: what holds for a run that does not set it, if not the default.
-        choices: all values that it may have. least: the smallest of an integer.
+        text: The help text, without the default.
+        unset: What a run has that does not set it. Empty: the default.
+        choices: All values that it may have. Empty: any value of its type.
+        least: The smallest value of an integer.
     """
     text = f"{text} Unset: {unset or str(default).lower()}."
     return field(default=default, metadata=dict(text=text, choices=choices, least=least))
@@ -42,11 +52,13 @@ def setting(
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """The token mixer of one block: interdomain attention, or one of BASELINES, which have the settings named there. The axes
-    of the paper's ablation cube are dual_input, query_readout and rope.
+    """The token mixer of one block: interdomain attention, or one of BASELINES.
+
+    dual_input, query_readout and rope are the axes of the paper's ablation cube. A baseline has
+    only the settings that BASELINES names.
 
     Raises:
-        ValueError: a value that is not allowed, or a setting that this kind does not have.
+        ValueError: A value is not allowed, or this kind of mixer does not have the setting.
     """
 
     kind: str = setting("interdomain", "The kind of mixer.", choices=KINDS)
@@ -73,8 +85,9 @@ class MixerConfig:
     )
     readout: str = setting(
         "complex",
-        "How complex U and Gamma become real. complex: the real part of q^T U^T Gamma, nothing conjugated, the literal reading "
-        "of paper eq. 13. real: their real parts are multiplied. hermitian: q^T U^T is conjugated.",
+        "How complex U and Gamma become real. complex: the real part of q^T U^T Gamma, nothing "
+        "conjugated, the literal reading of paper eq. 13. real: their real parts are multiplied. "
+        "hermitian: q^T U^T is conjugated.",
         choices=("complex", "real", "hermitian"),
     )
     c_form: str = setting(
@@ -84,14 +97,18 @@ class MixerConfig:
     )
     feature_map: str = setting(
         "silu",
-        "Features of queries and keys (docs/kernel-view.md). silu: SiLU, then l2 norm (paper eq. 10). Without input norms: "
+        "Features of queries and keys (docs/kernel-view.md). silu: SiLU, then l2 norm (paper eq. "
+        "10). Without input norms: "
         + ", ".join(f"{name} ({xi.about})" for name, xi in FEATURE_MAPS.items() if xi)
         + ".",
         choices=tuple(FEATURE_MAPS),
     )
     normalize: bool = setting(
         False,
-        "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some of which need it.",
+        (
+            "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, some "
+            "of which need it."
+        ),
     )
     output_gate: bool = setting(
         False,
@@ -104,8 +121,9 @@ class MixerConfig:
     )
     output_norm: str = setting(
         "none",
-        "Norm of each head's output o, before the gate; w is learned. rms: w o / rms(o). soft: w o / sqrt(w^2 + mean(o^2)), "
-        "which is o where o is small, and rms where it is large. The paper's mixer has none.",
+        "Norm of each head's output o, before the gate; w is learned. rms: w o / rms(o). soft: w "
+        "o / sqrt(w^2 + mean(o^2)), which is o where o is small, and rms where it is large. The "
+        "paper's mixer has none.",
         choices=("none", *OUTPUT_NORM_SCALE),
     )
     output_norm_scale: float | None = setting(
@@ -128,7 +146,10 @@ class MixerConfig:
     )
     c_scale: float | None = setting(
         None,
-        "C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). It decides whether the mixer learns.",
+        (
+            "C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). It decides "
+            "whether the mixer learns."
+        ),
         "sqrt(2)/M, or sqrt(2/M) if C is diagonal (the paper leaves it open)",
     )
     linear_scale: float | None = setting(
@@ -140,28 +161,34 @@ class MixerConfig:
     dt_max: float = setting(1e-1, "Largest Delta at the start.")
     a_init: str = setting(
         "s4d-inv",
-        "A at the start (Gu et al., 2022). s4d-inv: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the paper's. s4d-lin: -1/2 + i pi n. "
-        "s4d-real: -(n + 1).",
+        "A at the start (Gu et al., 2022). s4d-inv: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the "
+        "paper's. s4d-lin: -1/2 + i pi n. s4d-real: -(n + 1).",
         choices=("s4d-inv", "s4d-lin", "s4d-real"),
     )
 
     def __post_init__(self) -> None:
         check_fields("mixer.", self)
+
+        # Settings that do not fit each other.
         if self.dt_min > self.dt_max:
             raise ValueError(
-                f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}."
+                f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and "
+                f"{self.dt_max:g}."
             )
-        xi = FEATURE_MAPS[self.feature_map]
-        if xi and xi.needs_ratio and not self.normalize:
+        feature_map = FEATURE_MAPS[self.feature_map]
+        if feature_map and feature_map.needs_ratio and not self.normalize:
             raise ValueError(
-                f"mixer.feature_map = {self.feature_map!r} scales each query by a factor that cancels only in the ratio of "
-                "eq. 9: set mixer.normalize = true with it, or choose another map."
+                f"mixer.feature_map = {self.feature_map!r} scales each query by a factor that "
+                "cancels only in the ratio of eq. 9: set mixer.normalize = true with it, or "
+                "choose another map."
             )
-        for name, why in self.without_meaning().items():
-            if getattr(self, name) != getattr(MixerConfig, name):
+        for name, reason in self.unused_settings().items():
+            value = getattr(self, name)
+            if value != getattr(MixerConfig, name):
                 raise ValueError(
-                    f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out."
+                    f"mixer.{name} = {value!r} is not possible: {reason}; or leave it out."
                 )
+        # A convolution over one token would only scale it.
         if self.conv_width == 1:
             raise ValueError(
                 "mixer.conv_width must be 0, for no convolution, or at least 2: got 1."
@@ -171,46 +198,59 @@ class MixerConfig:
 
     @property
     def conv_past(self) -> int:
-        """Tokens before its own that a convolution reads."""
+        """The number of tokens before its own that the convolution reads."""
         return max(0, (self.conv_width or 0) - 1)
 
-    def without_meaning(self) -> dict[str, str]:
-        """The settings that this mixer cannot have other than their default, and what to do."""
-        if self.kind in BASELINES:  # n_basis belongs to the size: softmax does not read it
-            names = BASELINES[self.kind]
-            why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(names)}. Choose another condition"
-            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", *names)}
-        unread: dict[str, str] = {
-            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
+    def unused_settings(self) -> dict[str, str]:
+        """Returns the settings that this mixer does not have, with the reason and what to do."""
+        if self.kind in BASELINES:
+            used = BASELINES[self.kind]
+            reason = (
+                f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(used)}. "
+                "Choose another condition"
+            )
+            # n_basis belongs to the size, so softmax has a value of it, which it does not read.
+            others = [name for name in MIXER_SETTINGS if name not in ("kind", "n_basis", *used)]
+            return dict.fromkeys(others, reason)
+
+        # Settings of baselines, of parts that this mixer does not have, and of the readout.
+        unused = {
+            "window": (
+                "only softmax layers have a window. Choose softmax, or set mixer.softmax_every"
+            ),
             "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
         }
         if not self.output_gate:
-            unread["gate_function"] = "there is no gate. Set mixer.output_gate = true"
+            unused["gate_function"] = "there is no gate. Set mixer.output_gate = true"
         if self.output_norm == "none":
-            unread["output_norm_scale"] = "there is no norm. Set mixer.output_norm"
+            unused["output_norm_scale"] = "there is no norm. Set mixer.output_norm"
         if self.normalize:
-            unread["output_norm"] = (
+            unused["output_norm"] = (
                 "mixer.normalize sets the scale of the output. Choose one of the two"
             )
         if self.c_form == "identity":
-            unread["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
+            unused["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
         if self.query_readout:
-            return unread | {
-                "linear_scale": "c belongs to the linear readout. Set mixer.query_readout = false"
-            }
+            unused["linear_scale"] = (
+                "c belongs to the linear readout. Set mixer.query_readout = false"
+            )
+            return unused
+
+        # The linear readout has no query, so it has nothing that acts on one.
         if not self.dual_input:
-            unread["feature_map"] = (
+            unused["feature_map"] = (
                 "there is no query or key to map. Set mixer.dual_input or query_readout = true"
             )
-        why = "it needs the query readout. Set mixer.query_readout = true"
-        return unread | dict.fromkeys(("normalize", "n_kv_heads", "readout", "output_norm"), why)
+        for name in ("normalize", "n_kv_heads", "readout", "output_norm"):
+            unused[name] = "it needs the query readout. Set mixer.query_readout = true"
+        return unused
 
 
 MIXER_SETTINGS = {f.name: f for f in fields(MixerConfig)}
 
 
 class StateShape(NamedTuple):
-    """State of a baseline in FIXED_STATE: each head is a matrix of key_width x value_width numbers."""
+    """State of a baseline in FIXED_STATE: each head is a key_width x value_width matrix."""
 
     heads: int
     key_width: int
@@ -218,69 +258,141 @@ class StateShape(NamedTuple):
 
 
 def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
-    """Shape with, by default, 4 n_basis dim numbers per layer, as interdomain attention's state: n_basis x 2 dim complex ones.
+    """Returns the shape of the state of one layer of a baseline in FIXED_STATE.
 
-    Heads of 4 n_basis x 4 n_basis; of Mamba-2, whose inner width is 2 dim, of 2 n_basis x 64 (less, where 64 does not divide
-    2 dim). With `state_heads` the heads are square and share dim. Mamba-2's share its inner width: its state stays as large.
-    Raises: ValueError for widths that do not divide.
+    By default the state has 4 n_basis dim numbers, as many as interdomain attention's n_basis x 2
+    dim complex ones. Its heads are 4 n_basis x 4 n_basis. Mamba-2, whose inner width is 2 dim, has
+    heads of 2 n_basis x 64, or narrower ones if 64 does not divide 2 dim. With `state_heads` the
+    heads are square and share dim; those of Mamba-2 keep their 2 n_basis rows and share its inner
+    width, so its state stays as large.
+
+    Args:
+        mixer: The settings of the layer's mixer.
+        dim: The width of the model.
+    Raises:
+        ValueError: The heads do not divide the width.
     """
-    wide = mixer.kind == "mamba2"
-    width, name = (2 * dim, "2 dim") if wide else (dim, "dim")
+    # Mamba-2's heads are narrower than their keys, and share an inner width of 2 dim.
+    is_mamba = mixer.kind == "mamba2"
+    width = 2 * dim if is_mamba else dim
     if mixer.state_heads is not None:
         if width % mixer.state_heads:
+            name = "2 dim" if is_mamba else "dim"
             raise ValueError(
                 f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}."
             )
-        head = width // mixer.state_heads
+        value_width = width // mixer.state_heads
+    elif is_mamba:
+        value_width = math.gcd(width, 64)
     else:
-        head = math.gcd(width, 64) if wide else 4 * mixer.n_basis
-        if width % head:
-            allowed = ", ".join(str(n // 4) for n in range(4, dim + 1, 4) if dim % n == 0)
+        value_width = 4 * mixer.n_basis
+        if width % value_width:
             raise ValueError(
-                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {head} wide, "
-                f"which must divide dim = {dim}. Set one of {allowed}, or mixer.state_heads for a state of another size."
+                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is "
+                f"4 n_basis = {value_width} wide, which must divide dim = {dim}. Set another "
+                "n_basis, or mixer.state_heads for a state of another size."
             )
-    return StateShape(width // head, 2 * mixer.n_basis if wide else head, head)
+    key_width = 2 * mixer.n_basis if is_mamba else value_width
+    return StateShape(width // value_width, key_width, value_width)
 
 
-def readout_std(mixer: Any) -> dict[str, float]:
-    """Standard deviation of a new C, of its real and of its imaginary part, and of a new c. mixer: has MixerConfig's settings.
+def readout_std(mixer: MixerConfig, name: str) -> float:
+    """Returns the standard deviation of a new readout parameter.
 
-    The scale at which the readout starts decides whether the mixer learns: 1/M for the full matrix; 1/sqrt(M) gives the
-    diagonal the same (one product per basis function instead of M).
+    The scale at which the readout starts decides whether the mixer learns: 1/M for the full matrix.
+    1/sqrt(M) gives the diagonal the same scale, because it has one product per basis function
+    instead of M.
+
+    Args:
+        mixer: The settings of the layer's mixer.
+        name: "C", the standard deviation of its real and of its imaginary part; or "c" of the
+            linear readout.
     """
     M = mixer.n_basis
-    C = (
-        (1 / M if mixer.c_form == "full" else M**-0.5)
-        if mixer.c_scale is None
-        else mixer.c_scale / math.sqrt(2)
-    )
-    return {"C": C, "c": M**-0.5 if mixer.linear_scale is None else mixer.linear_scale}
+    if name == "c":
+        return M**-0.5 if mixer.linear_scale is None else mixer.linear_scale
+    if mixer.c_scale is not None:
+        return mixer.c_scale / math.sqrt(2)
+    return 1 / M if mixer.c_form == "full" else M**-0.5
 
 
-def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} = {value!r} is unknown; allowed: {', '.join(allowed)}.")
+class Bound(NamedTuple):
+    """The values that a setting may have.
+
+    Attributes:
+        description: The allowed values, as they complete the sentence "SETTING must be ...".
+        allows: Returns True for an allowed value.
+    """
+
+    description: str
+    allows: Callable[[Any], bool]
 
 
-def check_fields(prefix: str, config: Any, without: str = "") -> None:
-    """Types, choices and ranges. Raises ValueError that names the setting."""
-    for f in (f for f in fields(config) if f.name != without):
-        name, value, kind = f"{prefix}{f.name}", getattr(config, f.name), cast(Any, f.type)
-        real, least = (
-            isinstance(0.0, kind),
-            f.metadata.get("least", 1),
-        )  # a JSON or TOML file may have 1 for 1.0
-        # A bool is an int to Python, but `dim = true` is no size.
-        if not isinstance(value, kind | int if real else kind) or (
-            isinstance(value, bool) and kind is not bool
-        ):
-            raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}: got {value!r}.")
-        if f.metadata.get("choices"):
-            one_of(name, value, f.metadata["choices"])
-        elif real and value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite: got {value}.")
-        elif type(value) is int and value < least:
-            raise ValueError(f"{name} must be at least {least}: got {value}.")
-        elif type(value) is int and f.name != "max_seq_len" and value > LARGEST:
-            raise ValueError(f"{name} must be at most {LARGEST:,}: got {value}.")
+def one_of(names: Iterable[str]) -> Bound:
+    """Allows these names."""
+    return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
+
+
+def check_setting(name: str, value: Any, kind: Any, bound: Bound | None = None) -> None:
+    """Checks one value.
+
+    Args:
+        name: The setting's name in the error, such as "mixer.n_basis".
+        kind: Its type: a class, a union, a list of a type, or a Literal. A float may also be an
+            integer.
+        bound: The values that it may have. None stands for all, and the value None is always
+            allowed if the type has it.
+    Raises:
+        ValueError: The value is of another type, or not allowed.
+    """
+    if not _has_type(value, kind):
+        described = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
+        raise ValueError(f"{name} must be {described}: got {value!r}.")
+    if bound is not None and value is not None and not bound.allows(value):
+        raise ValueError(f"{name} must be {bound.description}: got {value}.")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind)
+    arguments = get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, UnionType):
+        return any(_has_type(value, one) for one in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_has_type(one, *arguments) for one in value)
+    if kind in (int, float):
+        # A bool is an int to Python, but `steps = true` is no number.
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def check_fields(prefix: str, config: Any, skip: str = "") -> None:
+    """Checks the value of each field of a configuration.
+
+    Args:
+        prefix: What stands before a field's name in an error, such as "mixer.".
+        config: An instance of a dataclass, whose fields may be made by `setting`.
+        skip: The name of a field that is not checked.
+    Raises:
+        ValueError: A value is not allowed. The error names the setting.
+    """
+    for f in fields(config):
+        if f.name != skip:
+            check_setting(f"{prefix}{f.name}", getattr(config, f.name), f.type, _bound_of(f))
+
+
+def _bound_of(f: Field) -> Bound | None:
+    """Returns the values that a field may have besides its type, None for all of the type."""
+    choices = f.metadata.get("choices")
+    if choices:
+        return one_of(choices)
+    if _has_type(0.5, f.type):
+        return Bound("positive and finite", lambda x: 0 < x < math.inf)
+    if not _has_type(1, f.type):
+        return None
+    least = f.metadata.get("least", 1)
+    # The length of a sequence makes no tensor of the model larger.
+    if f.name == "max_seq_len":
+        return Bound(f"at least {least}", lambda x: x >= least)
+    return Bound(f"from {least} to {LARGEST:,}", lambda x: least <= x <= LARGEST)

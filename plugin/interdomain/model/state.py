@@ -1,7 +1,7 @@
-"""The state that a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax
-without a window.
+"""The state that a model carries from one piece of a sequence to the next.
 
-A model advances a state in place. Where no gradient is recorded its tensors keep their addresses, which CUDA graphs need.
+Its size is fixed for every mixer but softmax without a window. A model advances a state in place.
+If no gradient is recorded, its tensors keep their addresses, which CUDA graphs need.
 """
 
 from collections.abc import Callable
@@ -11,39 +11,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
+# Shapes: B batch, T tokens, H heads of keys and state, R head_dim, M basis functions, P width of z,
+#         W taps of the convolution, E channels of the convolutions, S slots of a cache.
 
 
 def backward_pass() -> int | None:
-    """Number of the backward pass that this thread is in; -1 for none. None while torch.compile traces a function."""
-    return None if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    """Returns the number of the backward pass that this thread is in, -1 outside of one.
+
+    While torch.compile traces a function it is None.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return torch._C._current_graph_task_id()
 
 
 def check_not_recomputed(made_in: int | None) -> None:
-    """Raises ValueError for a state that was made before this backward pass, which computes a forward pass again: only
-    activation checkpointing does so, and the first pass has advanced the state already.
+    """Checks that a forward pass that advances a state is not being recomputed.
+
+    A backward pass computes a forward pass again only for activation checkpointing. The first
+    forward pass has advanced the state by then.
 
     Args:
-        made_in: `backward_pass` when the state was made; None for a state that a compiled function makes for itself.
+        made_in: `backward_pass` when the state was made. None for a state that a compiled function
+            makes for itself.
+    Raises:
+        ValueError: The state was made before this backward pass.
     """
     if made_in is None or torch.compiler.is_exporting():
         return
-    # A compiled function may be checkpointed, too: with gradients its graph breaks here. A decode step has none.
+    # A compiled function may be checkpointed, too: with gradients its graph breaks here. A decode
+    # step records no gradients and keeps its graph whole.
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return
     if torch._C._current_graph_task_id() not in (-1, made_in):
         raise ValueError(
-            "Activation checkpointing computes this layer again in the backward pass, and the layer's state has moved on "
-            "since: the gradients would be wrong. Leave out the state (cache), give the layer a copy of it within the "
-            "checkpointed function (copy.copy), or do not checkpoint the pass that reads it."
+            "Activation checkpointing computes this layer again in the backward pass, and the "
+            "layer's state has moved on since: the gradients would be wrong. Leave out the state "
+            "(cache), give the layer a copy of it within the checkpointed function (copy.copy), or "
+            "do not checkpoint the pass that reads it."
         )
 
 
 class State:
     """Base of the states, which are advanced in place.
 
-    They are plain objects on purpose. Wrappers such as FSDP2 and DDP rebuild the dataclasses, tuples, lists and dictionaries
-    among a module's arguments, and the module would then advance the copy.
+    They are plain objects on purpose. Wrappers such as FSDP2 and DDP rebuild the dataclasses,
+    tuples, lists and dictionaries among a module's arguments, and the module would then advance the
+    copy.
 
     Attributes:
         made_in: `backward_pass` when the state was made.
@@ -53,23 +67,29 @@ class State:
         self.made_in = backward_pass()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the state consists of, by attribute."""
+        """Returns the tensors of the state by attribute."""
         raise NotImplementedError
 
     def replaced(self, **attributes: Any) -> Self:
-        """A state like this one, but for these attributes."""
+        """Returns a state like this one, but with these attributes."""
+        # No constructor is called: subclasses have different arguments.
         other = object.__new__(type(self))
         vars(other).update(vars(self), made_in=backward_pass(), **attributes)
         return other
 
     def clone(self) -> Self:
-        """A copy, to continue one text in several ways."""
+        """Returns an independent copy, to continue one text in several ways."""
         return self._map(Tensor.clone)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return self.replaced(**{name: function(tensor) for name, tensor in self.tensors().items()})
+        """Returns a state of the function's results for each tensor."""
+        tensors = self.tensors()
+        for name, tensor in tensors.items():
+            tensors[name] = function(tensor)
+        return self.replaced(**tensors)
 
-    # A copy shares no tensor that is written in place. Those with a gradient's history cannot be copied otherwise.
+    # Both kinds of copies share no tensor that is written in place. Python's own deep copy fails
+    # for tensors with a gradient's history.
     def __copy__(self) -> Self:
         return self.clone()
 
@@ -78,12 +98,15 @@ class State:
 
 
 class MixerState(State):
-    """The state of an interdomain layer.
+    """The state of a layer with a state of fixed size.
 
     Attributes:
-        conv: the last W - 1 inputs of the convolutions that the layer has, of q, k and v side by side, [B, W - 1, E].
-        ssm: X of the scan (unit gain), [B, H, M, P, 2] float32.
-        prepared: what a decode step reads of the parameters.
+        conv: The last W - 1 inputs of the layer's convolutions, of q, k and v side by side,
+            [B, W - 1, E].
+        ssm: The recurrence's state: X of the scan (unit gain), [B, H, M, P, 2], or S of a baseline,
+            [B, H, K, V]; at least float32.
+        prepared: What a mixer's step kernels read of its parameters. None if it has none.
+        capacity: None: the state does not grow.
     """
 
     capacity: int | None = None
@@ -92,7 +115,7 @@ class MixerState(State):
         self,
         conv: Tensor,
         ssm: Tensor,
-        prepared: tuple[dict[str, Any], dict[str, Any]] | None = None,
+        prepared: Any = None,
     ) -> None:
         super().__init__()
         self.conv = conv
@@ -100,7 +123,7 @@ class MixerState(State):
         self.prepared = prepared
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
-        """Replace the state. Tensors that were updated in place are kept."""
+        """Replaces the state. Tensors that were updated in place are kept."""
         check_not_recomputed(self.made_in)
         self.conv = overwritten(self.conv, conv)
         self.ssm = overwritten(self.ssm, ssm)
@@ -110,9 +133,13 @@ class MixerState(State):
 
 
 class KVCache(State):
-    """The cache of a softmax layer: rotated keys and values, each [B, H, S, head_dim]. Token i of a row is in slot i.
+    """The cache of a softmax layer: rotated keys, and values. Token i of a row is in slot i.
 
-    It grows if there are more tokens than slots. Slots after a row's last token mean nothing.
+    It grows if there are more tokens than slots. The slots after a row's last token hold anything.
+
+    Attributes:
+        k: Keys, [B, H, S, R].
+        v: Values, [B, H, S, R].
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -122,31 +149,48 @@ class KVCache(State):
 
     @property
     def capacity(self) -> int | None:
+        """The number of slots, S. None if the cache does not grow."""
         return self.k.shape[2]
 
     def tensors(self) -> dict[str, Tensor]:
         return {"k": self.k, "v": self.v}
 
-    def append(self, k: Tensor, v: Tensor, token: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of a piece, [B, H, T, head_dim].
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        token: Tensor,
+        before: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds keys and values, and returns those that the new tokens may attend to.
 
         Args:
+            k: Keys of the new tokens, [B, H, T, R].
+            v: Values of the new tokens, [B, H, T, R].
             token: The place of each new token in its row, [B, T].
-            before: Slots before the piece that are returned.
+            before: The number of slots before the new tokens to return.
         Returns:
-            The keys and values of the first `before` + T slots.
+            The keys and values in the first `before` + T slots.
         """
         check_not_recomputed(self.made_in)
+        # Grow to the longest row after the new tokens.
         slots = before + k.shape[2]
         if slots > self.k.shape[2]:
             self.reserve(slots)
         self._write(k, v, token)
         return self.k[:, :, :slots], self.v[:, :, :slots]
 
-    def _write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        index = _by_slot(slots, k)
+    def _write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Writes keys and values [B, H, T, R] into slots [B, T]."""
+        index = _slot_index(slots, k)
         k = k.to(self.k.dtype)
         v = v.to(self.v.dtype)
+        # A gradient's history needs the old tensors.
         if writable(self.k, k):
             self.k.scatter_(2, index, k)
             self.v.scatter_(2, index, v)
@@ -155,100 +199,119 @@ class KVCache(State):
             self.v = self.v.scatter(2, index, v)
 
     def reserve(self, slots: int) -> None:
-        """Make this many slots in all."""
+        """Grows the cache to this number of slots."""
         self.k = _with_slots(self.k, slots)
         self.v = _with_slots(self.v, slots)
 
 
 class WindowCache(KVCache):
-    """Rotated keys and values of the last S tokens, each [B, H, S, head_dim]: token i of a row is in slot i mod S."""
+    """Rotated keys and values of the last S tokens: token i of a row is in slot i mod S."""
 
     @property
     def capacity(self) -> int | None:
         return None
 
-    def append(self, k: Tensor, v: Tensor, token: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Put the keys and values of a piece in the place of the oldest, as `KVCache.append`.
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        token: Tensor,
+        before: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Overwrites the oldest keys and values. Arguments are those of `KVCache.append`.
 
         Returns:
-            Keys and values: of all slots for a piece of one token, else of the `before` tokens before it and its own.
+            For one new token, the keys and values in all slots; otherwise those of the `before`
+            tokens before the new ones and of the new ones, in order.
         """
         check_not_recomputed(self.made_in)
         T = k.shape[2]
         S = self.k.shape[2]
-        keys, values = k, v
+        keys = k
+        values = v
         if T > 1:
+            # Read the old tokens before the new ones overwrite them.
             order = torch.arange(before, device=k.device)
-            index = _by_slot((token[:, :1] - before + order) % S, k)
+            index = _slot_index((token[:, :1] - before + order) % S, k)
             keys = torch.cat([self.k.gather(2, index).to(k.dtype), k], dim=2)
             values = torch.cat([self.v.gather(2, index).to(v.dtype), v], dim=2)
         self._write(k[:, :, -S:], v[:, :, -S:], token[:, -S:] % S)
-        return (keys, values) if T > 1 else (self.k, self.v)
+        if T == 1:
+            return self.k, self.v
+        return keys, values
 
 
-def _by_slot(slots: Tensor, like: Tensor) -> Tensor:
-    """Indices along the slots [B, T] for gather and scatter of tensors [B, H, T, head_dim]."""
+def _slot_index(slots: Tensor, like: Tensor) -> Tensor:
+    """Expands slots [B, T] to the index of gather and scatter for tensors [B, H, T, R]."""
     return slots[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
 
 
 def _with_slots(x: Tensor, slots: int) -> Tensor:
-    """x [B, H, S, head_dim] with this many slots: zeros are added, or the last ones left out."""
+    """Gives x [B, H, S, R] this number of slots: adds zeros, or leaves out the last ones."""
     return F.pad(x, (0, 0, 0, slots - x.shape[2]))
 
 
 class ModelState(State):
-    """The state of a model between two pieces of a text: from `Transformer.init_state`, advanced in place.
+    """The state of a model between two pieces of a text, from `Transformer.init_state`.
 
     Attributes:
-        layers: per layer a MixerState, a KVCache or that of another mixer.
-        position: tokens seen per row, [B] int64.
-        dynamics: per layer what the scan reads of the parameters: computed once, for the weights that the state belongs to.
-        length: tokens seen in the longest row.
-        ragged: whether some row has fewer (see `stack`).
-        captured: whether steps are captured in a CUDA graph (`generation.Decoder`): they read no number of the host's, and
-            leave `length` as it is.
+        layers: The state of each layer: a `MixerState`, a `KVCache`, or another mixer's.
+        position: The number of tokens that each row has seen, [B] int64.
+        ssm_tensors: The SSM tensors of each layer, computed once for the weights that the state
+            belongs to.
+        length: The number of tokens that the longest row has seen.
+        ragged: True if some row has seen fewer (`stack`).
+        captured: True if steps are captured in a CUDA graph (`generation.Decoder`). They then read
+            no number of the host, and leave `length` as it is.
     """
 
     def __init__(
-        self, layers: list[Any], position: Tensor, dynamics: list[tuple[Tensor, ...]]
+        self,
+        layers: list[Any],
+        position: Tensor,
+        ssm_tensors: list[tuple[Tensor, ...]],
     ) -> None:
         super().__init__()
         self.layers = layers
         self.position = position
-        self.dynamics = dynamics
+        self.ssm_tensors = ssm_tensors
         self.length: int = 0
         self.ragged: bool = False
         self.captured: bool = False
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that softmax's caches have room for; None where no layer has such a cache."""
-        return min(
-            (layer.capacity for layer in self.layers if layer.capacity is not None), default=None
-        )
+        """The number of tokens that all caches have room for. None if no cache grows."""
+        capacities = [layer.capacity for layer in self.layers if layer.capacity is not None]
+        return min(capacities, default=None)
 
     def reserve(self, tokens: int) -> None:
-        """Make room in caches for so many tokens, those seen included."""
+        """Makes room in the caches for this number of tokens in all."""
         for layer in self.layers:
             if layer.capacity is not None:
                 layer.reserve(tokens)
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` of each row."""
+        """Counts `tokens` more tokens in each row."""
         position = self.position + tokens
-        # With gradients a new tensor: a compiled backward pass may compute the rotary angles again, from the old position.
-        self.position = (
-            position if torch.is_grad_enabled() else overwritten(self.position, position)
-        )
+        # With gradients a new tensor: a compiled backward pass may compute the rotary angles again,
+        # from the old position.
+        if not torch.is_grad_enabled():
+            position = overwritten(self.position, position)
+        self.position = position
         if not self.captured:
             self.length += tokens
 
     def nbytes(self) -> int:
-        """Bytes of all layers' states."""
-        return sum(t.nbytes for layer in self.layers for t in layer.tensors().values())
+        """Returns the bytes of all layers' states."""
+        total = 0
+        for layer in self.layers:
+            for tensor in layer.tensors().values():
+                total += tensor.nbytes
+        return total
 
     def select(self, rows: Tensor) -> "ModelState":
-        """A state of these rows, [B'] integers, in this order; a row may be taken several times (beams)."""
+        """Returns a state of these rows, [B'] integers, in this order. A row may repeat (beams)."""
         return self._map(lambda x: x.index_select(0, rows.to(x.device)))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "ModelState":
@@ -257,29 +320,37 @@ class ModelState(State):
 
     @classmethod
     def stack(cls, states: list["ModelState"]) -> "ModelState":
-        """Rows of several states as one batch; each row continues where it was. Caches get the slots of the longest row."""
-        length = max(s.length for s in states)
+        """Joins the rows of several states into one batch; each row continues where it was.
+
+        Caches get the slots of the longest row.
+        """
+        length = max(state.length for state in states)
         layers = []
-        for rows in zip(*(s.layers for s in states), strict=True):
+        for parts in zip(*[state.layers for state in states], strict=True):
+            # Join one layer's tensors. Caches of different lengths are padded.
             joined = {}
-            for name in rows[0].tensors():
-                tensors = [row.tensors()[name] for row in rows]
-                if rows[0].capacity is not None:
+            for name in parts[0].tensors():
+                tensors = [part.tensors()[name] for part in parts]
+                if parts[0].capacity is not None:
                     tensors = [_with_slots(x, length) for x in tensors]
                 joined[name] = torch.cat(tensors)
-            layers.append(rows[0].replaced(**joined))
-        ragged = any(s.ragged or s.length < length for s in states)
-        position = torch.cat([s.position for s in states])
+            layers.append(parts[0].replaced(**joined))
         return states[0].replaced(
-            layers=layers, position=position, length=length, ragged=ragged, captured=False
+            layers=layers,
+            position=torch.cat([state.position for state in states]),
+            length=length,
+            ragged=any(state.ragged or state.length < length for state in states),
+            captured=False,
         )
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:
-    """`old` with the contents of `new`; or `new` itself, where `old` is not to be written."""
-    return old.copy_(new) if new is not old and writable(old, new) else new
+    """Returns `old` with the contents of `new`, or `new` itself if `old` must not be written."""
+    if new is old or not writable(old, new):
+        return new
+    return old.copy_(new)
 
 
 def writable(old: Tensor, new: Tensor) -> bool:
-    """True if `old` may be written in place: autograd records neither tensor."""
+    """Returns True if `old` may be written in place: autograd records neither tensor."""
     return not (torch.is_grad_enabled() and (old.requires_grad or new.requires_grad))

@@ -1,19 +1,20 @@
-"""Interdomain Attention trained with TorchTitan: a model variant for its own trainer, and a trainer of ours.
+"""Training with TorchTitan: the model for TorchTitan's own trainer, and our trainer.
 
-    spec, spec_0_3, variant    the variant, on TorchTitan 0.2.2 and 0.3.0; entry_0_3: TOML files for 0.3.0's entry
+    spec, spec_0_3, variant    the model for the trainers of TorchTitan 0.2.2 and 0.3.0
+    entry_0_3                  TOML files for the trainer of 0.3.0
     trainer, entry             our trainer: torchrun ... -m interdomain.titan.entry FILE.toml
 
-    parallelize                shards and compiles a model, for both trainers
+    parallelize                shards and compiles a model, for all trainers
 
-    settings                   the schema of the settings, the rules about several of them, reading TOML and flags
-    plan                       everything that is computed and refused before anything is built
+    settings                   settings, rules about several of them, TOML files and flags
+    plan                       what is computed and checked before anything is built
     data                       batches
-    step                       meshes, passes, gradients, optimizer and step guard of one step
-    resume                     checkpoints, the way back, the folder's lock, preemption
+    step                       process groups, passes, gradients, optimizer and step guard of a step
+    resume                     checkpoints, resuming, the lock of a run's folder, preemption
     watch                      metrics, curves, validation
-    host                       the only package that imports TorchTitan: a module for each version
+    host                       TorchTitan, which only this package imports
 
-Imports interdomain.model, data, scan and features; only `tools` imports this package.
+This package imports interdomain.model, data, files, scan and features. Only `tools` imports it.
 """
 
 import sys
@@ -21,10 +22,11 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """TorchTitan asks for `JobConfig` (0.2.2, job.custom_config_module), or for a file's configuration (0.3.0, --config).
+    """Imports what TorchTitan or a user asks this package for.
 
-    `get_train_spec` is what each of TorchTitan 0.2.2's own model folders has; `model_spec` (0.3.0) is for a `Trainer.Config` of
-    the user's own.
+    TorchTitan 0.2.2 asks for `JobConfig` (job.custom_config_module). Its scripts use
+    `get_train_spec`, which all of its own models have. TorchTitan 0.3.0 asks for FILE.toml
+    (--config). A user's own `Trainer.Config` of 0.3.0 uses `model_spec`.
     """
     if name in ("JobConfig", "get_train_spec"):
         from . import spec
@@ -41,5 +43,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "torchtitan.protocols.train_spec" in sys.modules:  # 0.2.2: experimental.custom_import
+# TorchTitan 0.2.2 imports this package by experimental.custom_import, to register the model.
+if "torchtitan.protocols.train_spec" in sys.modules:
     from . import spec  # noqa: F401

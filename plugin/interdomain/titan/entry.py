@@ -1,5 +1,7 @@
-"""The program of every rank: torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml
---mixer.condition s4d"""
+"""The program that our trainer runs on every rank.
+
+torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml --mixer.condition s4d
+"""
 
 import sys
 from collections.abc import Callable
@@ -10,13 +12,21 @@ from .errors import user_errors
 
 @user_errors
 def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
-    """The function that trains, and its configuration, from FILE.toml FLAGS or --job.config_file FILE.toml FLAGS."""
-    # Imported in here: another version of TorchTitan is refused in a paragraph, too.
+    """Reads a command line.
+
+    Args:
+        argv: FILE.toml FLAGS, or --job.config_file FILE.toml FLAGS.
+
+    Returns:
+        The function that trains, and the configuration for it.
+    """
+    # Imported here, so that `user_errors` also reports a wrong version of TorchTitan.
     from .settings.job_config import read_job_config
     from .trainer import run
 
-    named = argv and not argv[0].startswith("-")
-    return run, read_job_config(["--job.config_file", *argv] if named else argv)
+    if argv and not argv[0].startswith("-"):
+        argv = ["--job.config_file", *argv]
+    return run, read_job_config(argv)
 
 
 def main() -> None:

@@ -1,20 +1,21 @@
-"""TOML files for TorchTitan 0.3.0's own entry: `-m torchtitan.train --module interdomain.titan --config FILE.toml`.
+"""TOML files for TorchTitan 0.3.0's own trainer.
 
-The TOML file is read as `./launch.sh` reads it. Beside our settings it may have those that only TorchTitan has. Flags are
-TorchTitan's own and those of [model], [mixer] and [data]; they win over the file.
+    python -m torchtitan.train --module interdomain.titan --config FILE.toml
+
+The file is read as `./launch.sh` reads it, and may also have settings that only TorchTitan has.
+Flags are TorchTitan's own, and those of [model], [mixer] and [data]. They win over the file.
 """
 
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from .data.dataloader import PackedLoader, open_data
 from .data.folders import data_record, open_tokenizer
 from .errors import user_errors
 from .host import (
     SECTIONS,
-    ModelSpec,
     Trainer,
     loss,
     optimizer,
@@ -27,21 +28,26 @@ from .host.patches import use_cpu_if_alone
 from .plan.run_plan import in_steps
 from .settings.job_config import (
     apply_step_overrides,
-    check_value,
     job_config_of,
     job_config_of_values,
     mixer_is_chosen,
     names_of,
-    read_job_config,
     read_toml,
 )
 from .settings.problems import Problems
 from .settings.rules import check_for_torchtitan, reads_n_basis
-from .settings.schema import SETTINGS, Data, JobConfig, Mixer, Model, setting_of
+from .settings.schema import (
+    HONOURED_BY_TORCHTITAN,
+    SETTINGS,
+    Data,
+    JobConfig,
+    Mixer,
+    Model,
+)
 from .spec_0_3 import (
     CHECKPOINTING,
     OTHER_NAMES,
-    ModelConfig,
+    TitanModelConfig,
     built_by,
     make_plan_of,
     settings_of,
@@ -51,10 +57,26 @@ from .spec_0_3 import (
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import FixedWindows, record_run
 
-# Sections whose component is ours: a setting that only TorchTitan has would have no effect.
-OUR_COMPONENTS = ("optimizer", "lr_scheduler", "dataloader")
-# TorchTitan's flags of [lr_scheduler] that we have.
+# Sections with flags, besides SECTIONS.
+FURTHER_SECTIONS = ("model", "mixer", "data", "validator", "optimizer", "lr_scheduler")
+# TorchTitan's flags of [lr_scheduler] that are also settings of this plugin.
 SCHEDULE = ("warmup_steps", "total_steps", "decay_ratio", "decay_type")
+
+
+class VariantTrainer(Trainer):
+    """TorchTitan's trainer. It checks the configuration before it builds anything."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """TorchTitan's sections, and this plugin's, so that their settings are flags."""
+
+        model: Model = dataclasses.field(default_factory=Model)
+        mixer: Mixer = dataclasses.field(default_factory=Mixer)
+        data: Data = dataclasses.field(default_factory=Data)
+
+    def __init__(self, config: Any) -> None:
+        prepare(config, config.model_spec.model)
+        super().__init__(config)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,225 +84,145 @@ class WindowsConfig(titan_dataloader.BaseDataLoader.Config):
     infinite: bool = False  # TorchTitan's validator sets it
 
 
-@dataclass(kw_only=True, slots=True)
-class OurSections(Trainer.Config):
-    """TorchTitan's sections, and those that only we have: their settings are flags, too."""
-
-    model: Model = dataclasses.field(default_factory=Model)
-    mixer: Mixer = dataclasses.field(default_factory=Mixer)
-    data: Data = dataclasses.field(default_factory=Data)
-
-
+@user_errors
 def configuration(file: str) -> Any:
-    """The configuration of a TOML file, for TorchTitan's entry. Raises: SystemExit: it cannot be read; why is printed."""
-    use_cpu_if_alone()
-    job, theirs = user_errors(read_file)(file)
-    spec = spec_of(job)
+    """Returns the configuration of a TOML file for TorchTitan's entry.
 
-    def loader(
+    Args:
+        file: Path of the file.
+
+    Raises:
+        SystemExit: The file cannot be read, or a value is not allowed. The reasons are printed.
+    """
+    use_cpu_if_alone()
+    job, titan_values = read_file(file)
+    spec = spec_of(job)
+    model = spec.model
+
+    # This plugin's components. TorchTitan builds them when `prepare` has made the plan.
+    def make_tokenizer(**_: Any) -> Any:
+        return open_tokenizer(model.job)
+
+    def make_loader(
         *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
     ) -> PackedLoader:
-        job, plan = spec.model.job, spec.model.plan
-        tokenizer, packed = open_data(
-            loader_settings(job, local_batch_size), plan, dp_rank, dp_world_size
-        )
-        record_run(job, plan, data_record(job, packed.dataset, tokenizer), tokenizer)
-        return packed
+        job = with_positions(model.job).changed({"training.local_batch_size": local_batch_size})
+        tokenizer, loader = open_data(job, model.plan, dp_rank, dp_world_size)
+        record_run(model.job, model.plan, data_record(job, loader.dataset, tokenizer), tokenizer)
+        return loader
 
-    def windows(
+    def make_windows(
         *, dp_world_size: int, dp_rank: int, local_batch_size: int, **_: Any
     ) -> FixedWindows:
-        job = spec.model.job
-        settings = loader_settings(job, job.training.local_batch_size)
-        # Without a pipeline a batch of validation has a size of its own.
-        size = (
-            local_batch_size
-            if job.parallelism.pipeline_parallel_degree > 1
-            else job.validation.local_batch_size
-        )
-        return FixedWindows(settings, dp_rank, dp_world_size, size)
+        job = with_positions(model.job)
+        # TorchTitan gives the size of a training batch. Only a pipeline validates with it.
+        size = job.validation.local_batch_size
+        if job.parallelism.pipeline_parallel_degree > 1:
+            size = local_batch_size
+        return FixedWindows(job, dp_rank, dp_world_size, size)
 
-    class VariantTrainer(Trainer):
-        """TorchTitan's trainer; before it builds anything, the run's plan is checked."""
+    def make_optimizers(*, model_parts: list[Any]) -> GroupedOptimizers:
+        return GroupedOptimizers(model_parts, model.job.optimizer)
 
-        @dataclass(kw_only=True, slots=True)
-        class Config(OurSections):
-            pass
+    def make_schedulers(*, optimizers: Any, training_steps: int) -> GroupedSchedulers:
+        return GroupedSchedulers(optimizers, model.job.lr_scheduler, training_steps)
 
-        def __init__(self, config: Any) -> None:
-            prepare(config, spec.model)
-            super().__init__(config)
-
-    return user_errors(trainer_config)(VariantTrainer.Config, job, theirs, spec, loader, windows)
-
-
-def trainer_config(
-    kind: type,
-    job: JobConfig,
-    theirs: dict[str, dict[str, Any]],
-    spec: ModelSpec,
-    loader: Any,
-    windows: Any,
-) -> Any:
-    """A configuration of the class `kind` with the values of a file. theirs: of settings that only TorchTitan has."""
-    sections = {name: section_of(job, name, theirs.get(name, {})) for name in SECTIONS}
+    sections = {}
+    for name in SECTIONS:
+        sections[name] = section_of(job, name, titan_values.get(name, {}))
     schedule = {name: getattr(job.lr_scheduler, name) for name in SCHEDULE}
-    return kind(
+    return VariantTrainer.Config(
         model_spec=spec,
         model=job.model,
         mixer=job.mixer,
         data=job.data,
         dump_folder=job.job.dump_folder,
         loss=loss.CrossEntropyLoss.Config(),
-        tokenizer=built_by(
-            titan_tokenizer.BaseTokenizer.Config, lambda **_: open_tokenizer(spec.model.job)
-        ),
-        dataloader=built_by(titan_dataloader.BaseDataLoader.Config, loader),
+        tokenizer=built_by(titan_tokenizer.BaseTokenizer.Config, make_tokenizer),
+        dataloader=built_by(titan_dataloader.BaseDataLoader.Config, make_loader),
         optimizer=built_by(
             optimizer.OptimizersContainer.Config,
-            lambda *, model_parts: GroupedOptimizers(model_parts, spec.model.job.optimizer),
+            make_optimizers,
             implementation=job.optimizer.implementation,
         ),
-        lr_scheduler=built_by(
-            optimizer.LRSchedulersContainer.Config,
-            lambda *, optimizers, training_steps: GroupedSchedulers(
-                optimizers, spec.model.job.lr_scheduler, training_steps
-            ),
-            **schedule,
-        ),
+        lr_scheduler=built_by(optimizer.LRSchedulersContainer.Config, make_schedulers, **schedule),
         validator=titan_validate.Validator.Config(
             enable=job.validation.enable,
             freq=job.validation.freq,
-            dataloader=built_by(WindowsConfig, windows),
+            dataloader=built_by(WindowsConfig, make_windows),
         ),
         activation_checkpoint=CHECKPOINTING[job.activation_checkpoint.mode](),
         **sections,
     )
 
 
-def configuration_of_ours(file: str, trainer: Any) -> Any:
-    """The same for our trainer: `-m torchtitan.train --module interdomain.titan.trainer --config FILE.toml`.
-
-    trainer: the class `InterdomainTrainer`, whose module imports this one.
-    """
-    use_cpu_if_alone()
-    job = user_errors(read_job_config)(["--job.config_file", file])
-
-    class EnteredTrainer(trainer):
-        """Our trainer, built from TorchTitan's configuration."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(OurSections):
-            pass
-
-        def __init__(self, config: Any) -> None:
-            user_errors(check_theirs)(config, job)
-            super().__init__(user_errors(with_flags)(config, job))
-
-    return trainer_config(
-        EnteredTrainer.Config, job, {}, spec_of(job), lambda **_: None, lambda **_: None
-    )
-
-
-def check_theirs(config: Any, job: JobConfig) -> None:
-    """Checks that no flag was given that only TorchTitan's trainer has.
+def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
+    """Reads a TOML file.
 
     Args:
-        config: TorchTitan's configuration, with the flags.
+        file: Path of the file.
+
+    Returns:
+        This plugin's configuration, and the values of settings that only TorchTitan has, by
+        TorchTitan's names of section and setting.
 
     Raises:
-        ValueError: There is one.
-    """
-    if config.override.imports:
-        raise ValueError(
-            f"override.imports = {config.override.imports} has no effect in our trainer. Leave it out, or start with --module "
-            "interdomain.titan."
-        )
-    for section in SECTIONS:
-        before = section_of(job, section)
-        for ours, field, value in settings_of(config, [section]):
-            if ours not in SETTINGS and value != getattr(before, field.name):
-                raise ValueError(
-                    f"{section}.{field.name} = {value} has no effect in our trainer. Leave it out, or start with --module "
-                    "interdomain.titan."
-                )
-
-
-def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
-    """A TOML file's configuration, and its values of settings that only TorchTitan has, by TorchTitan's section.
-
-    Raises: ValueError, FileNotFoundError.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not valid, or a value is not allowed.
     """
     table = read_toml(file)
-    theirs: dict[str, dict[str, Any]] = {}
-    for section, kind in SECTIONS.items():
-        ours = table.get(OTHER_NAMES.get(section, section), {})
-        for name, annotation in get_type_hints(kind, include_extras=True).items():
-            if name in ours and f"{OTHER_NAMES.get(section, section)}.{name}" not in SETTINGS:
-                value = ours.pop(name)
-                check_value(f"{section}.{name}", value, setting_of(annotation))
-                theirs.setdefault(section, {})[name] = value
-    return job_config_of(table).changed({"job.config_file": file}), theirs
+    titan_values: dict[str, dict[str, Any]] = {}
+    for section, section_class in SECTIONS.items():
+        our_section = OTHER_NAMES.get(section, section)
+        values = table.get(our_section, {})
+        for field in dataclasses.fields(section_class):
+            if field.name in values and f"{our_section}.{field.name}" not in SETTINGS:
+                titan_values.setdefault(section, {})[field.name] = values.pop(field.name)
+    job = job_config_of(table).changed({"job.config_file": file})
+    return job, titan_values
 
 
-def loader_settings(job: JobConfig, local_batch_size: int) -> JobConfig:
-    """Our configuration for a loader: batches of this size, and positions where context parallelism slices them."""
-    changed: dict[str, Any] = {"training.local_batch_size": local_batch_size}
+def with_positions(job: JobConfig) -> JobConfig:
+    """Returns a configuration whose batches have positions if context parallelism slices them."""
     if job.parallelism.context_parallel_degree > 1:
-        changed["data.reset_state_at_documents"] = True
-    return job.changed(changed)
+        return job.changed({"data.reset_state_at_documents": True})
+    return job
 
 
 @user_errors
-def prepare(config: Any, model: ModelConfig) -> None:
-    """Carry the flags over into our configuration, check it, and make its plan.
+def prepare(config: Any, model: TitanModelConfig) -> None:
+    """Takes the values of flags, checks the configuration, and makes the plan of the run.
+
+    Args:
+        config: TorchTitan's configuration, with the values of flags. Values that follow from the
+            plan are set in it.
+        model: The model in it, with the configuration of the file. It gets job and plan.
 
     Raises:
-        SystemExit: The configuration cannot run. The reasons are printed.
+        SystemExit: The configuration cannot run, or a flag has no effect. The reasons are printed.
     """
-    model.job = with_flags(config, model.job)
+    # The values of flags, and of the file where there is no flag.
+    flags = names_of(sys.argv[1:])
+    problems = Problems()
+    sections = (*SECTIONS, *FURTHER_SECTIONS)
+    honoured = {*HONOURED_BY_TORCHTITAN} - {"lr_scheduler.min_lr_factor"}
+    values = values_of_sections(config, sections, honoured, problems)
+    # `n_basis` of the file belongs to the mixer of the file.
+    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
+        values["mixer.n_basis"] = None
+    values = apply_step_overrides(values, flags)
+    model.job = job_config_of_values(values, problems, model.job)
+    problems.raise_all()
+
+    # The plan.
     check_for_torchtitan(model.job)
     make_plan_of(config, model)
-    assert model.plan is not None
     model.job = in_steps(model.job, model.plan)
     config.training.steps = model.plan.steps
 
-
-def with_flags(config: Any, job: JobConfig) -> JobConfig:
-    """Our configuration with the values of our entry's: those of flags.
-
-    Paths are expanded in TorchTitan's configuration, too.
-
-    Raises:
-        ValueError: A flag has no effect, or a value that is not allowed.
-    """
-    flags = names_of(sys.argv[1:])
-    values: dict[str, Any] = {"job.dump_folder": config.dump_folder}
-    for setting, _, value in settings_of(config, ("model", "mixer", "data")):
-        values[setting] = value
-    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
-        values["mixer.n_basis"] = None
-    problems = Problems()
-    if config.hf_assets_path != Trainer.Config().hf_assets_path:
-        problems.append(
-            "hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out."
-        )
-    for section in (*OUR_COMPONENTS, "validator"):
-        for ours, field, value in settings_of(config, [section]):
-            if ours in SETTINGS:
-                values[ours] = value
-            elif section in OUR_COMPONENTS and field.default not in (dataclasses.MISSING, value):
-                problems.append(
-                    f"{section}.{field.name} = {value} has no effect with this model. Leave it out."
-                )
-    with problems.collect():
-        values |= values_of_sections(config)
-    job = job_config_of_values(apply_step_overrides(values, flags), problems, job)
-    problems.raise_all()
-
-    config.dump_folder = job.job.dump_folder
+    # TorchTitan reads paths from its own configuration: expand them there, too.
+    config.dump_folder = model.job.job.dump_folder
     for section in SECTIONS:
-        for ours, field, _ in settings_of(config, [section]):
-            if ours in SETTINGS and SETTINGS[ours].is_path:
-                setattr(getattr(config, section), field.name, job[ours])
-    return job
+        for setting, field, _ in settings_of(config, [section]):
+            if setting in SETTINGS and SETTINGS[setting].is_path:
+                setattr(getattr(config, section), field.name, model.job[setting])

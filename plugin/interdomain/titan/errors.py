@@ -11,19 +11,32 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from interdomain.launcher import STOPPED, notify_launcher
 
-# Seconds. All ranks usually fail together, so only rank 0 reports, and torchrun ends the others meanwhile. Another rank reports
-# after this time if it failed on its own, on a disk that only its machine has.
+# Seconds that a rank other than 0 waits before it reports. All ranks usually fail together, so only
+# rank 0 reports, and torchrun ends the others meanwhile. Another rank reports if it failed on its
+# own, such as on a disk that only its machine has.
 GRACE_SECONDS = 20
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def stop(message: str) -> NoReturn:
-    """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why."""
+    """Reports an error, and ends this process with exit code 1.
+
+    Torchrun is ended, too: it would start the ranks again, and they would fail again.
+
+    Args:
+        message: The error, for the user.
+    """
     rank = int(os.environ.get("RANK", 0))
-    with contextlib.suppress(ValueError):  # not the main thread's: torchrun's SIGKILL follows
-        # torchrun ends the ranks that wait here, and not the one that reports, which releases its lock.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.SIG_IGN)
+    # torchrun's SIGTERM ends the ranks that wait here. The rank that reports ignores it, and
+    # releases its lock. Only the main thread can set this; for a stop from another thread,
+    # torchrun's SIGKILL follows.
+    reaction = signal.SIG_IGN
+    if rank:
+        reaction = signal.SIG_DFL
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGTERM, reaction)
+
     if rank:
         time.sleep(GRACE_SECONDS)
         message = f"rank {rank}: {message}"
@@ -36,7 +49,10 @@ def stop(message: str) -> NoReturn:
 
 
 def user_errors(check: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a hook whose ValueError or OSError (a full disk, say) is the user's to correct: it ends the run by `stop`."""
+    """Decorator for functions whose ValueError or OSError is the user's to correct.
+
+    The error ends the run by `stop`. Other errors keep their traceback.
+    """
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,6 +1,7 @@
-"""Parts of heads and sequences, activation checkpointing, compilation and FSDP2: one path for one rank and many.
+"""Tensor and context parallelism, activation checkpointing, torch.compile and FSDP2.
 
-Order: matrices are split first; checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled one.
+One rank runs the same code as many. The order matters: tensor parallelism splits the matrices,
+checkpointing wraps the bare block, torch.compile the wrapped block, and FSDP2 the compiled one.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,16 +19,16 @@ from torch.distributed.tensor import Shard as Split
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
 from interdomain.model.layers import LocalParameters
-from interdomain.model.shard import split_dimension
+from interdomain.model.parallel import split_dimension
 
 from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 from .plan.device import device_here
 from .settings.schema import JobConfig
-from .step.meshes import Meshes, part_of
+from .step.meshes import Meshes, place_in
 
-# Ops whose outputs selective activation checkpointing saves, in addition to TorchTitan's list. Recomputing the scan would cost
-# more time than anything else saves, and what ranks exchange is small. All-gathers are left out: recomputing one needs memory
-# for a single block only.
+# Ops whose outputs selective activation checkpointing saves, in addition to TorchTitan's list.
+# Recomputing a scan would cost more time than checkpointing saves elsewhere, and what ranks
+# exchange is small. All-gathers are left out: recomputing one needs memory for a single block only.
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
@@ -40,20 +41,28 @@ SCAN_OPS = {
 def parallelize(
     model: Transformer, meshes: Meshes, job: JobConfig, config: Any, *, sum_in_backward: bool
 ) -> None:
-    """Parallelizes a model, or a stage of one, on the meta device.
+    """Parallelizes a model, or a stage of a pipeline, on the meta device.
 
     Args:
-        config: TorchTitan's configuration, whose sections [activation_checkpoint] and [compile] its own functions read.
-        sum_in_backward: Whether FSDP2 sums the gradients of parameters that the tensor axis does not split, one by one, over
-            that axis. Otherwise `gradients.reduce_shares` does, once per step.
+        model: The model or the stage.
+        meshes: The process groups of this rank.
+        job: The configuration of the run.
+        config: TorchTitan's configuration, whose sections [activation_checkpoint] and [compile]
+            TorchTitan's functions read.
+        sum_in_backward: Sum the gradients of parameters that tensor parallelism does not split in
+            the backward pass, one by one. Otherwise `gradients.reduce_shares` sums them, once per
+            step.
     """
+    # Tensor and context parallelism.
+    tensor_place = None
     if meshes.tensor.size() > 1:
-        distribute_over_heads(model, meshes.tensor)
-    for ssm in dynamics_of(model):
+        apply_tensor_parallelism(model, meshes.tensor)
+        tensor_place = place_in(meshes.tensor)
+    for ssm in ssm_modules(model):
         distribute(ssm, meshes.parameters, Replicate())
-    model.set_parts(
-        shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None
-    )
+    model.set_ranks(cp_rank=meshes.context, tp_rank=tensor_place)
+
+    # Activation checkpointing, then compilation of the blocks and of the loss.
     compiled = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         saved = SAVED_OPS | SCAN_OPS
@@ -67,53 +76,70 @@ def parallelize(
         apply_compile(model, config.compile)
     if model.output is not None and job.compile.enable and "loss" in job.compile.components:
         model.output.compile_loss(job.compile.backend)
-    shard(model, meshes.data, job)
+
+    # FSDP2. Its hooks must run before those that read local slices of what it gathers.
+    apply_fsdp(model, meshes.data, job)
     if meshes.tensor.size() > 1:
         for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
             if unit is not None:
                 read_local_slices(unit, sum_in_backward)
 
 
-def dynamics_of(model: Transformer) -> list[nn.Module]:
-    """The modules whose parameters are whole on every rank."""
+def ssm_modules(model: Transformer) -> list[nn.Module]:
+    """Returns the modules with SSM parameters, which are whole on every rank of a stage."""
     blocks: Any = model.layers.values()
     modules = [getattr(block.attention, "ssm", None) for block in blocks]
     return [ssm for ssm in modules if ssm is not None]
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make DTensors of a module's own parameters."""
+    """Makes DTensors of a module's own parameters.
+
+    Args:
+        module: The module; its submodules stay as they are.
+        mesh: The ranks over which the parameters are distributed.
+        placement: How, on each axis of the mesh.
+    """
     for name, p in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(p, mesh, [placement] * mesh.ndim, src_data_rank=None)
         setattr(module, name, nn.Parameter(whole))
 
 
-def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
-    """Tensor parallelism: every rank of the mesh has a slice of each large matrix, of the other parameters all."""
+def apply_tensor_parallelism(model: Transformer, mesh: DeviceMesh) -> None:
+    """Distributes the parameters over the tensor-parallel ranks.
+
+    Every rank has a slice of each large matrix, and all of the other parameters.
+    """
     for name, module in model.named_modules():
         if isinstance(module, LocalParameters):
             dim = split_dimension(model, name)
-            distribute(module, mesh, Replicate() if dim is None else Split(dim))
+            placement = Replicate() if dim is None else Split(dim)
+            distribute(module, mesh, placement)
 
 
 def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
-    """Give the modules of `unit` this rank's slices of their parameters as plain tensors, before each forward pass.
+    """Makes modules use this rank's slices of their parameters, as plain tensors.
 
-    After FSDP2's own hook, which gathers them, and outside of what is compiled: torch.compile would pass a DTensor's mesh from
-    the forward to the backward graph, and takes it for a tensor where the backward pass computes an attention again.
+    A hook reads the slices before each forward pass. It runs after FSDP2's hook, which gathers the
+    parameters, and outside of compiled code: torch.compile would pass a DTensor's mesh from the
+    forward to the backward graph, and take it for a tensor when the backward pass recomputes.
+
+    Args:
+        unit: A module that FSDP2 gathers as a whole.
+        sum_in_backward: As for `parallelize`.
     """
-    modules = [module for module in unit.modules() if isinstance(module, LocalParameters)]
-    names = [
-        (module, name) for module in modules for name, _ in module.named_parameters(recurse=False)
-    ]
+    owned: list[tuple[nn.Module, str]] = []
+    for module in unit.modules():
+        if isinstance(module, LocalParameters):
+            owned += [(module, name) for name, _ in module.named_parameters(recurse=False)]
 
     def read(*_: Any) -> None:
-        for module, name in names:
+        for module, name in owned:
             p: Any = getattr(module, name)
+            # `Partial` makes the backward pass sum the ranks' gradients.
             shares = [Partial()] if sum_in_backward and p.placements[0].is_replicate() else None
-            module._buffers[f"local_{name}"] = p.to_local(
-                grad_placements=shares
-            )  # a Parameter is refused by nn.Module
+            # Not setattr: nn.Module would refuse a tensor in the place of a parameter.
+            module._buffers[f"local_{name}"] = p.to_local(grad_placements=shares)
 
     unit.register_forward_pre_hook(read)
 
@@ -127,23 +153,31 @@ def set_initial_values(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill the memory that `to_empty` gave. Collective among the ranks of the group, which have the same layers: each tensor is
-    drawn by one of them, so all have the bits of its processor.
+    """Sets the initial values, after `to_empty`.
+
+    Collective among the ranks that have the same layers. One rank draws each tensor for all, so
+    that all have the same bits, whatever their processors.
 
     Args:
-        loaded: whether a checkpoint replaces all parameters.
-        device: of the forward pass. FSDP2 fetches from the CPU what it has offloaded, and nothing else.
+        model: The model or a stage of a pipeline.
+        seed: Seed of the run.
+        loaded: True if a checkpoint will replace all parameters.
+        device: Where the model computes. FSDP2 moves the parameters that it offloads to the CPU,
+            but no others.
+        group: The ranks that have the same layers. None: all ranks.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
 
     def draw_in_turns(
         draw: Callable[..., Tensor], wanted: list[tuple[str, torch.Size]]
     ) -> Iterator[Tensor]:
-        """In each round every rank draws one tensor, and hands it to the others."""
+        """Yields the tensors in order. In each round every rank draws one, and broadcasts it."""
         for first in range(0, len(wanted), ranks):
+            # This rank's tensor, if the last round has one for it.
             mine = [draw(*one).to(device) for one in wanted[first + rank : first + ranks][:1]]
             for source, (_, shape) in enumerate(wanted[first : first + ranks]):
-                # Zeros: of simulated ranks (comm.mode) nothing comes.
+                # Zeros, not empty: simulated ranks (comm.mode) send nothing.
                 full = (
                     mine.pop()
                     if source == rank
@@ -152,53 +186,57 @@ def set_initial_values(
                 dist.broadcast(full, group=group, group_src=source)
                 yield full
 
-    initialize(
-        model,
-        model.config,
-        seed,
-        parameters=not loaded,
-        draw_all=draw_in_turns if ranks > 1 else starmap,
-    )
+    draw_all = draw_in_turns if ranks > 1 else starmap
+    initialize(model, model.config, seed, parameters=not loaded, draw_all=draw_all)
+    # FSDP2 does not shard these modules, and does not move them.
     for layer in model.layers.values():
-        for name in ("ssm", "feature_map"):  # not sharded by FSDP2
+        for name in ("ssm", "feature_map"):
             module = getattr(layer.attention, name, None)
             if module is not None:
                 module.to(device)
 
 
-def shard(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
-    """FSDP2: one group per block. The dynamics stay float32, and whole on every rank (`gradients` says why)."""
+def apply_fsdp(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
+    """Shards the model with FSDP2, one group per block.
+
+    SSM parameters stay float32 and whole on every rank (`step.gradients` says why).
+
+    Args:
+        model: The model or a stage of a pipeline.
+        mesh: `Meshes.data`.
+        job: The configuration of the run.
+    """
     training = job.training
-    # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
+    # Blocks must not cast their inputs, because SSM parameters reach them as float32 tensors.
+    param_dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    reduce_dtype = torch.bfloat16 if training.mixed_precision_reduce == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
-        reduce_dtype=torch.bfloat16 if training.mixed_precision_reduce == "bf16" else torch.float32,
-        cast_forward_inputs=False,
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if training.enable_cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
-    when, pipeline = (
-        job.parallelism.fsdp_reshard_after_forward,
-        job.parallelism.pipeline_parallel_degree,
-    )
-    # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
-    reshard = when == "always" or (when == "default" and pipeline == 1)
+
+    # By default a pipeline gathers a block once for all micro-batches.
+    when = job.parallelism.fsdp_reshard_after_forward
+    has_pipeline = job.parallelism.pipeline_parallel_degree > 1
+    reshard = when == "always" or (when == "default" and not has_pipeline)
 
     if model.tok_embeddings is not None:
         fully_shard(model.tok_embeddings, **config, reshard_after_forward=reshard)
-    dynamics = {p for ssm in dynamics_of(model) for p in ssm.parameters()}
+    ssm_parameters = {p for ssm in ssm_modules(model) for p in ssm.parameters()}
     for layer in model.layers.values():
-        fully_shard(layer, **config, reshard_after_forward=reshard, ignored_params=dynamics)
-    if model.output is not None:  # needed again at once in the backward pass
+        fully_shard(layer, **config, reshard_after_forward=reshard, ignored_params=ssm_parameters)
+    # The backward pass begins with the head: it stays gathered.
+    if model.output is not None:
         fully_shard([model.norm, model.output], **config, reshard_after_forward=when == "always")
     fully_shard(model, **config)
 
-    disable_fsdp_gradient_division(model)  # the loss is already divided by the global token count
+    # Gradients are summed: the loss is already divided by the token count of all ranks.
+    disable_fsdp_gradient_division(model)
     if device_here().type == "cpu":
+        # Gloo has neither AVG nor PREMUL_SUM.
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(
-                    True
-                )  # gloo has neither AVG nor PREMUL_SUM
+                module.set_force_sum_reduction_for_comms(True)
     logger.info("Applied FSDP2 over mesh %s", mesh)

@@ -1,26 +1,28 @@
-"""The model as a variant of TorchTitan: what its own entry, `python -m torchtitan.train`, builds a run from.
+"""The model for TorchTitan 0.2.2's own trainer, `python -m torchtitan.train`.
 
     [job]
-    custom_config_module = "interdomain.titan"     # adds the settings of `schema`
+    custom_config_module = "interdomain.titan"     # adds the settings of `settings.schema`
     [experimental]
-    custom_import = "interdomain.titan"            # registers the variant
+    custom_import = "interdomain.titan"            # registers the model
     [model]
     name = "interdomain"
 
-`InterdomainTrainer` takes the same parts, and adds what docs/torchtitan.md lists.
+`get_train_spec` has the functions that TorchTitan's trainer calls to build a run. In this module,
+`config` is TorchTitan's configuration and `job` this plugin's. The first function that is called
+checks the configuration (`resolve`).
 """
 
 import operator
 import os
-import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from interdomain.data import check_vocab
 from interdomain.model import SIZES, Execution, ModelConfig, build_config, count_parameters
 from interdomain.model.config import MODEL_SETTINGS
 from interdomain.model.flops import train_flops_per_token
@@ -31,7 +33,6 @@ from .data.folders import data_record, open_dataset, open_tokenizer
 from .data.torchtitan_text import as_trained, text_record
 from .errors import user_errors
 from .host import (
-    DATASETS,
     BaseModelArgs,
     MetricsProcessor,
     TrainSpec,
@@ -44,12 +45,10 @@ from .host import (
     register_train_spec,
 )
 from .host.patches import use_cpu_if_alone, validator_of_windows
-from .plan.device import device_here
 from .plan.run_plan import RunPlan, in_steps, make_plan_for_torchtitan
 from .settings.job_config import (
     TORCHTITAN_DEFAULTS,
     apply_step_overrides,
-    expand_setting,
     is_off,
     job_config_of_values,
     names_of,
@@ -63,33 +62,38 @@ from .settings.schema import (
     NO_EFFECT,
     OF_TORCHTITANS_DATA,
     SETTINGS,
-    TORCHTITAN_PATHS,
     JobConfig,
 )
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import (
+    ExportedNames,
     FixedWindows,
-    FolderNames,
     TitanTransformer,
-    VariantCurves,
+    VariantMetricsBase,
     parallelize_variant,
     record_run,
 )
 
-# Lengths that TorchTitan's trainer reads in steps.
-IN_STEPS = (
+# Settings whose resolved values TorchTitan's trainer reads: lengths in steps, and expanded paths.
+RESOLVED = (
     "training.steps",
     "training.tokens",
     "lr_scheduler.warmup_steps",
     "lr_scheduler.warmup_tokens",
     "lr_scheduler.min_lr",
+    "job.dump_folder",
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "model.flavor",
 )
 
 
 class Resolved(NamedTuple):
-    """What a configuration of TorchTitan's says about this model's run.
+    """What a configuration of TorchTitan's means for this model.
 
-    `job` has the same settings as TorchTitan's configuration, and its lengths are in steps.
+    Attributes:
+        job: The same settings as this plugin's configuration, with all lengths in steps.
+        plan: The plan of the run.
     """
 
     job: JobConfig
@@ -98,12 +102,11 @@ class Resolved(NamedTuple):
 
 @user_errors
 def resolve(config: Any) -> Resolved:
-    """Checks TorchTitan's configuration at the first call, and makes the run's plan.
-
-    TorchTitan's own trainer reads a few values from its configuration that follow from the plan: they are set there.
+    """Checks a configuration, and makes the plan of the run, at the first call.
 
     Args:
-        config: TorchTitan's `JobConfig` with the sections [mixer] and [data].
+        config: TorchTitan's configuration, with the sections [mixer] and [data]. The result is kept
+            in it, and values that TorchTitan's trainer reads are set.
 
     Raises:
         SystemExit: The configuration cannot run. All reasons are printed.
@@ -115,58 +118,72 @@ def resolve(config: Any) -> Resolved:
             'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the '
             "TOML file, or pass --job.custom_config_module interdomain.titan."
         )
-    config.resolved = resolved = _resolve(config)
-    for setting in (
-        *IN_STEPS,
-        "job.dump_folder",
-        "checkpoint.folder",
-        "metrics.save_tb_folder",
-        "model.flavor",
-    ):
-        _set(config, setting, resolved.job[setting])
-    config.lr_scheduler.total_steps = (
-        resolved.job.lr_scheduler.total_steps or None
-    )  # TorchTitan's 0 would be no step
+    job = job_config_from(config)
+    # A script may make its process group later, or none.
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
+    plan = make_plan_for_torchtitan(
+        job,
+        ranks,
+        config.parallelism.pipeline_parallel_microbatch_size,
+    )
+    job = in_steps(job, plan)
+    config.resolved = Resolved(job, plan)
+
+    # Values that follow from the plan, and that TorchTitan's trainer reads from its configuration.
+    for setting in RESOLVED:
+        section, _, name = setting.partition(".")
+        setattr(getattr(config, section), name, job[setting])
+    # TorchTitan means "not set" by None, and takes 0 for a number of steps.
+    config.lr_scheduler.total_steps = job.lr_scheduler.total_steps or None
     config.lr_scheduler.min_lr_factor = 0.0
-    # The scan passes a state from rank to rank: pieces of a sequence must be contiguous.
+    # A scan passes its state from rank to rank: each rank needs contiguous tokens.
     config.parallelism.context_parallel_load_balancer = None
-    return resolved
+    return config.resolved
 
 
-def _resolve(config: Any) -> Resolved:
-    """Raises: ValueError with every reason for which the configuration cannot run."""
+def job_config_from(config: Any) -> JobConfig:
+    """Converts TorchTitan's configuration into this plugin's, and checks it.
+
+    Args:
+        config: TorchTitan's configuration, with the sections [mixer] and [data].
+
+    Raises:
+        ValueError: The configuration cannot run. The message has all reasons.
+    """
     problems = Problems()
 
     def value_of(setting: str) -> Any:
         return operator.attrgetter(setting)(config)
 
-    # TorchTitan's own settings: paths, and those that nothing would read.
-    for setting in TORCHTITAN_PATHS:
-        with problems.collect():
-            _set(config, setting, expand_setting(setting, value_of(setting)))
-    defaults = JobConfig()
+    # Settings that only TorchTitan has.
     for setting, default in TORCHTITAN_DEFAULTS.items():
-        if (
-            setting not in SETTINGS
-            and value_of(setting) != default
-            and not is_off(setting, value_of)
-        ):
-            with problems.collect():
-                _check_read(setting, value_of(setting), has_corpus=bool(config.data.corpus))
+        value = value_of(setting)
+        if setting not in SETTINGS and value != default and not is_off(setting, value_of):
+            problems += _unread_setting(setting, value, has_corpus=bool(config.data.corpus))
 
-    # Ours. Those of a feature that is off are planned as if they were not set.
+    # This plugin's settings. Those of a feature that is off get their default.
+    defaults = JobConfig()
     values = {}
     for setting in SETTINGS:
-        values[setting] = defaults[setting] if is_off(setting, value_of) else value_of(setting)
+        values[setting] = value_of(setting)
+        if is_off(setting, value_of):
+            values[setting] = defaults[setting]
+
+    # Two settings that TorchTitan expresses in another way.
     if values["lr_scheduler.total_steps"] is None:
         values["lr_scheduler.total_steps"] = 0
-    if factor := config.lr_scheduler.min_lr_factor:
+    factor = config.lr_scheduler.min_lr_factor
+    if factor:
         if values["lr_scheduler.min_lr"]:
             problems.append(
                 "lr_scheduler.min_lr and lr_scheduler.min_lr_factor say the same. Leave one of the two out."
             )
         values["lr_scheduler.min_lr"] = factor * values["optimizer.lr"]
     values = apply_step_overrides(values, names_of(sys.argv[1:]))
+
+    # Rules about single settings, and about several together.
     job = job_config_of_values(values, problems)
     if not job.data.corpus:
         for setting in SETTINGS:
@@ -174,58 +191,45 @@ def _resolve(config: Any) -> Resolved:
                 problems.append(
                     f"{setting} = {job[setting]} has no effect without data.corpus. Leave one of the two out."
                 )
-
-    # Rules about several settings.
     for check in (check_combinations, check_device, check_for_torchtitan):
         with problems.collect():
             check(job)
-    if config.profiling.enable_memory_snapshot and device_here().type == "cpu":
-        problems.append(
-            "profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
-        )
     problems.raise_all()
-    parallel = config.parallelism
-    micro_batch, stages = (
-        parallel.pipeline_parallel_microbatch_size,
-        parallel.module_fqns_per_model_part,
-    )
-    plan = make_plan_for_torchtitan(job, world_size(), micro_batch, stages)
-    return Resolved(in_steps(job, plan), plan)
+    return job
 
 
-def _check_read(setting: str, value: Any, has_corpus: bool) -> None:
-    """Raises: ValueError for a setting of TorchTitan's that is not at its default and that nothing would read."""
-    if removal := removal_of(setting):
-        raise ValueError(removal)
-    if OF_TORCHTITANS_DATA.match(setting):
+def _unread_setting(setting: str, value: Any, has_corpus: bool) -> Iterator[str]:
+    """Yields a problem if nothing reads a setting that only TorchTitan has.
+
+    Args:
+        setting: Its name.
+        value: Its value, which is not the default.
+        has_corpus: True if the run reads data.corpus, not TorchTitan's data.
+    """
+    removal = removal_of(setting)
+    if removal:
+        yield removal
+    elif OF_TORCHTITANS_DATA.match(setting):
         if has_corpus:
-            raise ValueError(
-                f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out."
-            )
-    elif setting in INSTEAD and setting not in HONOURED_BY_TORCHTITAN:
-        raise ValueError(
-            f"{setting} = {value} has no effect in this run. {INSTEAD[setting]} Leave it out."
-        )
-    elif NO_EFFECT.match(setting):
-        raise ValueError(f"{setting} = {value} has no effect in this run. Leave it out.")
-
-
-def _set(config: Any, setting: str, value: Any) -> None:
-    section, _, name = setting.partition(".")
-    setattr(getattr(config, section), name, value)
-
-
-def world_size() -> int:
-    """The ranks of the run. A script may ask before it makes a process group, or make none."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+            yield f"{setting} = {value} has no effect beside data.corpus. Leave one of the two out."
+    elif setting not in HONOURED_BY_TORCHTITAN and (setting in INSTEAD or NO_EFFECT.match(setting)):
+        problem = f"{setting} = {value} has no effect in this run."
+        if setting in INSTEAD:
+            problem += f" {INSTEAD[setting]}"
+        yield f"{problem} Leave it out."
 
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """A model, complete without a job configuration. `update_from_config` makes it the model of a run.
+    """The arguments of a model. A size is complete without a configuration of a run.
 
-    Its numbers (dim, n_layers, n_heads, vocab_size, max_seq_len and the others of `ModelConfig`) can be read from it as from
-    the arguments of TorchTitan's own models.
+    The fields of `ModelConfig` (dim, n_layers, n_heads, vocab_size and others) are attributes, too,
+    as in the arguments of TorchTitan's own models.
+
+    Attributes:
+        config: The architecture.
+        execution: How it is computed.
+        seed: Seed of the initial values.
     """
 
     config: ModelConfig = field(default_factory=lambda: build_config("debug"))
@@ -238,7 +242,7 @@ class ModelArgs(BaseModelArgs):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """TorchTitan's hook, with TorchTitan's configuration, which it names so."""
+        """Takes the model of a run. TorchTitan calls this with its own configuration."""
         plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
@@ -248,12 +252,18 @@ class ModelArgs(BaseModelArgs):
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
 
 
-def parallelize_with(model: TitanTransformer, parallel_dims: Any, config: Any) -> TitanTransformer:
-    """TorchTitan's hook, with TorchTitan's configuration."""
+def parallelize_model(model: TitanTransformer, parallel_dims: Any, config: Any) -> TitanTransformer:
+    """Parallelizes the model, or a stage of a pipeline, on the meta device.
+
+    Args:
+        model: The model or the stage.
+        parallel_dims: TorchTitan's degrees of parallelism.
+        config: TorchTitan's configuration.
+    """
     return parallelize_variant(model, parallel_dims, resolve(config).job, config)
 
 
-def pipeline_variant(
+def pipeline_model(
     model: nn.Module,
     parallel_dims: Any,
     config: Any,
@@ -262,82 +272,89 @@ def pipeline_variant(
     parallelize_fn: Any,
     loss_fn: Any,
 ) -> Any:
-    """TorchTitan's stages and schedules, from TorchTitan's configuration.
+    """Builds TorchTitan's stages and schedule, with the gradient of the mean loss.
 
-    Its trainer goes backward from the sum of the loss; here the gradient is that of the mean.
+    TorchTitan 0.2.2 divides the loss of a step by its labels, but not with a pipeline. The
+    arguments are those of TorchTitan's `pipeline_llm`.
+
+    Args:
+        model: The whole model, on the meta device.
+        parallel_dims: TorchTitan's degrees of parallelism.
+        config: TorchTitan's configuration.
+        device: Where the stages compute.
+        args: The arguments of the model.
+        parallelize_fn: Parallelizes a stage.
+        loss_fn: Computes the summed loss of a micro-batch from logits and labels.
     """
     job, plan = resolve(config)
     targets = plan.global_batch * plan.seq_len
     if job.data.corpus:
         targets = plan.global_batch * open_dataset(job, "train").targets
 
-    def loss_of_step(logits: Tensor, labels: Tensor) -> Tensor:
+    def sum_with_gradient_of_mean(logits: Tensor, labels: Tensor) -> Tensor:
+        # The value is the sum, which TorchTitan logs. Only `share` has a gradient.
         loss = loss_fn(logits, labels)
         share = loss / targets
-        return (
-            share + (loss - share).detach()
-        )  # the sum, which the trainer logs, with the gradient of the mean
+        return share + (loss - share).detach()
 
-    return pipeline_llm(model, parallel_dims, config, device, args, parallelize_fn, loss_of_step)
+    return pipeline_llm(
+        model, parallel_dims, config, device, args, parallelize_fn, sum_with_gradient_of_mean
+    )
 
 
 @user_errors
 def build_tokenizer(config: Any) -> Any:
-    """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with its configuration: the checks are here."""
+    """Opens the corpus's tokenizer, or TorchTitan's own.
+
+    Args:
+        config: TorchTitan's configuration.
+
+    Raises:
+        SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is
+            printed.
+    """
     job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)
     tokenizer = build_hf_tokenizer(config)
-    size = tokenizer.get_vocab_size()
-    if size > plan.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of model.hf_assets_path has {size} tokens and the model {plan.config.vocab_size}: set "
-            f"model.vocab_size = {size} or more."
-        )
+    check_vocab(tokenizer.get_vocab_size(), plan.config.vocab_size)
     return tokenizer
 
 
 @user_errors
-def build_dataloader(config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any) -> Any:
-    """Opens data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints.
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+    """Opens data.corpus, or TorchTitan's training.dataset, and writes the run's record.
 
     Args:
-        config: TorchTitan's configuration.
+        dp_world_size: Number of data-parallel ranks.
+        dp_rank: This rank's number among them.
+        tokenizer: What `build_tokenizer` returned.
+        job_config: TorchTitan's configuration.
     """
-    job, plan = resolve(config)
+    job, plan = resolve(job_config)
     if job.data.corpus:
         tokenizer, loader = open_data(job, plan, dp_rank, dp_world_size)
         data = data_record(job, loader.dataset, tokenizer)
     else:
-        loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, config)
-        data = text_record(config.training.dataset, tokenizer)
+        loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        data = text_record(job_config.training.dataset.lower(), tokenizer)
         tokenizer = as_trained(tokenizer)
-        data["corpora"] = [dataset_record(config.training)]
     record_run(job, plan, data, tokenizer)
     return loader
 
 
-def dataset_record(training: Any) -> dict[str, Any]:
-    """Facts of TorchTitan's data set, for the run's record. A folder of the user's is not named.
-
-    Args:
-        training: TorchTitan's section [training].
-    """
-    name = training.dataset.lower()  # as TorchTitan takes it
-    path = DATASETS[name].path
-    source = f"TorchTitan's data set {name}"
-    on_the_hub = []
-    if training.dataset_path:
-        source = f"texts of a folder, read as {source}"
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists():
-        source += f", {path}"
-        on_the_hub = [path]
-    return {"name": name, "share": "1", "tokens": None, "sources": [source], "datasets": on_the_hub}
-
-
 @user_errors
 def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
-    """TorchTitan's validator, over `FixedWindows` of data.corpus."""
+    """Builds TorchTitan's validator, over `FixedWindows` if there is a corpus.
+
+    Args:
+        dp_world_size: Number of data-parallel ranks.
+        dp_rank: This rank's number among them.
+        **parts: The other arguments of TorchTitan's validator, with its configuration.
+
+    Raises:
+        SystemExit: Context parallelism with a corpus with answers. The reason is printed.
+    """
     config = parts["job_config"]
     job = resolve(config).job
     if not job.data.corpus:
@@ -353,42 +370,56 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
     return validator_of_windows(parts, windows)
 
 
-class VariantMetrics(VariantCurves, MetricsProcessor):
-    """TorchTitan's metrics for this model."""
+class VariantMetrics(VariantMetricsBase, MetricsProcessor):
+    """TorchTitan's metrics with those of this model."""
 
-    def __init__(self, config: Any, parallel_dims: Any) -> None:
+    # TorchTitan also passes the arguments of the model.
+    def __init__(self, config: Any, parallel_dims: Any, model_args: Any = None) -> None:
         super().__init__(config, parallel_dims)
         self.job, self.plan = resolve(config)
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
-        # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.
+        # TorchTitan divides the loss of a whole sequence by the labels of this rank's piece of it.
         super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
 
 
+def build_optimizers(model_parts: list[nn.Module], settings: Any, *_: Any) -> GroupedOptimizers:
+    """Makes the optimizers.
+
+    Args:
+        model_parts: This rank's stages of the pipeline; without one, the model.
+        settings: TorchTitan's section [optimizer].
+        *_: TorchTitan's degrees of parallelism, which the optimizers do not need.
+    """
+    return GroupedOptimizers(model_parts, settings)
+
+
 def get_train_spec() -> TrainSpec:
-    """The parts of a run, as each of TorchTitan's own model folders has them."""
-    models = {size: ModelArgs(config=build_config(size)) for size in SIZES}
-    models |= {alias: ModelArgs(config=build_config(size)) for alias, size in ALIASES.items()}
+    """Returns the functions that build a run, as each of TorchTitan's own models has them."""
+    models = {}
+    for size in SIZES:
+        models[size] = ModelArgs(config=build_config(size))
+    for alias, size in ALIASES.items():
+        models[alias] = ModelArgs(config=build_config(size))
     return TrainSpec(
         model_cls=TitanTransformer,  # pyright: ignore[reportArgumentType] (a module, with ModelProtocol's methods)
         model_args=models,
-        parallelize_fn=parallelize_with,
-        pipelining_fn=pipeline_variant,
-        build_optimizers_fn=lambda parts, settings, *_: GroupedOptimizers(parts, settings),
+        parallelize_fn=parallelize_model,
+        pipelining_fn=pipeline_model,
+        build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=GroupedSchedulers,
-        build_dataloader_fn=lambda *, job_config, **parts: build_dataloader(job_config, **parts),
+        build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_variant_validator,
-        build_metrics_processor_fn=lambda config, parallel_dims, _: VariantMetrics(
-            config, parallel_dims
-        ),
-        state_dict_adapter=FolderNames,
+        build_metrics_processor_fn=VariantMetrics,
+        state_dict_adapter=ExportedNames,
     )
 
 
+# At import: TorchTitan imports this module when it reads a configuration.
 use_cpu_if_alone()
 register_train_spec("interdomain", get_train_spec())
 logger.info("interdomain is registered as a model of TorchTitan")

@@ -1,10 +1,10 @@
-"""The model for TorchTitan 0.3.0: `model_spec` makes a `ModelSpec` for a `Trainer.Config` that somebody else writes.
+"""The model for TorchTitan 0.3.0's own trainer, in a `Trainer.Config` that a user writes.
 
-`entry_0_3` has the configurations of TOML files.
+`model_spec` returns TorchTitan's `ModelSpec`. `entry_0_3` makes configurations of TOML files from
+the same parts. In both modules, `config` is TorchTitan's configuration and `job` this plugin's.
 """
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import tyro
 from torch import nn
+
+from interdomain.data import check_vocab
 
 from .data.torchtitan_text import as_trained, text_record
 from .host import (
@@ -26,82 +28,77 @@ from .host import (
     titan_tokenizer,
 )
 from .host.patches import use_cpu_if_alone
-from .plan.device import device_here
 from .plan.run_plan import RunPlan, make_plan_for_torchtitan
 from .settings.job_config import job_config_of, job_config_of_values
 from .settings.problems import Problems
-from .settings.schema import HONOURED_BY_TORCHTITAN, INSTEAD, SETTINGS, JobConfig, Mixer, Model
+from .settings.schema import HONOURED_BY_TORCHTITAN, INSTEAD, SETTINGS, JobConfig, Model
 from .variant import (
-    FolderNames,
+    ExportedNames,
     TitanTransformer,
-    VariantCurves,
+    VariantMetricsBase,
     parallelize_variant,
     record_run,
 )
 
-# TorchTitan's sections -> ours, where the names differ.
+# TorchTitan's sections whose names differ, and this plugin's.
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
+# Modes of activation checkpointing, and TorchTitan's classes for them.
 CHECKPOINTING = {
     "selective": activation_checkpoint.SelectiveAC.Config,
     "full": activation_checkpoint.FullAC.Config,
     "none": type(None),
 }
+PRECISIONS = {"bfloat16": "bf16", "float32": "float32"}  # TorchTitan's names, and this plugin's
 
 
 @dataclass(kw_only=True, slots=True)
-class ModelConfig(BaseModel.Config):
-    """The settings of a model. A run's plan is made of them and of TorchTitan's configuration.
+class TitanModelConfig(BaseModel.Config):
+    """TorchTitan's configuration of the model.
 
     Attributes:
-        job: Our configuration. `prepare` replaces it by one that has TorchTitan's sections, too.
-        plan: None until `prepare`.
-        precision: As training.precision. Empty: as training.mixed_precision_param says.
-        trainer_config: TorchTitan's configuration, if a user wrote it in Python.
+        job: This plugin's configuration. When the plan is made, it takes TorchTitan's values.
+        precision: training.precision. Empty: that of training.mixed_precision_param.
+        plan: The `RunPlan`. None until TorchTitan's configuration is known.
     """
 
     job: Annotated[JobConfig, tyro.conf.Suppress]
     precision: Annotated[str, tyro.conf.Suppress] = ""
-    plan: Annotated[RunPlan | None, tyro.conf.Suppress] = None
-    trainer_config: Annotated[Any, tyro.conf.Suppress] = None
+    plan: Annotated[Any, tyro.conf.Suppress] = None
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """TorchTitan counts them for its pipeline."""
-        assert self.plan is not None
+        """The layers, which TorchTitan counts to divide them among the stages of a pipeline."""
         return self.plan.config.layers
 
     def update_from_config(self, *, config: Any, **_: Any) -> None:
-        """TorchTitan's hook before it builds a model. In a `Trainer.Config` of the user's own, this is the first one."""
+        """Takes TorchTitan's configuration. TorchTitan calls this before it builds the model.
+
+        With a configuration that a user wrote in Python, it is the first call of this plugin.
+        """
         if self.plan is None:
-            self.trainer_config = config
             prepare_for_user(config, self)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        assert self.plan is not None
         return self.plan.n_params, self.plan.flops_per_token
 
     def build(self, **_: Any) -> TitanTransformer:
         model = TitanTransformer(self.plan)
-        # TorchTitan's loss takes each rank's columns of the logits.
+        # TorchTitan's loss takes each tensor-parallel rank's columns of the logits.
         model.whole_logits = False
         return model
 
     def to_dict(self) -> dict[str, Any]:
         return self.job.to_dict()
 
-    def traverse(
-        self, config_cls: type, *, recurse: bool = False, _prefix: str = ""
-    ) -> Iterator[tuple[Any, ...]]:
-        """TorchTitan's overrides look for their component here: the model has none of TorchTitan's.
-
-        Going through the fields would lead to `trainer_config`, and from there back to this model.
-        """
-        if isinstance(self, config_cls):
-            yield _prefix, self, None, None
-
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
-    """A configuration of TorchTitan's class `base` whose component is what `make` returns for the trainer's arguments."""
+    """Makes a configuration of TorchTitan's whose component comes from a function.
+
+    Args:
+        base: TorchTitan's class of the configuration.
+        make: Returns the component, from the arguments that the trainer passes to `build`.
+        **values: Values of the configuration's fields.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Built(base):
@@ -111,61 +108,49 @@ def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
     return Built(**values)
 
 
-class VariantMetrics(VariantCurves, metrics.MetricsProcessor):
-    """TorchTitan's metrics for this model."""
+class VariantMetrics(VariantMetricsBase, metrics.MetricsProcessor):
+    """TorchTitan's metrics with those of this model."""
 
     def __init__(self, settings: Any, job: JobConfig, plan: RunPlan, **parts: Any) -> None:
         super().__init__(settings, **parts)
-        self.job, self.plan = job, plan
+        self.job = job
+        self.plan = plan
 
 
-class RecordedNames(FolderNames):
-    """Names of tensors, and the run's record, for a configuration that a user wrote in Python.
+def record_user_run(config: Any, model: TitanModelConfig) -> None:
+    """Writes the record of a run that a user configured in Python.
 
-    TorchTitan builds it between the data and the checkpoints, and nothing else of the `ModelSpec` after the tokenizer.
+    Without a Hugging Face tokenizer there is no record, and a warning says so.
+
+    Args:
+        config: TorchTitan's configuration.
+        model: The model in it.
 
     Raises:
-        ValueError: TorchTitan's tokenizer has more tokens than the model.
+        ValueError: The tokenizer has more tokens than the model.
     """
-
-    def __init__(self, model_config: ModelConfig, hf_assets_path: str | None) -> None:
-        super().__init__(model_config, hf_assets_path)
-        config, plan = model_config.trainer_config, model_config.plan
-        assert plan is not None
-        tokenizer = config.tokenizer.build(tokenizer_path=hf_assets_path)
-        size = tokenizer.get_vocab_size()
-        if size > plan.config.vocab_size:
-            raise ValueError(
-                f"the tokenizer in {hf_assets_path} has {size} tokens and the model {plan.config.vocab_size}: pass "
-                f"model_spec(..., vocab_size={size}) or more."
-            )
-        if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
-            kind = type(tokenizer).__name__
-            logger.warning(
-                "the run is not recorded, so `interdomain convert` cannot read it: %s", kind
-            )
-            return
-        dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
-        data = text_record(dataset, tokenizer)
-        record_run(
-            model_config.job,
-            plan,
-            data,
-            as_trained(tokenizer),
-            ("optimizer", "lr_scheduler", "validation"),
-        )
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    check_vocab(tokenizer.get_vocab_size(), model.plan.config.vocab_size)
+    if not isinstance(tokenizer, titan_tokenizer.HuggingFaceTokenizer):
+        kind = type(tokenizer).__name__
+        logger.warning("the run is not recorded, so `interdomain convert` cannot read it: %s", kind)
+        return
+    dataset = getattr(config.dataloader, "dataset", type(config.dataloader).__qualname__)
+    data = text_record(dataset, tokenizer)
+    # TorchTitan's own optimizer, schedule and validator have settings of their own.
+    left_out = ("optimizer", "lr_scheduler", "validation")
+    record_run(model.job, model.plan, data, as_trained(tokenizer), left_out)
 
 
 def spec_of(job: JobConfig) -> ModelSpec:
-    """The model of our configuration for TorchTitan."""
-    model = ModelConfig(job=job)
+    """Returns TorchTitan's `ModelSpec` of the model in this plugin's configuration."""
+    model = TitanModelConfig(job=job)
 
     def parallelize(part: TitanTransformer, *, parallel_dims: Any, **_: Any) -> TitanTransformer:
         return parallelize_variant(part, parallel_dims, model.job, model.job)
 
     def pipeline(whole: TitanTransformer, *, parallelism: Any, **parts: Any) -> Any:
-        """TorchTitan's stages and schedule, with the names of our modules."""
-        assert model.plan is not None
+        # TorchTitan builds the stages and the schedule. The plan says which modules a stage has.
         names = [list(stage) for stage in model.plan.stages]
         named = dataclasses.replace(parallelism, module_fqns_per_model_part=names)
         return pipeline_llm(whole, parallelism=named, **parts)
@@ -177,7 +162,7 @@ def spec_of(job: JobConfig) -> ModelSpec:
         parallelize_fn=parallelize,
         pipelining_fn=pipeline,
         post_optimizer_build_fn=None,
-        state_dict_adapter=FolderNames,
+        state_dict_adapter=ExportedNames,
     )
 
 
@@ -188,91 +173,103 @@ def model_spec(
     reset_state_at_documents: bool = False,
     **settings: Any,
 ) -> ModelSpec:
-    """The model for a `Trainer.Config` of your own: `Trainer.Config(model_spec=model_spec("125M"), ...)`.
+    """Returns the model for a `Trainer.Config` of your own.
+
+    Example:
+        Trainer.Config(model_spec=model_spec("125M"), ...)
 
     Args:
         flavor: A size: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
-        precision: As training.precision of a TOML file. Empty: bf16 or float32, as training.mixed_precision_param says.
-        reset_state_at_documents: Keep packed documents apart, by the positions that the data loader gives.
-        **settings: Settings of [model] and [mixer], such as `vocab_size=32_000` or `condition="s4d"`.
+        precision: As training.precision of a TOML file. Empty: bf16 or float32, as
+            training.mixed_precision_param says.
+        reset_state_at_documents: Keep packed documents apart, by the positions that the data loader
+            gives.
+        **settings: Settings of [model] and [mixer], such as `vocab_size=32_000` or
+            `condition="s4d"`.
 
     Raises:
         ValueError: There is no such setting, or it cannot have this value.
     """
     use_cpu_if_alone()
-    table: dict[str, Any] = {"model": {"flavor": flavor}, "mixer": {}}
-    known = {}
-    for section, kind in (("mixer", Mixer), ("model", Model)):
-        known |= {field.name: section for field in dataclasses.fields(kind)}
+    table: dict[str, Any] = {
+        "model": {"flavor": flavor},
+        "mixer": {},
+        "data": {"reset_state_at_documents": reset_state_at_documents},
+        "training": {},
+    }
+    settings_of_model = {f.name for f in dataclasses.fields(Model)}
     for name, value in settings.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            raise ValueError(
-                f"model_spec has no setting {name}. Near to it: {', '.join(near) or 'none'}."
-            )
-        table[known[name]][name] = value
-    table["data"] = {"reset_state_at_documents": reset_state_at_documents}
+        section = "mixer"
+        if name in settings_of_model:
+            section = "model"
+        table[section][name] = value
     if precision:
-        table["training"] = {"precision": precision}
+        table["training"]["precision"] = precision
     spec = spec_of(job_config_of(table))
-    spec.state_dict_adapter = RecordedNames
     spec.model.precision = precision
     return spec
 
 
-def prepare_for_user(config: Any, model: ModelConfig) -> None:
-    """Check a configuration that a user wrote in Python, and make the run's plan.
+def prepare_for_user(config: Any, model: TitanModelConfig) -> None:
+    """Checks a configuration that a user wrote in Python, and makes the plan of the run.
+
+    Args:
+        config: TorchTitan's configuration. Values that follow from the plan are set in it.
+        model: The model in it, which gets job and plan.
 
     Raises:
-        ValueError: the configuration cannot run with this model.
+        ValueError: The configuration cannot run with this model.
     """
     if config.debug.seed is None:
         config.debug.seed = model.job.debug.seed
-    precision = (
-        model.precision
-        or {"bfloat16": "bf16", "float32": "float32"}[config.training.mixed_precision_param]
-    )
     if not isinstance(config.loss, loss.CrossEntropyLoss.Config):
         raise ValueError(
             f"loss = {type(config.loss).__qualname__}: this model needs torchtitan.components.loss.CrossEntropyLoss.Config(). "
             "ChunkedLossWrapper would call a module lm_head on pieces of the hidden states."
         )
-    values = values_of_sections(config, (*HONOURED_BY_TORCHTITAN, "training.mixed_precision_param"))
-    values |= {"job.dump_folder": config.dump_folder, "training.precision": precision}
     problems = Problems()
+    honoured = (*HONOURED_BY_TORCHTITAN, "training.mixed_precision_param")
+    values = values_of_sections(config, SECTIONS, honoured, problems)
+    values["training.precision"] = (
+        model.precision or PRECISIONS[config.training.mixed_precision_param]
+    )
     model.job = job_config_of_values(values, problems, model.job)
     problems.raise_all()
     make_plan_of(config, model)
 
+    # TorchTitan builds the adapter between data and checkpoints. It is time for the record.
+    def adapter_and_record(model_config: TitanModelConfig, path: str | None) -> ExportedNames:
+        record_user_run(config, model_config)
+        return ExportedNames(model_config, path)
+
+    config.model_spec.state_dict_adapter = adapter_and_record
+
 
 def values_of_sections(
-    config: Any, honoured: Collection[str] = HONOURED_BY_TORCHTITAN
+    config: Any, sections: Iterable[str], honoured: Collection[str], problems: Problems
 ) -> dict[str, Any]:
-    """The values of our settings in TorchTitan's sections.
+    """Returns the values of this plugin's settings in TorchTitan's configuration.
 
     Args:
-        honoured: Settings that are not ours, and that have an effect.
-
-    Raises:
-        ValueError: A setting has no effect.
+        config: TorchTitan's configuration.
+        sections: The sections to read, by TorchTitan's names.
+        honoured: Settings that only TorchTitan has and that take effect.
+        problems: Gets the settings that have no effect, or are not possible with this model.
     """
-    values: dict[str, Any] = {}
-    problems = Problems()
-    for ours, field, value in settings_of(config, SECTIONS):
-        if ours in SETTINGS:
-            values[ours] = value
-        elif ours in INSTEAD and ours not in honoured and value not in (None, field.default):
+    values: dict[str, Any] = {"job.dump_folder": config.dump_folder}
+    for setting, field, value in settings_of(config, sections):
+        if setting in SETTINGS:
+            values[setting] = value
+        elif setting in INSTEAD and setting not in honoured and value not in (None, field.default):
             problems.append(
-                f"{ours} = {value} has no effect with this model. {INSTEAD[ours]} Leave it out."
+                f"{setting} = {value} has no effect with this model. {INSTEAD[setting]} Leave it out."
             )
-    if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
-        problems.append(
-            "profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
-        )
     if not config.training.disable_cuda_graphs:
         problems.append(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
+
+    # TorchTitan has an object in place of the mode of activation checkpointing.
     chosen = config.activation_checkpoint
     for mode, kind in CHECKPOINTING.items():
         if chosen == kind():
@@ -282,52 +279,56 @@ def values_of_sections(
             f"activation_checkpoint = {chosen} is not possible with this model: allowed are selective, full and none, without "
             "further settings."
         )
-    problems.raise_all()
     return values
 
 
 def settings_of(
     config: Any, sections: Iterable[str]
 ) -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """The settings in sections of TorchTitan's configuration: our name, TorchTitan's field and the value of each."""
-    for section in sections:
-        theirs = getattr(config, section)
-        for field in dataclasses.fields(theirs):
-            yield (
-                f"{OTHER_NAMES.get(section, section)}.{field.name}",
-                field,
-                getattr(theirs, field.name),
-            )
+    """Yields the settings in sections of TorchTitan's configuration.
 
+    Args:
+        config: TorchTitan's configuration.
+        sections: TorchTitan's names of sections.
 
-def make_plan_of(config: Any, model: ModelConfig) -> None:
-    """Make the run's plan, and set what follows from it in TorchTitan's configuration.
-
-    Raises: ValueError: the configuration cannot run.
+    Yields:
+        This plugin's name of the setting, TorchTitan's field, and its value.
     """
-    job, parallel = model.job, config.parallelism
-    context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    divisor = tensor * 2 * context if context > 1 else tensor
-    if job.training.seq_len % divisor:
-        raise ValueError(
-            f"training.seq_len = {job.training.seq_len} with context_parallel_degree = {context} and tensor_parallel_degree = "
-            f"{tensor}: TorchTitan's trainer wants a multiple of {divisor}. Set one, or start with --module "
-            "interdomain.titan.trainer."
-        )
-    ranks = int(os.environ["WORLD_SIZE"])
-    micro_batch, stages = (
-        parallel.pipeline_parallel_microbatch_size,
-        parallel.module_fqns_per_model_part,
+    for section in sections:
+        our_section = OTHER_NAMES.get(section, section)
+        values = getattr(config, section)
+        for field in dataclasses.fields(values):
+            yield f"{our_section}.{field.name}", field, getattr(values, field.name)
+
+
+def make_plan_of(config: Any, model: TitanModelConfig) -> None:
+    """Makes the plan of the run.
+
+    Args:
+        config: TorchTitan's configuration. Values that follow from the plan are set in it.
+        model: The model in it. `job` has TorchTitan's values already.
+
+    Raises:
+        ValueError: The configuration cannot run.
+    """
+    job = model.job
+    parallelism = config.parallelism
+    plan = make_plan_for_torchtitan(
+        job,
+        int(os.environ["WORLD_SIZE"]),
+        parallelism.pipeline_parallel_microbatch_size,
     )
-    plan = model.plan = make_plan_for_torchtitan(job, ranks, micro_batch, stages)
-    parallel.context_parallel_load_balancer = None  # the scan needs contiguous pieces
+    model.plan = plan
+    # A scan passes its state from rank to rank: each rank needs contiguous tokens.
+    parallelism.context_parallel_load_balancer = None
     config.loss.global_vocab_size = plan.config.vocab_size
-    # A user's own class of metrics stays.
-    if type(config.metrics) is metrics.MetricsProcessor.Config:
-        settings = config.metrics
-        values = {
-            field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)
-        }
-        config.metrics = built_by(
-            type(settings), lambda **parts: VariantMetrics(settings, job, plan, **parts), **values
-        )
+
+    # The metrics become this plugin's, unless the user has a class of their own.
+    settings = config.metrics
+    if type(settings) is metrics.MetricsProcessor.Config:
+
+        def make_metrics(**parts: Any) -> VariantMetrics:
+            return VariantMetrics(settings, job, plan, **parts)
+
+        values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+        config.metrics = built_by(type(settings), make_metrics, **values)

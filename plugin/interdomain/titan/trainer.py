@@ -1,7 +1,8 @@
-"""One training run: it is built here, and its training step is here.
+"""Our trainer: how a run is built, and what happens in one training step.
 
-TorchTitan's trainer gives the loop over the steps (`Trainer.train`: load, step, save, validate), the process group, and its
-state in a checkpoint. What it builds we build ourselves, from the plan and the plugin's own classes.
+TorchTitan's trainer, the base class, provides the loop over the steps (`Trainer.train`: load a
+checkpoint, train, save, validate), the process group, and the trainer's own state in checkpoints.
+This module builds data, model, optimizer, checkpoints and validation from the plan of the run.
 """
 
 import itertools
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from interdomain.launcher import ENDED, notify_launcher
-from interdomain.model import Transformer, meta_model
+from interdomain.model import Transformer
 from interdomain.patches import one_gloo_thread
 
 from .data.dataloader import Batch, open_data
@@ -37,7 +38,6 @@ from .host.patches import replace_meshes, use_cpu_if_alone
 from .parallelize import parallelize, set_initial_values
 from .plan.device import local_device
 from .plan.run_plan import RunPlan, in_steps, make_plan
-from .plan.schedule import check_jump
 from .resume.checkpoint import SelfDescribingCheckpoints, describe_run
 from .resume.lock import hold_folder, require_shared
 from .resume.preemption import Preemption
@@ -53,17 +53,18 @@ from .watch.validate import FixedValidator
 
 @record
 def run(job: JobConfig) -> None:
-    """Build, train and close the run of a configuration, on every rank that torchrun started."""
+    """Builds a run and trains it, on every rank that torchrun started.
+
+    Args:
+        job: The configuration of the run.
+    """
     init_logger()
-    # TorchTitan sets the time limits of simulated groups, too, which have none.
-    warnings.filterwarnings(
-        "ignore", message="Set timeout is now only supported for either nccl or gloo"
-    )
-    warnings.filterwarnings("ignore", message=".*_set_pg_timeout. is deprecated")  # PyTorch 2.14
-    if (
-        os.environ.get("GROUP_RANK", "0") != "0"
-    ):  # torchrun's number of this node: one of many speaks for all
+    # PyTorch 2.14 prints this for every group.
+    warnings.filterwarnings("ignore", message=".*_set_pg_timeout. is deprecated")
+    # torchrun sets GROUP_RANK, the number of this node. Only the first node logs its progress.
+    if os.environ.get("GROUP_RANK", "0") != "0":
         logger.setLevel(logging.WARNING)
+
     logger.info("Starting job: %s", job.job.description)
     trainer = None
     try:
@@ -74,6 +75,8 @@ def run(job: JobConfig) -> None:
             trainer.close()
         raise
     trainer.close()
+
+    # A run that a signal stopped is not at its end, and the launcher already knows.
     if trainer.step >= trainer.plan.steps:
         notify_launcher(ENDED)
     dist.destroy_process_group()
@@ -81,37 +84,38 @@ def run(job: JobConfig) -> None:
 
 @user_errors
 def check(job: JobConfig) -> RunPlan:
-    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with an error message."""
-    ranks = "WORLD_SIZE"
+    """Makes the plan of a run on the ranks that were started.
+
+    Args:
+        job: The configuration of the run.
+
+    Raises:
+        SystemExit: The configuration cannot run. The reasons are printed.
+    """
+    variable = "WORLD_SIZE"  # torchrun sets it
     if job.comm.mode == "fake_backend":
-        ranks = "NGPU"
-        missing = sorted({"NGPU", "RANK", "LOCAL_RANK"} - os.environ.keys())
-        if missing:
+        variable = "NGPU"
+        if variable not in os.environ:
             raise ValueError(
-                f"comm.mode = fake_backend needs the environment variables NGPU (how many ranks to simulate), RANK=0 and "
-                f"LOCAL_RANK=0: {', '.join(missing)} is not set."
+                "comm.mode = fake_backend needs the environment variables NGPU (how many ranks to "
+                "simulate), RANK=0 and LOCAL_RANK=0: NGPU is not set."
             )
-    plan = make_plan(job, int(os.environ[ranks]))
-    check_jump(job, plan.steps, plan.warmup_steps)
-    return plan
+    return make_plan(job, int(os.environ[variable]))
 
 
 class InterdomainTrainer(Trainer):
-    """One rank's part of a run: TorchTitan's `Trainer` with this project's model, data, optimizer, checkpoints and validation.
-
-    Building it checks the configuration before the process group exists, then makes meshes, data, model, optimizer and
-    checkpoints, in this order. `train()`, TorchTitan's, runs all steps; it saves and validates between them.
+    """Trains a run on one rank. `train()`, TorchTitan's method, runs all steps.
 
     Attributes:
-        job: the settings.
-        plan: what follows from them: model, steps, batch, ranks (`plan.RunPlan`).
-        meshes: the process groups of this rank.
-        model_parts: this rank's stages of the pipeline; without one, the model.
-        passes: forward and backward passes of a step.
-        step: the step that runs, from 1.
-
-    Raises:
-        SystemExit: the configuration cannot run, or another process writes to the folder; the reason is printed.
+        job: The settings, with all lengths in steps.
+        plan: What follows from the settings: model, steps, batch sizes, topology.
+        preemption: Signals that ask this rank to stop, and what all ranks agreed on.
+        lock: Protects the run's folder from a second run. None if nothing is written there.
+        meshes: The process groups of this rank.
+        model_parts: This rank's stages of the pipeline; without one, the model.
+        passes: Runs the forward and backward passes of a step.
+        step: The current step, from 1.
+        first_step: The first step after this start of the run.
     """
 
     # TorchTitan's class declares other types for these.
@@ -124,25 +128,33 @@ class InterdomainTrainer(Trainer):
     validator: Any  # FixedValidator
 
     def __init__(self, job: JobConfig) -> None:
-        # Before the process group exists: nothing is built for a run that cannot be.
+        """Checks the configuration, and builds everything that the run needs. Collective.
+
+        Args:
+            job: The settings as the user gave them.
+
+        Raises:
+            SystemExit: The configuration cannot run, or another process writes to the run's folder.
+                The reasons are printed.
+        """
+        # Before the process group: check the settings, and lock the run's folder.
         self.plan = plan = check(job)
         use_cpu_if_alone()
         self.preemption = Preemption()
         self.lock = hold_folder(job)
 
+        # The process groups.
         self.job = job = in_steps(job, plan)
         self.device = local_device()
         self.job_config = self.config = config = translate(job)
         if self.device.type == "cpu":
             one_gloo_thread()
-            config.comm.trace_buf_size = (
-                0  # TorchTitan would make an empty folder for NCCL's recorder
-            )
-        os.environ.pop(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING", None
-        )  # torchrun's: TorchTitan sets its own, with a warning
+            # TorchTitan would make an empty folder for NCCL's flight recorder.
+            config.comm.trace_buf_size = 0
+        # TorchTitan sets its own value, and would warn of torchrun's.
+        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
         self.parallel_dims = self.init_distributed()
-        if job.comm.mode == "default":  # otherwise there are no other ranks
+        if job.comm.mode == "default":  # a simulated run has no other ranks
             require_shared(job, self.lock)
         self.gc_handler = GarbageCollection(gc_freq=job.training.gc_freq)
         self.meshes = meshes_of(self.parallel_dims)
@@ -150,22 +162,32 @@ class InterdomainTrainer(Trainer):
         self.meshes.set_timeouts(job.comm.init_timeout_seconds)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
-        rank = self.meshes.data_rank  # the ranks that share a sequence read the same samples
-        tokenizer, self.dataloader = open_data(job, plan, rank, plan.topology.data_ranks)
+        # Data. Ranks that share a sequence have the same data rank, and read the same samples.
+        data_rank = self.meshes.data_rank
+        data_ranks = plan.topology.data_ranks
+        tokenizer, self.dataloader = open_data(job, plan, data_rank, data_ranks)
         dataset = self.dataloader.dataset
+        fingerprints = {"train": text_fingerprint(dataset)}
+
+        # Model, passes and optimizer. The clock of the metrics starts before all of it.
         self.metrics_processor = InterdomainMetrics(job, self.parallel_dims, plan, self.meshes)
-        self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        passes = Pipeline if plan.topology.pipeline > 1 else Passes
+        self.model_parts = self._build_model()
+        passes = Passes
+        if plan.topology.pipeline > 1:
+            passes = Pipeline
         targets = plan.global_batch * dataset.targets
         self.passes = passes(self.model_parts, plan, self.meshes, self.device, targets)
-        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(
-            self.model_parts, job.optimizer
-        )
+        self.optimizers = GroupedOptimizers(self.model_parts, job.optimizer)
         self.lr_schedulers = GroupedSchedulers(self.optimizers, job.lr_scheduler, plan.steps)
-        self.step = self.ntokens_seen = 0
+        self.metrics_processor.model_parts = self.model_parts
+        self.metrics_processor.optimizers = self.optimizers
+        self.metrics_processor.fingerprints = fingerprints
+
+        # Checkpoints. TorchTitan's trainer saves these two attributes and sets them on resume.
+        self.step = 0
+        self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
             record=describe_run(plan, job, data_record(job, dataset, tokenizer), tokenizer),
-            tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             milestones=plan.milestones,
             lock=self.lock,
@@ -177,20 +199,19 @@ class InterdomainTrainer(Trainer):
             checkpoint_config=config.checkpoint,
             base_folder=job.job.dump_folder,
         )
-        fingerprints = {"train": text_fingerprint(dataset)}
+
+        # Validation.
         if job.validation.enable:
             self.validator = FixedValidator(
                 job,
-                rank,
-                plan.topology.data_ranks,
+                data_rank,
+                data_ranks,
                 self.passes,
                 self.metrics_processor,
                 self.checkpointer,
             )
             fingerprints["validation"] = text_fingerprint(self.validator.dataset)
-        self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = (
-            fingerprints
-        )
+        self.checkpointer.record["fingerprints"] = fingerprints
         logger.info(
             "%s, %s parameters, %d steps: the trainer is built",
             plan.cell,
@@ -199,95 +220,106 @@ class InterdomainTrainer(Trainer):
         )
 
     def _build_model(self) -> list[Transformer]:
-        """This rank's stages of the pipeline; without one, the whole model."""
-        job, plan = self.job, self.plan
+        """Builds this rank's stages of the pipeline; without one, the whole model."""
+        job = self.job
+        plan = self.plan
         logger.info("Building %s", plan.config)
-        loaded = loads_a_model(job)
         parts = []
         for stage in plan.stages_of(self.meshes.pipeline.get_local_rank()):
+            # On the meta device first: no rank ever holds parameters that are not its own.
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
             prune_to_stage(model, plan.stages[stage])
             parallelize(model, self.meshes, job, self.job_config, sum_in_backward=False)
-            model.to_empty(device="cpu" if job.training.enable_cpu_offload else self.device.type)
+
+            # Then allocate this rank's shards, and draw their values.
+            storage_device = self.device.type
+            if job.training.enable_cpu_offload:
+                storage_device = "cpu"
+            model.to_empty(device=storage_device)
             set_initial_values(
-                model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage
+                model,
+                plan.seed,
+                loaded=loads_a_model(job),
+                device=self.device,
+                group=self.meshes.stage,
             )
             parts.append(model.train())
         return parts
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """Takes one step of the optimizer. The host waits for the device in logged steps only."""
-        # Forward and backward: the loss is this rank's share of the mean.
+        """Trains one step. The host waits for the device only in steps that are logged.
+
+        Args:
+            data_iterator: Yields this rank's micro-batches.
+        """
+        # Forward and backward. The loss is this rank's share of the mean over all ranks.
         self.optimizers.zero_grad()
         batches = itertools.islice(data_iterator, self.plan.accumulation)
         loss = self.passes.run(batches, backward=True) / self.passes.targets
 
-        # Gradients of all ranks.
+        # Sum the gradients over the ranks, and clip them.
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
-        norm = clip(parameters, self.job.training.max_norm, self.meshes)
+        grad_norm = clip(parameters, self.job.training.max_norm, self.meshes)
 
-        # One all-reduce decides for all ranks whether to skip this update and whether to stop after it.
-        decision = self.optimizers.step_guard.decide(loss, norm, self.preemption.asked is not None)
+        # One all-reduce decides for all ranks whether to skip this update, and to stop after it.
+        step_guard = self.optimizers.step_guard
+        stop_requested = self.preemption.asked is not None
+        decision = step_guard.decide(loss, grad_norm, stop_requested)
+
+        # Update the weights and the learning rate, and note whether to stop.
         self.optimizers.step(decision.skip)
         self.lr_schedulers.step()
         self.preemption.cast(decision.stop)
 
-        # The log, and the end of a run that skips its steps.
+        # Log, and end a run that skips its steps.
         if self.metrics_processor.should_log(self.step):
-            ranks = (
-                self.plan.topology.data_ranks * self.plan.topology.context
-            )  # ranks with tokens of their own
-            worst = self.meshes.sum_over_model_ranks(loss) * ranks
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            self.metrics_processor.log_step(
-                self.step, decision.loss.item(), worst.item(), norm.item()
-            )
+            # The mean loss of the worst rank, from its share of the mean over all ranks.
+            ranks_with_tokens = self.plan.topology.data_ranks * self.plan.topology.context
+            worst_loss = self.meshes.sum_over_model_ranks(loss) * ranks_with_tokens
+            dist.all_reduce(worst_loss, op=dist.ReduceOp.MAX)
+
+            mean_loss = decision.loss.item()
+            norm = grad_norm.item()
+            self.metrics_processor.log_step(self.step, mean_loss, worst_loss.item(), norm)
+            step_guard.report(self.step)
             max_skipped = self.job.training.max_skipped_steps
-            self.optimizers.step_guard.check(
-                max_skipped, self.step, decision.loss.item(), norm.item()
-            )
+            step_guard.check_limit(max_skipped, self.step, mean_loss, norm)
 
     def should_continue_training(self) -> bool:
-        """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
-        stop saves and ends."""
-        if (
-            not self.preemption.listening
-        ):  # before any step: from here on there is something to save
-            self.preemption.listen()
-            self.first_step = self.step + 1
-            self.metrics_processor.begin(self.step + 1)
-            if self.step >= self.plan.steps:
-                logger.warning(
-                    "NO STEP IS TAKEN: the run continues from step %d, and training.steps = %d. To train on, set it higher.",
-                    *(self.step, self.plan.steps),
-                )
-            if self.job.validation.enable:
-                self.validator.run_missed_validation(self.model_parts, self.step)
-        elif self.step == self.first_step:  # of this start: what is slow once has been done
-            set_pg_timeouts(
-                timedelta(seconds=self.job.comm.train_timeout_seconds), self.parallel_dims
-            )
+        """Returns True if another step follows.
+
+        TorchTitan calls this before the first step, when a checkpoint has been loaded, and after
+        each step, when it has been saved. A run that a signal asked to stop saves and ends here.
+        """
+        if not self.preemption.listening:
+            self._begin()
+        elif self.step == self.first_step:
+            # The first step compiles and connects, which takes long. Later steps have less time.
+            seconds = self.job.comm.train_timeout_seconds
+            set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
+
+        # A run at its end needs no other reason to stop.
         if not super().should_continue_training():
-            self.optimizers.step_guard.warn_at_the_end(self.step)
-            return False  # asked or not, the run is at its end
+            self.optimizers.step_guard.report(self.step)
+            return False
         self.checkpointer.require_folder()
         if self.preemption.agreed():
             self.preemption.leave(self)
         return True
 
+    def _begin(self) -> None:
+        """Prepares the first step after this start, once a checkpoint has been loaded."""
+        # From here on there is something to save when a signal comes.
+        self.preemption.listen()
+        self.first_step = self.step + 1
+        self.metrics_processor.begin(self.first_step)
+        if self.job.validation.enable:
+            self.validator.run_missed_validation(self.model_parts, self.step)
+
     def close(self) -> None:
-        """Finish what is being written, and release the folder."""
+        """Finishes what is being written, and releases the run's folder."""
         super().close()
         if self.lock:
             self.lock.release()
-
-
-def __getattr__(name: str) -> Any:
-    """TorchTitan 0.3.0's entry asks for the configuration of a file: --module interdomain.titan.trainer --config FILE.toml."""
-    if name.endswith(".toml"):
-        from .entry_0_3 import configuration_of_ours
-
-        return lambda: configuration_of_ours(name, InterdomainTrainer)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

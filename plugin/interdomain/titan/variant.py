@@ -1,4 +1,7 @@
-"""The model for TorchTitan's own trainer: parts that both of its versions take (`spec`, `spec_0_3`)."""
+"""The model for TorchTitan's own trainer: what 0.2.2 (`spec`) and 0.3.0 (`spec_0_3`) share.
+
+Shapes: B sequences, T tokens of a sequence on this rank.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from interdomain.files.distributed_checkpoint import write_record
-from interdomain.files.pretrained import BASE, stored_name
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.pretrained import BASE, stored_name
+from interdomain.checkpoint.run_folder import note_folders
+from interdomain.checkpoint.step_folder import write_record
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
 from interdomain.model.state import ModelState
@@ -22,7 +25,7 @@ from .data.folders import open_dataset
 from .errors import user_errors
 from .host import StateDictAdapter
 from .host.patches import add_meshes
-from .parallelize import dynamics_of, parallelize, set_initial_values
+from .parallelize import parallelize, set_initial_values, ssm_modules
 from .plan.device import device_here
 from .plan.run_plan import RunPlan
 from .resume.checkpoint import describe_run
@@ -34,20 +37,30 @@ from .watch.validate import windows_of
 
 
 class TitanTransformer(Transformer):
-    """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
+    """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary.
 
-    # None until `parallelize_variant`: a model on one device, as scripts and notebooks build it.
+    Attributes:
+        meshes: The process groups. None until `parallelize_variant`: scripts and notebooks build a
+            model on one device.
+        documents: True if positions say where documents begin. Otherwise they only count the
+            tokens, as the model does by itself.
+        whole_logits: True if the loss takes the logits of the whole vocabulary. Otherwise it takes
+            this tensor-parallel rank's columns.
+        freqs_cis: TorchTitan's validator reads it under context parallelism, and does not use it.
+    """
+
     meshes: Meshes | None = None
-    # Whether positions say where documents begin. Otherwise they count the tokens, as the model does by itself.
     documents = False
-    # Whether the loss takes the logits of the whole vocabulary. Otherwise it takes this tensor-parallel rank's columns.
     whole_logits = True
-    freqs_cis = (
-        None  # TorchTitan's validator asks for it under context parallelism, and does not use it
-    )
+    freqs_cis = None
 
     def __init__(self, plan: Any) -> None:
-        """plan: a `RunPlan`, or something else with its `config`, `execution` and `seed`."""
+        """Builds the model.
+
+        Args:
+            plan: A `RunPlan` or TorchTitan's model arguments, with `config`, `execution` and
+                `seed`.
+        """
         super().__init__(plan.config, plan.execution)
         self.seed = plan.seed
 
@@ -60,22 +73,42 @@ class TitanTransformer(Transformer):
         last: int | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """tokens [B, T] -> logits [B, T, vocab_size]; of a stage hidden states. Arguments as for the base class."""
+        """Computes logits from tokens.
+
+        A stage of a pipeline takes and returns hidden states, [B, T, dim]: the first stage takes
+        tokens, and the last one returns logits.
+
+        Args:
+            tokens: Token ids, [B, T].
+            state: As for `Transformer.forward`; not used in training.
+            positions: Position of each token in its document, [B, T]. Only used with `documents`.
+            last: As for `Transformer.forward`; not used in training.
+            labels: As for `Transformer.forward`; TorchTitan computes the loss from logits.
+
+        Returns:
+            Logits, [B, T, vocab_size], or this tensor-parallel rank's columns of them.
+        """
         if not self.documents:
             positions = None
-        with torch.autocast(
-            tokens.device.type, enabled=False
-        ):  # `training.precision` says what is rounded
+        # `training.precision` says what is rounded, not autocast.
+        with torch.autocast(tokens.device.type, enabled=False):
             out = super().forward(tokens, state, positions, last=last, labels=labels)
-        if self.heads is None or self.output is None or not self.whole_logits:
+        if self.tp_rank is None or self.output is None or not self.whole_logits:
             return out
+
+        # Gather the columns of all tensor-parallel ranks. Each of them computes the whole loss, and
+        # so has the whole gradient of the logits.
         assert self.meshes is not None
         columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
-        return columns.full_tensor(
-            grad_placements=[Replicate()]
-        )  # every rank computes the whole loss
+        return columns.full_tensor(grad_placements=[Replicate()])
 
     def init_weights(self, seed: Any = None, buffer_device: torch.device | None = None) -> None:
+        """Sets the initial values.
+
+        Args:
+            seed: Not used. The seed is that of the plan.
+            buffer_device: Device of the forward pass. None: this rank's.
+        """
         if self.meshes is None:
             initialize(self, self.config, self.seed)
             return
@@ -86,33 +119,39 @@ class TitanTransformer(Transformer):
             device=buffer_device or device_here(),
             group=self.meshes.stage,
         )
-        for ssm in dynamics_of(self):
+        # TorchTitan's step has no place for this plugin's sum of the gradients over the ranks.
+        for ssm in ssm_modules(self):
             for p in ssm.parameters():
-                p.register_post_accumulate_grad_hook(_sum_shares)
+                p.register_post_accumulate_grad_hook(_sum_gradient)
 
     def verify_module_protocol(self) -> None:
-        """Nothing: TorchTitan 0.3 asks for modules of its own where it shards a model. `parallelize` does it here."""
+        """Does nothing. TorchTitan 0.3 asks for its own modules; `parallelize` needs none."""
 
     def get_attention_masks(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError(
-            "this model takes no attention masks"
-        )  # TorchTitan's validator asks, and expects this error
+        """Raises the error that TorchTitan's validator expects of a model without masks."""
+        raise TypeError("this model takes no attention masks")
 
 
-def _sum_shares(p: Any) -> None:
-    """Sum a gradient of which every rank has a share, after each backward pass."""
+def _sum_gradient(p: Any) -> None:
+    """Sums the gradient of an SSM parameter over the ranks, after each backward pass."""
     p.grad = p.grad.redistribute(placements=p.placements)
 
 
 def parallelize_variant(
     model: TitanTransformer, parallel_dims: Any, job: JobConfig, config: Any
 ) -> TitanTransformer:
-    """Parallelizes the model for TorchTitan's trainer. config: as for `parallelize`."""
-    with (
-        unset_fake_temporarily()
-    ):  # TorchTitan's memory estimator calls this in a mode in which no mesh can be built
+    """Parallelizes the model for TorchTitan's trainer.
+
+    Args:
+        model: The model or a stage of a pipeline, on the meta device.
+        parallel_dims: TorchTitan's degrees of parallelism.
+        job: This plugin's configuration.
+        config: The configuration that TorchTitan's functions read, as for `parallelize`.
+    """
+    # TorchTitan's memory estimator calls this with fake tensors, under which no mesh can be built.
+    with unset_fake_temporarily():
         model.meshes = meshes_of(parallel_dims)
-    # TorchTitan sets the time limits of its own groups after the first step; now also of these.
+    # TorchTitan shortens timeouts after the first step: now those of these groups, too.
     add_meshes(parallel_dims, model.meshes.axes)
     model.documents = job.data.reset_state_at_documents
     parallelize(model, model.meshes, job, config, sum_in_backward=True)
@@ -120,38 +159,48 @@ def parallelize_variant(
 
 
 class FixedWindows:
-    """A rank's validation batches, the same at every iteration: windows that lie evenly over the split."""
+    """A rank's batches of a validation: the same windows every time, evenly over the split."""
 
     def __init__(self, job: JobConfig, rank: int, ranks: int, size: int) -> None:
-        """size: sequences of a batch: validation.local_batch_size, or a part of it (a pipeline's micro-batch)."""
-        config = job.validation
-        self.dataset, self.positions = (
-            open_dataset(job, "validation"),
-            job.data.reset_state_at_documents,
-        )
-        per_pass = config.local_batch_size * ranks
-        windows = windows_of(self.dataset, config.tokens)
+        """Chooses the windows.
+
+        Args:
+            job: The configuration of the run.
+            rank: This rank's number among the data-parallel ranks.
+            ranks: Number of data-parallel ranks.
+            size: Sequences of a batch: validation.local_batch_size, or a pipeline's micro-batch.
+
+        Raises:
+            ValueError: The split has fewer windows than all ranks take in one pass.
+        """
+        self.dataset = open_dataset(job, "validation")
+        self.positions = job.data.reset_state_at_documents
+        per_pass = job.validation.local_batch_size * ranks
+        windows = windows_of(self.dataset, job.validation.tokens)
         if windows < per_pass:
             raise ValueError(
-                f"validation has {windows} windows of {config.seq_len} tokens, and one pass of all ranks takes {per_pass}. Set "
-                "a smaller validation.local_batch_size or more validation.tokens."
+                f"validation has {windows} windows of {job.validation.seq_len} tokens, and one pass of all ranks takes "
+                f"{per_pass}. Set a smaller validation.local_batch_size or more validation.tokens."
             )
+        # Only whole passes: TorchTitan divides by the same number of labels in each.
         windows -= windows % per_pass
-        indices = [i * len(self.dataset) // windows for i in range(rank, windows, ranks)]
+        indices = [n * len(self.dataset) // windows for n in range(rank, windows, ranks)]
         self.batches = [indices[i : i + size] for i in range(0, len(indices), size)]
 
     def __iter__(self) -> Iterator[Batch]:
-        return (read_batch(self.dataset, indices, self.positions) for indices in self.batches)
+        for indices in self.batches:
+            yield read_batch(self.dataset, indices, self.positions)
 
 
-class VariantCurves:
-    """What TorchTitan's metrics of either version log for this model: perplexity and the mixer's timescales, too.
+class VariantMetricsBase:
+    """Adds perplexity, tokens and SSM statistics to TorchTitan's metrics.
 
-    A base class to stand before TorchTitan's `MetricsProcessor`.
+    A subclass has TorchTitan's `MetricsProcessor` as its second base, and sets `job` and `plan`.
+    TorchTitan's trainer sets `model_parts`.
     """
 
     job: JobConfig
-    model_parts: Any  # list[TitanTransformer], once the trainer has set it
+    model_parts: Any  # list[TitanTransformer]
     parallel_dims: Any
     plan: RunPlan
 
@@ -163,22 +212,34 @@ class VariantCurves:
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        """Logs a training step. TorchTitan calls this.
+
+        Args:
+            step: The step that was taken.
+            global_avg_loss: Mean loss per token over all ranks.
+            global_max_loss: Mean loss per token of the rank where it is highest.
+            grad_norm: Norm of all gradients before clipping.
+            extra_metrics: Further scalars by tag.
+        """
         extra = dict(extra_metrics or {})
-        # TorchTitan adds up what each rank has counted, and a checkpoint has one rank's count: after a resume on other
-        # degrees it would be another number.
+        # TorchTitan sums what the ranks have counted. After a resume with other degrees of
+        # parallelism this is wrong, because a checkpoint has the count of one rank.
         extra["n_tokens_seen"] = step * self.plan.tokens_per_step
         extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
         freq = self.job.metrics.mixer_freq
         if freq and (step == 1 or step % freq == 0):
             extra |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
-        # TorchTitan divides the loss of a rank's piece of the sequences by the labels of the whole sequences.
+        # TorchTitan divides the loss of a rank's tokens by the labels of whole sequences.
         worst_loss = global_max_loss * self.parallel_dims.cp
         log: Any = super().log  # pyright: ignore[reportAttributeAccessIssue]
         log(step, global_avg_loss, worst_loss, grad_norm, extra)
 
 
-class FolderNames(StateDictAdapter):
-    """Names of tensors in an exported folder, to and from: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
+class ExportedNames(StateDictAdapter):
+    """Converts names of tensors to and from those of an exported model.
+
+    TorchTitan uses it for checkpoint.initial_load_in_hf and checkpoint.last_save_in_hf.
+    """
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {stored_name(name): tensor for name, tensor in state_dict.items()}
@@ -193,19 +254,28 @@ def record_run(
     plan: RunPlan,
     data: dict[str, Any],
     tokenizer: Any,
-    unknown_sections: Sequence[str] = (),
+    left_out: Sequence[str] = (),
 ) -> None:
-    """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own.
+    """Writes the run's record (`interdomain.json`) into its folder, on rank 0.
 
-    Ends the run if TorchTitan would begin at step 1 and overwrite halves of copied checkpoints.
+    TorchTitan's checkpoints have no records of their own.
 
-    unknown_sections: sections of the configuration that are left out, because the run has TorchTitan's own component.
+    Args:
+        job: The configuration of the run.
+        plan: Its plan.
+        data: Facts of the training data.
+        tokenizer: This package's tokenizer, which is written, too.
+        left_out: Sections of the configuration that do not describe this run, because it has
+            TorchTitan's own component.
+
+    Raises:
+        SystemExit: A checkpoint is a half copy. TorchTitan would begin at step 1, and overwrite it.
     """
     if job.checkpoint.enable and dist.get_rank() == 0:
         folder = Path(job.job.dump_folder)
         check_half_copies(folder / job.checkpoint.folder)
         record = describe_run(plan, job, data, tokenizer)
-        for section in unknown_sections:
+        for section in left_out:
             del record["configuration"][section]
         write_record(folder, record, tokenizer)
         note_folders(folder, job.checkpoint.folder, job.metrics.save_tb_folder)

@@ -1,16 +1,20 @@
-"""The model in vLLM (docs/serving.md): with the package installed, `vllm serve exports/debug` finds this by itself.
+"""The model in vLLM (docs/serving.md).
 
-vLLM's entry point `vllm.general_plugins` calls `register` in each of its processes.
+If the package is installed, `vllm serve exports/debug` finds it: vLLM calls `register` in each of
+its processes, through the entry point `vllm.general_plugins`.
 """
 
 from importlib import import_module
 from typing import Any
 
-SUPPORTED = (0, 32), (0, 33)  # from the first to before the second
+SUPPORTED = ("0", "32")
 
 
 def register() -> None:
-    """Make the folders' architectures known to vLLM; `__getattr__` has the classes, when a model is loaded."""
+    """Makes the architectures of exported models known to vLLM.
+
+    vLLM reads the classes, through `__getattr__`, when it loads a model.
+    """
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -24,23 +28,29 @@ def register() -> None:
 
 
 def _is_supported() -> bool:
+    """Returns True if vLLM's version is SUPPORTED. Raises an ImportError without vLLM."""
     try:
         from vllm import __version__ as version
     except ImportError as e:
         raise ImportError(
             "interdomain.vllm needs vLLM, the extra `vllm`: pip install 'interdomain[vllm]'."
         ) from e
-    return SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]
+    return tuple(version.split(".")[:2]) == SUPPORTED
 
 
 def __getattr__(name: str) -> Any:
-    """A served model's class. Raises: ImportError without vLLM, and with a version that is not SUPPORTED."""
+    """Returns a served model's class.
+
+    Raises:
+        ImportError: vLLM is not installed, or its version is not SUPPORTED.
+    """
     if not name.startswith("Interdomain"):
         raise AttributeError(name)
     if not _is_supported():
         import vllm
 
         raise ImportError(
-            f"interdomain.vllm runs with vLLM 0.32, and this is {vllm.__version__}. Install vLLM 0.32."
+            f"interdomain.vllm runs with vLLM 0.32, and this is {vllm.__version__}. Install vLLM "
+            "0.32."
         )
     return getattr(import_module("interdomain.vllm.model"), name)

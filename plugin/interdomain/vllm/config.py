@@ -1,25 +1,27 @@
-"""Facts that vLLM asks for before a model exists: its kind, and the shape of a request's state."""
+"""Facts that vLLM needs before it builds a model: its architecture, and the shapes of states."""
 
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from interdomain.files.pretrained import from_transformers
+from interdomain.checkpoint.pretrained import from_transformers
 from interdomain.hf import InterdomainConfig
 from interdomain.model.config import FIXED_STATE, ModelConfig, state_shape
 from interdomain.model.transformer import mixer_class
 
-# vLLM asks a class, not a configuration, whether it has attention or states: one class for each kind of model.
+# The classes of `model.py` by architecture. vLLM asks a class, not a configuration, whether a model
+# has attention or states, so there is one for states only, one for both, and one for attention
+# only.
 ARCHITECTURES = {
-    "InterdomainForCausalLM": "Interdomain",  # states alone
+    "InterdomainForCausalLM": "Interdomain",
     "InterdomainHybridForCausalLM": "InterdomainHybrid",
     "InterdomainSoftmaxForCausalLM": "InterdomainSoftmax",
 }
 
 
 class ServedConfig(InterdomainConfig):
-    """config.json of a folder, with the architecture that vLLM needs in the place of transformers' class."""
+    """config.json of an exported model, with the architecture by which vLLM finds the class."""
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
@@ -34,34 +36,53 @@ class ServedConfig(InterdomainConfig):
 
 
 def model_config(config: PretrainedConfig) -> ModelConfig:
+    """Returns the model of a config.json."""
     return from_transformers(config.to_dict())
 
 
 def state_shapes(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of a request's state in a layer, on one of the ranks that share its heads: the convolutions' last inputs, and the
-    state of the recurrence.
+    """Returns the shapes of a request's state in a layer on one rank.
 
-    Without convolutions the first is one number, which nobody reads: vLLM has no state of size 0.
+    Args:
+        config: The layer, an entry of `ModelConfig.layers`.
+        ranks: Number of tensor-parallel ranks.
+    Returns:
+        The shape of the convolutions' last inputs, and that of the recurrence's state. vLLM has no
+        state of size 0: without convolutions the first is that of one number, which is never read.
     """
     shapes = mixer_class(config.mixer).state_shapes(config, ranks)
-    return shapes["conv"] if 0 not in shapes["conv"] else (1, 1), shapes["ssm"]
+    conv = shapes["conv"]
+    if 0 in conv:
+        conv = (1, 1)
+    return conv, shapes["ssm"]
 
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtypes of a request's state.
+
+    The convolutions' inputs have the model's, and the recurrence's state is float32.
+    """
     return dtype, torch.float32
 
 
-def refuse(vllm_config: Any, config: ModelConfig) -> None:
-    """Raises: ValueError for settings of vLLM that these models would ignore, and for ranks that do not divide the heads."""
+def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
+    """Checks vLLM's settings.
+
+    Args:
+        vllm_config: vLLM's VllmConfig.
+        config: The model.
+    Raises:
+        ValueError: The model would ignore a setting, or the tensor-parallel ranks do not divide its
+            heads.
+    """
     cache = vllm_config.cache_config
     wrong = []
     if vllm_config.quant_config is not None:
         wrong.append(f"quantization = {vllm_config.model_config.quantization}")
-    if cache.cache_dtype != "auto" and all(
-        layer.mixer.kind != "softmax" for layer in config.layers
-    ):
+    has_softmax = any(layer.mixer.kind == "softmax" for layer in config.layers)
+    if cache.cache_dtype != "auto" and not has_softmax:
         wrong.append(f"kv_cache_dtype = {cache.cache_dtype}")
-    # States are float32, and the convolutions' inputs have the model's type.
+    # `state_dtypes` sets both.
     if cache.mamba_cache_dtype != "auto":
         wrong.append(f"mamba_cache_dtype = {cache.mamba_cache_dtype}")
     if cache.mamba_ssm_cache_dtype not in ("auto", "float32"):
@@ -79,13 +100,13 @@ def refuse(vllm_config: Any, config: ModelConfig) -> None:
             heads.add(state_shape(layer.mixer, layer.dim).heads)
     if any(n % ranks for n in heads) or config.ffn_hidden % ranks:
         raise ValueError(
-            f"tensor_parallel_size = {ranks} must divide the heads, {sorted(heads)}, and the feed-forward's width, "
-            f"{config.ffn_hidden}. Take fewer ranks."
+            f"tensor_parallel_size = {ranks} must divide the heads, {sorted(heads)}, and the "
+            f"feed-forward's width, {config.ffn_hidden}. Take fewer ranks."
         )
 
 
 def register_states() -> None:
-    """Tell vLLM how to page states of fixed size beside keys and values."""
+    """Tells vLLM how to page states of fixed size beside keys and values."""
     from vllm.model_executor.models.config import (
         MODELS_CONFIG_MAP,
         HybridAttentionMambaModelConfig,
@@ -94,10 +115,8 @@ def register_states() -> None:
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     states, hybrid, _ = ARCHITECTURES
-    MODELS_CONFIG_MAP[states], MODELS_CONFIG_MAP[hybrid] = (
-        MambaModelConfig,
-        HybridAttentionMambaModelConfig,
-    )
+    MODELS_CONFIG_MAP[states] = MambaModelConfig
+    MODELS_CONFIG_MAP[hybrid] = HybridAttentionMambaModelConfig
     register_backend(
         MambaAttentionBackendEnum.CUSTOM, "interdomain.vllm.states.Backend", is_mamba=True
     )

@@ -1,4 +1,8 @@
-"""Served models: the decoder of `interdomain.model` over vLLM's pages of states, keys and values."""
+"""Served models: the decoder of `interdomain.model` over vLLM's pages of states, keys and values.
+
+vLLM puts the tokens of all requests of a step into one dimension, [tokens]. Methods without a
+description are those that vLLM calls.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,28 +23,40 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from interdomain.checkpoint.pretrained import BASE, storage_dtype
 from interdomain.features import input_features
-from interdomain.files.pretrained import BASE, storage_dtype
 from interdomain.model import Transformer
 from interdomain.model.config import ModelConfig
 from interdomain.model.layers import rope_of
 from interdomain.model.mixers.base import Packing
-from interdomain.model.shard import Part, shard_of, split_dimension
+from interdomain.model.parallel import GroupRank, local_slice, split_dimension
 from interdomain.model.state import MixerState
 
-from .config import model_config, refuse, state_dtypes, state_shapes
+from .config import check_vllm_settings, model_config, state_dtypes, state_shapes
 
 
 class Recurrent(MambaBase):
-    """A mixer with a state of fixed size: x [tokens, dim] -> the same, each request by the state in its page."""
+    """A mixer with a state of fixed size: [tokens, dim] -> [tokens, dim].
+
+    Each request has its state in a page of vLLM.
+
+    Args:
+        mixer: The mixer of the plain model.
+        config: Its layer, an entry of `ModelConfig.layers`.
+        vllm_config: vLLM's settings.
+        name: The layer's name, by which vLLM finds it.
+    """
 
     mamba_type = MambaAttentionBackendEnum.CUSTOM
 
     def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
-        self.mixer, self.name = mixer, name
+        self.mixer = mixer
+        self.name = name
         self.shapes = state_shapes(config, vllm_config.parallel_config.tensor_parallel_size)
         self.dtypes = state_dtypes(vllm_config.model_config.dtype)
-        self.kv_cache = (torch.empty(0), torch.empty(0))  # vLLM binds its pages
+        # Pages of the convolutions' last inputs and of the recurrences' states, which vLLM
+        # puts here.
+        self.kv_cache = (torch.empty(0), torch.empty(0))
         self.has_conv = config.mixer.conv_past > 0
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -50,24 +66,36 @@ class Recurrent(MambaBase):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return self.dtypes
 
-    def prepare(self, dynamics: Any) -> None:
-        """Make what steps read of the parameters: once, for the weights that are loaded. For a part of the heads, where there
-        is no step function, a step is a piece of one token."""
-        self.dynamics = dynamics
+    def prepare(self, ssm_tensors: Any) -> None:
+        """Computes what steps read of the parameters, once for the weights that are loaded.
+
+        Args:
+            ssm_tensors: The layer's entry of `Transformer.ssm_tensors`.
+        """
+        self.ssm_tensors = ssm_tensors
         self.prepared = None
-        if self.mixer.heads is None:
+        # With tensor parallelism there is no step function: a step is a piece of one token.
+        if self.mixer.tp_rank is None:
             weight = self.mixer.wo.weight
-            self.prepared = self.mixer.init_state(
-                1, 0, weight.dtype, weight.device, dynamics
-            ).prepared
+            state = self.mixer.init_state(1, 0, weight.dtype, weight.device, ssm_tensors)
+            self.prepared = state.prepared
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Computes the mixer, and advances the states in their pages.
+
+        Args:
+            x: [tokens, dim].
+            rope: Cosines and sines of the rotary embedding, each [tokens, 1, head_dim / 2]. None:
+                no layer rotates.
+        """
         metadata: Any = get_forward_context().attn_metadata
         out = torch.zeros_like(x)
-        if metadata is None:  # a run that measures memory: there are no pages yet
+        # vLLM first measures the memory, without pages.
+        if metadata is None:
             return out
         conv, ssm = self.kv_cache
         for tokens, pages, fresh, padding in metadata[self.name].batches:
+            # Read the states of the batch. A request that begins has zeros.
             past = conv[pages] if self.has_conv else conv.new_empty(len(pages), 0, 0)
             state = MixerState(past, ssm[pages], self.prepared)
             if fresh is not None:
@@ -77,14 +105,15 @@ class Recurrent(MambaBase):
             if rope is not None:
                 cos, sin = rope
                 rope_of_tokens = cos[tokens], sin[tokens]
+            # Padding is a document of its own, of zeros, from which no state and no convolution
+            # goes on.
             inputs = x[tokens]
             packing = None
-            if (
-                padding is not None
-            ):  # a document of its own, of zeros: no state and no convolution goes on from it
+            if padding is not None:
                 inputs = inputs.masked_fill(padding[..., None], 0)
                 packing = Packing((~padding).int())
-            y = self.mixer(inputs, rope_of_tokens, self.dynamics, state, packing)
+            y = self.mixer(inputs, rope_of_tokens, self.ssm_tensors, state, packing)
+            # Write the results, and the states back to their pages.
             if padding is None:
                 out[tokens] = y
             else:
@@ -96,12 +125,16 @@ class Recurrent(MambaBase):
 
 
 class Softmax(nn.Module):
-    """Softmax attention by vLLM's own layer, which has keys and values: x [tokens, dim] -> the same."""
+    """Softmax attention: [tokens, dim] -> [tokens, dim]. vLLM's own layer keeps keys and values.
+
+    It takes the same arguments as `Recurrent`.
+    """
 
     def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
         super().__init__()
+        # Not as a child module: the mixer's parameters belong to the Transformer.
         self.mixer: Any
-        self.__dict__["mixer"] = mixer  # whose parameters are the Transformer's
+        self.__dict__["mixer"] = mixer
         ranks = vllm_config.parallel_config.tensor_parallel_size
         self.attention = Attention(
             config.n_heads // ranks,
@@ -113,45 +146,56 @@ class Softmax(nn.Module):
             prefix=name,
         )
 
-    def prepare(self, dynamics: Any) -> None:
-        """Nothing is made of the parameters."""
+    def prepare(self, ssm_tensors: Any) -> None:
+        """Does nothing: steps read the parameters themselves."""
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = (table[None] for table in rope)
+        # To `input_features` all tokens are one sequence, and rope says where each of them stands.
+        cos, sin = rope
+        tables = (cos[None], sin[None])
         width = self.mixer.head_dim
-        q = input_features(self.mixer.wq(x)[None], width, rope=(cos, sin))[0].flatten(1)
-        k = input_features(self.mixer.wk(x)[None], width, rope=(cos, sin))[0].flatten(1)
-        return self.mixer.wo(self.attention(q, k, self.mixer.wv(x)))
+        q = input_features(self.mixer.wq(x)[None], width, rope=tables)[0].flatten(1)
+        k = input_features(self.mixer.wk(x)[None], width, rope=tables)[0].flatten(1)
+        v = self.mixer.wv(x)
+        return self.mixer.wo(self.attention(q, k, v))
 
 
 class Served(nn.Module):
-    """The decoder over the tokens of all requests of a step, [tokens]; one class for each kind of model (`ARCHITECTURES`)."""
+    """The decoder over the tokens of all requests of a step.
+
+    There is a class for each architecture (`config.ARCHITECTURES`).
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         settings = vllm_config.model_config
-        self.own, self.dtype = model_config(settings.hf_config), settings.dtype
-        refuse(vllm_config, self.own)
+        self.own = model_config(settings.hf_config)
+        self.dtype = settings.dtype
+        check_vllm_settings(vllm_config, self.own)
         self.model = Transformer(self.own)
-        self.ready = False  # whether mixers have been prepared for the weights
+        # True when the mixers are prepared for the weights.
+        self.ready = False
         group = get_tp_group()
-        self.part = Part(group.device_group.group_name, group.rank_in_group, group.world_size)
-        if (
-            self.part.size > 1
-        ):  # the heads and the feed-forward's width are divided, embedding and head are not
-            self.model.set_parts(heads=self.part)
-            self.model.tok_embeddings.heads = self.model.output.heads = None
+        self.part = GroupRank(group.device_group.group_name, group.rank_in_group, group.world_size)
+        # Ranks divide the heads and the feed-forward's width, but not the embedding and the head.
+        if self.part.size > 1:
+            self.model.set_ranks(tp_rank=self.part)
+            self.model.tok_embeddings.tp_rank = None
+            self.model.output.tp_rank = None
             for name, module in self.model.layers.named_modules():
-                if (dim := split_dimension(self.model.layers, name)) is not None:
-                    module.weight = nn.Parameter(shard_of(module.weight, self.part, dim).clone())
+                dim = split_dimension(self.model.layers, name)
+                if dim is not None:
+                    module.weight = nn.Parameter(local_slice(module.weight, self.part, dim).clone())
+        # Rows of a padded vocabulary are never chosen.
         generation: Any = settings.try_get_generation_config()
-        suppressed = generation.get("suppress_tokens") or []  # rows of a padded vocabulary
+        suppressed = generation.get("suppress_tokens") or []
         self.no_tokens = [token for token in suppressed if token < self.own.vocab_size]
         self.blocks: list[Any] = list(self.model.layers.values())
         self.mixers: list[Any] = []
         for i, (block, layer) in enumerate(zip(self.blocks, self.own.layers, strict=True)):
-            kind = Softmax if layer.mixer.kind == "softmax" else Recurrent
-            self.mixers.append(kind(block.attention, layer, vllm_config, f"layers.{i}.attention"))
+            served = Softmax if layer.mixer.kind == "softmax" else Recurrent
+            name = f"layers.{i}.attention"
+            self.mixers.append(served(block.attention, layer, vllm_config, name))
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple:
@@ -180,19 +224,22 @@ class Served(nn.Module):
         **_: Any,
     ) -> Tensor:
         if not self.ready:
-            for mixer, dynamics in zip(self.mixers, self.model.dynamics(), strict=True):
-                mixer.prepare(dynamics)
+            for mixer, ssm_tensors in zip(self.mixers, self.model.ssm_tensors(), strict=True):
+                mixer.prepare(ssm_tensors)
             self.ready = True
         h = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         rotates = any(layer.mixer.rope for layer in self.own.layers)
         rope = rope_of(self.own, positions, h.dtype) if rotates else None
         for mixer, block in zip(self.mixers, self.blocks, strict=True):
-            h = h + self.sum(mixer(block.attention_norm(h), rope))
-            h = h + self.sum(block.feed_forward(block.ffn_norm(h)))
+            h = h + self._sum(mixer(block.attention_norm(h), rope))
+            h = h + self._sum(block.feed_forward(block.ffn_norm(h)))
         return self.model.norm(h)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks of tensor parallelism, of which each has computed its part of the heads or of the width."""
+    def _sum(self, x: Tensor) -> Tensor:
+        """Returns the sum over tensor-parallel ranks.
+
+        Each has computed its part of the heads or of the feed-forward's width.
+        """
         return x if self.part.size == 1 else tensor_model_parallel_all_reduce(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -204,9 +251,11 @@ class Served(nn.Module):
         stored = {}
         for name, tensor in weights:
             name = name.removeprefix(BASE)
-            module = name.rpartition(".")[0]
-            dim = split_dimension(self.model, module) if name.startswith("layers.") else None
-            tensor = tensor if dim is None else shard_of(tensor, self.part, dim).contiguous()
+            # Ranks divide the tensors of layers only.
+            if name.startswith("layers."):
+                dim = split_dimension(self.model, name.rpartition(".")[0])
+                if dim is not None:
+                    tensor = local_slice(tensor, self.part, dim).contiguous()
             stored[name] = tensor.to(storage_dtype(name, self.dtype))
         self.model.load_state_dict(stored, assign=True)
         self.model.requires_grad_(False)
@@ -215,7 +264,10 @@ class Served(nn.Module):
 
 
 class Interdomain(Served, HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching):
-    """Layers with states alone; marked as a hybrid too, since vLLM caches no prefixes by default of what is attention-free."""
+    """All layers have states.
+
+    It is also marked as a hybrid: vLLM caches no prefixes of attention-free models by default.
+    """
 
 
 class InterdomainHybrid(Served, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):

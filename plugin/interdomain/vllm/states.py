@@ -1,4 +1,7 @@
-"""Requests of one step of vLLM's engine, in batches that the mixers take."""
+"""The requests of one step of vLLM's engine, in batches that the mixers take.
+
+Shapes: B requests of a batch, T tokens of each.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,15 +15,19 @@ from vllm.v1.attention.backends.mamba_attn import (
     BaseMambaAttentionMetadataBuilder,
 )
 
-NULL_PAGE = 0  # of vLLM: no request has it
+NULL_PAGE = 0  # vLLM gives this page to no request
 
 
 class Batch(NamedTuple):
-    """Requests that are computed together, of T tokens each.
+    """Requests that are computed together, T tokens of each.
 
-    tokens: where they stand in the step, [B, T]; pages: of the requests' states, [B]; fresh: [B], true where a request begins
-    and its page holds the state of another, None where none does. padding: [B, T], true before the tokens of a shorter
-    request, None where all have T.
+    Attributes:
+        tokens: The place of each token among the tokens of the step, [B, T].
+        pages: The page of each request's state, [B].
+        fresh: [B], True for a request that begins: its page has the state of another. None: none
+            begins.
+        padding: [B, T], True before the tokens of a shorter request. None: all requests have T
+            tokens.
     """
 
     tokens: Tensor
@@ -31,41 +38,55 @@ class Batch(NamedTuple):
 
 @dataclass
 class Metadata(BaseMambaAttentionMetadata):
+    """vLLM's description of a step, with its requests in batches."""
+
     @cached_property
     def batches(self) -> list[Batch]:
-        """All requests that generate, in one batch. Then pieces of prompts: of those that begin, lengths up to a power of two
-        and more than its half in one; of those that go on from a state, equal lengths."""
-        batches, n = [], self.num_decode_tokens
+        """All requests of the step.
+
+        Requests that generate are one batch. Pieces that begin a prompt are together in a batch if
+        their lengths have the same next power of two; pieces that continue a prompt, if their
+        lengths are equal.
+        """
+        batches = []
+        # Requests that generate come first in the step, one token of each.
+        n = self.num_decode_tokens
         if self.state_indices_tensor_d is not None and n:
             pages = self.state_indices_tensor_d[:n, 0].long()
-            batches.append(
-                Batch(
-                    torch.arange(n, device=pages.device)[:, None], pages.clamp_min(NULL_PAGE), None
-                )
-            )
+            tokens = torch.arange(n, device=pages.device)[:, None]
+            batches.append(Batch(tokens, pages.clamp_min(NULL_PAGE), None))
         if self.num_prefills:
             start: Any = self.query_start_loc_p
             pages_of_prefills: Any = self.state_indices_tensor_p
             continued: Any = self.has_initial_states_p
-            lengths, fresh = start.diff(), ~continued.bool()
+            lengths = start.diff()
+            fresh = ~continued.bool()
+            # The group of a piece: minus the power of two if it begins a prompt, else its length.
             rounded = lengths.log2().ceil().exp2().long()
             groups = torch.where(fresh, -rounded, lengths)
             for group in groups.unique().tolist():
                 rows = (groups == group).nonzero()[:, 0]
                 own = lengths[rows, None]
-                order = torch.arange(int(own.max()), device=rows.device) - (own.max() - own)
+                longest = own.max()
+                # The place of each token in its piece. Shorter pieces have padding before them,
+                # with negative places.
+                order = torch.arange(int(longest), device=rows.device) - (longest - own)
                 tokens = n + start[rows].long()[:, None] + order.clamp_min(0)
-                padding = order < 0 if (own != own.max()).any() else None
+                padding = order < 0 if (own != longest).any() else None
                 batches.append(Batch(tokens, pages_of_prefills[rows].long(), fresh[rows], padding))
         return batches
 
 
 class Builder(BaseMambaAttentionMetadataBuilder[Metadata]):
+    """vLLM's builder of a step's description, with this project's class."""
+
     metadata_cls = Metadata
     needs_causal_conv1d_metadata = False
 
 
 class Backend(AttentionBackend):
+    """The interface by which vLLM finds the builder. vLLM names its methods."""
+
     @staticmethod
     def get_name() -> str:
         return "INTERDOMAIN"

@@ -1,1 +1,1 @@
-"""Token mixers: the interface (base), interdomain attention, softmax, and the baselines with a state of fixed size."""
+"""Token mixers: the interface, interdomain attention, softmax, and baselines of fixed state."""

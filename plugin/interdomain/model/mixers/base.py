@@ -1,6 +1,8 @@
-"""The interface of a token mixer: the function, its state, and its costs. Nothing else asks which mixer a layer has.
+"""The interface of a token mixer: its function, its state and its costs.
 
-A `config` is that of a model all of whose layers are alike, so `config.mixer` is the layer's own (`ModelConfig.layers`).
+The decoder, the hosts and the planner know a layer's mixer only by the methods of `Mixer`. A
+`config` in this file is an entry of `ModelConfig.layers`: the configuration of a model whose layers
+are all alike, so that `config.mixer` belongs to this layer.
 """
 
 import math
@@ -12,19 +14,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import ModelConfig
+from ..parallel import GroupRank
 from ..settings import MixerConfig
-from ..shard import Part
+from ..state import MixerState
 
-# Shapes: B batch, T time.
+# Shapes: B batch, T tokens (on this rank), E channels of the convolutions.
 
 
 class Packing(NamedTuple):
-    """What a recurrence must know of the rows of a batch; the same in all layers.
+    """Documents and padding in the rows of a batch, for the recurrences of all layers.
 
     Attributes:
-        documents: the number of each token's document, [B, T]; 0 for one that goes on from before. None: one document.
-        back: of a shard, how many tokens of its document come before the first, [B].
-        lengths: tokens of each row, [B], where padding follows them. The state is that after the tokens. None: all.
+        documents: The number of each token's document, [B, T]. Document 0 continues from the state,
+            or from the previous context-parallel rank. None means one document.
+        back: The number of tokens that the first token's document has on previous context-parallel
+            ranks, [B].
+        lengths: The number of tokens in each row, [B]; padding follows them, and the new state is
+            the one after the tokens. None means that no row has padding.
     """
 
     documents: Tensor | None = None
@@ -33,28 +39,48 @@ class Packing(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """Base of the mixers: x [B, T, dim] -> [B, T, dim] by `forward(x, rope, dynamics, state, packing)`.
+    """Base of the token mixers.
+
+    `forward(x, rope, ssm_tensors, state, packing)` maps x [B, T, dim] to [B, T, dim].
 
     Attributes:
-        shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
-        heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
-            Its matrices are this rank's parts, or DTensors with them (`split_dimension`); all else is whole. None: all heads.
-    Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
+        cp_rank: This rank's place in context parallelism: x holds its part of each sequence. None
+            means whole sequences.
+        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads for
+            all tokens of x, and the outputs must be summed over the ranks. The matrices are this
+            rank's slices, or DTensors with them (`split_dimension`); all other parameters are
+            whole. None means all heads.
     """
 
-    shard: "Part | None" = None
-    heads: "Part | None" = None
+    cp_rank: "GroupRank | None" = None
+    tp_rank: "GroupRank | None" = None
 
     @staticmethod
-    def dynamics(mixers: list[Any], dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
-        """Tensors that are constant over the sequence, of mixers with the same settings: computed once per forward. By default
-        there are none. dtype: of the arithmetic, where the parameters have less."""
+    def ssm_tensors(
+        mixers: list[Any], dtype: torch.dtype = torch.float32
+    ) -> list[tuple[Tensor, ...]]:
+        """Returns the SSM tensors of each mixer: what its recurrence reads of its parameters.
+
+        They are constant over the sequence, and computed once per forward pass or training step,
+        outside the layers. By default there are none.
+
+        Args:
+            mixers: Mixers with the same settings.
+            dtype: The least precise dtype to compute in. Parameters of a more precise dtype keep
+                theirs.
+        """
         return [()] * len(mixers)
 
-    def call_core(self, core: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Calls the function of the queries, keys and values, which is linear in the values.
+    def call_core(
+        self,
+        core: Callable[..., Any],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Calls the mixer's core: the function of q, k and v, which is linear in v.
 
-        The inspector (`model/maps.py`) gives a mixer another method of this name for one forward pass, to see the call.
+        The inspector (`model/maps.py`) replaces this method for one forward pass to record the
+        call.
         """
         return core(*args, **options)
 
@@ -64,64 +90,142 @@ class Mixer(nn.Module):
         order: Tensor,
         positions: Tensor | None,
         dtype: torch.dtype,
-        shard: "Part | None",
+        cp_rank: "GroupRank | None",
     ) -> Any:
-        """What `forward` needs to know of packed documents and the shard: the same in all layers with this mixer.
+        """Returns the argument `packing` of `forward` for whole sequences, for all layers.
 
         Args:
-            order: Where the tokens stand in the sequence, [T].
-            positions: Where they stand in their documents, [B, T]. None: each sequence is one document.
+            mixer: Settings of the layers.
+            order: The place of each token in its sequence, [T].
+            positions: The place of each token in its document, [B, T]. None means that each
+                sequence is one document.
+            dtype: The dtype of the hidden states.
+            cp_rank: This rank's place in context parallelism.
         """
-        raise NotImplementedError("this mixer cannot keep packed documents apart")
+        raise NotImplementedError("this mixer has no method `packing`")
 
     @staticmethod
-    def continuing(mixer: MixerConfig, state: Any, tokens: int, dtype: torch.dtype) -> Any:
-        """The same for a piece that continues from a `ModelState`. By default nothing: a state is all that the piece needs."""
+    def continuing(
+        mixer: MixerConfig,
+        state: Any,
+        tokens: int,
+        dtype: torch.dtype,
+    ) -> Any:
+        """Returns the argument `packing` of `forward` for tokens that continue from a state.
+
+        By default it is None: the layer's state holds everything that the tokens need.
+        """
 
     def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ssm_tensors: Any,
     ) -> Any:
-        """The layer's state before the first token; `capacity` tokens of room where it grows."""
-        raise NotImplementedError(f"{type(self).__name__} has no state: it cannot generate")
+        """Returns the layer's state before the first token.
+
+        Args:
+            batch: The number of sequences.
+            capacity: The number of tokens that a growing state has room for.
+            dtype: The dtype of the hidden states.
+            device: The device of the state.
+            ssm_tensors: This mixer's entry in the result of `ssm_tensors`.
+        """
+        raise NotImplementedError("this mixer has no method `init_state`")
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
-        """Shapes of a sequence's state in one layer, by the names in a MixerState, for one of so many ranks that share the
-        heads. Of mixers whose state does not grow."""
-        raise NotImplementedError("this mixer's state has no fixed shape")
+        """Returns the shape of one sequence's state in one layer, by the attribute of `MixerState`.
+
+        Only mixers whose state does not grow have it.
+
+        Args:
+            config: Configuration of the layer.
+            ranks: The number of tensor-parallel ranks that share the heads.
+        """
+        raise NotImplementedError("this mixer has no method `state_shapes`")
 
     @staticmethod
     def state_grows(config: ModelConfig) -> bool:
-        """True if the state has room for a number of tokens, and not one size for all lengths."""
+        """Returns True if the state grows with the number of tokens."""
         return False
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
-        """Multiply-adds of one layer's mixer per token: its core as "mixer", and as "linear" products with matrices that are no
-        `Linear`, if it has such. `model.flops` counts the modules `Linear` and `ShortConv`."""
-        raise NotImplementedError("this mixer does not count its FLOPs")
+        """Returns the multiply-adds per token of one layer's mixer.
+
+        The modules `Linear` and `ShortConv` are not counted: `model.flops` counts them. The key
+        "mixer" is the core; "linear" is products with matrices that are no `Linear`.
+        """
+        raise NotImplementedError("this mixer has no method `macs`")
 
     @classmethod
     def state_size(cls, config: ModelConfig) -> int:
-        """Numbers of one layer's state per sequence (of a growing one per token), without the convolutions' last inputs."""
+        """Returns the number of elements in one layer's state per sequence.
+
+        The inputs of the convolutions are not counted. For a growing state it is the number per
+        token.
+        """
         return math.prod(cls.state_shapes(config)["ssm"])
 
     @staticmethod
-    def kept(config: ModelConfig) -> tuple[int, int]:
-        """Numbers per token of one layer that autograd keeps: (inputs of features and core, scores unless recomputed)."""
-        raise NotImplementedError("this mixer does not say what its backward pass keeps")
+    def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Returns the elements per token that one layer saves for the backward pass.
+
+        The first number counts the inputs of the features and of the core. The second counts the
+        scan's scores, which are saved only if `Execution.recompute` is False.
+        """
+        raise NotImplementedError("this mixer has no method `saved_elements`")
 
     @classmethod
-    def received(cls, config: ModelConfig, context: int, tensor: int) -> tuple[int, int]:
-        """Numbers that a rank with one of `context` shards of a sequence and of `tensor` parts of the heads receives for a
-        layer, forward, and as many backward: (per sequence in float32, per token of the shard in the activations' dtype)."""
-        raise NotImplementedError(
-            "this mixer does not say what ranks with shards of its sequences exchange"
-        )
+    def received_elements(
+        cls,
+        config: ModelConfig,
+        context: int,
+        tensor: int,
+    ) -> tuple[int, int]:
+        """Returns the elements that a context-parallel rank receives for one layer.
+
+        The backward pass receives as many as the forward pass. The first number is per sequence, in
+        float32. The second is per token of this rank, in the dtype of the activations.
+
+        Args:
+            config: Configuration of the layer.
+            context: The number of context-parallel ranks.
+            tensor: The number of tensor-parallel ranks.
+        """
+        raise NotImplementedError("this mixer has no method `received_elements`")
 
 
 class Recurrence(Mixer):
-    """Base of the mixers with a state of fixed size: they take a `Packing`."""
+    """Base of the mixers with a state of fixed size, whose `packing` is a `Packing`.
+
+    Attributes:
+        layer: Configuration of the layer.
+    """
+
+    layer: ModelConfig
+
+    def init_state(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ssm_tensors: Any,
+    ) -> MixerState:
+        shapes = self.state_shapes(self.layer)
+        exact = torch.promote_types(dtype, torch.float32)
+        return MixerState(
+            conv=torch.zeros(batch, *shapes["conv"], dtype=dtype, device=device),
+            ssm=torch.zeros(batch, *shapes["ssm"], dtype=exact, device=device),
+            prepared=self._prepare_step(ssm_tensors),
+        )
+
+    def _prepare_step(self, ssm_tensors: Any) -> Any:
+        """Returns `MixerState.prepared`; None if the mixer has no step kernels."""
 
     @staticmethod
     def packing(
@@ -129,49 +233,84 @@ class Recurrence(Mixer):
         order: Tensor,
         positions: Tensor | None,
         dtype: torch.dtype,
-        shard: "Part | None",
+        cp_rank: "GroupRank | None",
     ) -> Packing | None:
         if positions is None:
             return None
+        # A document begins at position 0; what comes before the first of them is document 0.
         documents = (positions == 0).cumsum(1, dtype=torch.int32)
-        return Packing(documents, None if shard is None else positions[:, 0])
+        back = None
+        if cp_rank is not None:
+            back = positions[:, 0]
+        return Packing(documents, back)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
-    return x.gather(
-        1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:])
-    )
+    """Gathers tokens of each row: x [B, T, ...] at index [B, J] -> [B, J, ...]."""
+    trailing = x.shape[2:]
+    index = index.view(*index.shape, *[1] * len(trailing))
+    return x.gather(1, index.expand(*index.shape[:2], *trailing))
 
 
-def last_inputs(past: Tensor, x: Tensor, n: int, lengths: Tensor | None) -> Tensor:
-    """The last n inputs of the convolutions, [B, n, E], of x [B, T, E] and those before it; with lengths [B] of each row's
-    first tokens."""
+def last_inputs(
+    past: Tensor,
+    x: Tensor,
+    n: int,
+    lengths: Tensor | None,
+) -> Tensor:
+    """Returns the last n inputs of the convolutions, [B, n, E].
+
+    Args:
+        past: The n inputs before x, [B, n, E].
+        x: The new inputs, [B, T, E].
+        n: The number of inputs that a convolution reads before its own, W - 1.
+        lengths: The number of tokens in each row of x, [B]; padding follows them. None means T.
+    """
     x = torch.cat([past.to(x.dtype), x], dim=1)
     if lengths is None:
         return x[:, -n:]
     return take(x, lengths[:, None] + torch.arange(n, device=x.device))
 
 
-def counted_from_starts(positions: Tensor, batch: int, tokens: int, shard: "Part | None") -> Tensor:
-    """Positions [B, T] of packed documents, each counted from its document's first token: int64.
+def counted_from_starts(
+    positions: Tensor,
+    batch: int,
+    tokens: int,
+    cp_rank: "GroupRank | None",
+) -> Tensor:
+    """Counts each token's place in its document from the document's first token, [B, T] int64.
 
-    A token begins a document if its position is 0, or is not that of the token before plus one. In a shard after the first of a
-    sequence, the first document's positions stay as they are given: only they say how much of it other ranks have.
+    A token begins a document if its position is 0, or is not the position before it plus one. On a
+    context-parallel rank after the first, the positions of the first document stay as given: only
+    they say how many of its tokens other ranks hold.
 
-    Raises: ValueError for positions of another type or shape.
+    Args:
+        positions: Integers as the user gave them, [B, T].
+        batch: B.
+        tokens: T.
+        cp_rank: This rank's place in context parallelism.
+    Raises:
+        ValueError: `positions` is not a tensor of integers with shape [B, T].
     """
-    expected = f"expected integers {[batch, tokens]}, a tensor: how many tokens of its document come before each token."
-    if not isinstance(positions, Tensor):
-        raise ValueError(f"positions are a {type(positions).__name__}; {expected}")
-    if positions.is_floating_point() or positions.shape != (batch, tokens):
-        raise ValueError(f"positions are {positions.dtype} {list(positions.shape)}; {expected}")
+    got = f"a {type(positions).__name__}"
+    if isinstance(positions, Tensor):
+        got = f"{positions.dtype} {list(positions.shape)}"
+    valid = isinstance(positions, Tensor) and positions.shape == (batch, tokens)
+    if not valid or positions.is_floating_point():
+        raise ValueError(
+            f"positions are {got}; expected integers {[batch, tokens]}, a tensor: the number of "
+            "tokens before each token in its document."
+        )
+
+    # The index of the token with which each token's document begins.
     positions = positions.long()
     begins = (positions[:, 1:] == 0) | (positions[:, 1:] != positions[:, :-1] + 1)
     begins = F.pad(begins, (1, 0), value=True)
     order = torch.arange(tokens, device=positions.device)
     start = order.where(begins, 0).cummax(1).values
     counted = order - start
-    if shard is None or shard.rank == 0:
+
+    # The first document may have begun on a previous rank.
+    if cp_rank is None or cp_rank.rank == 0:
         return counted
     return torch.where(start == 0, counted + positions[:, :1], counted)

@@ -1,9 +1,16 @@
-"""The recurrence of the fixed-state baselines by flash-linear-attention's kernels (the extra `fla`), as one `torch.library` op.
+"""The recurrence of the fixed-state baselines by flash-linear-attention's kernels.
 
-    torch.ops.interdomain.fla_recurrence.default            torch.ops.interdomain.fla_recurrence_backward.default
+The extra `fla` installs them. The recurrence is one `torch.library` op, and one for its backward
+pass:
 
-torch.compile traces no kernels of that package, and activation checkpointing knows what it saves by an op's name. Only the
-inputs are saved: the backward pass computes the forward once more. None of this has run on a GPU yet.
+    torch.ops.interdomain.fla_recurrence.default
+    torch.ops.interdomain.fla_recurrence_backward.default
+
+torch.compile does not trace that package's kernels, and activation checkpointing knows what it
+saves by an op's name. Only the inputs are saved: the backward pass computes the forward pass once
+more. None of this has run on a GPU yet.
+
+Under context parallelism the ranks exchange the states between their parts of the sequences.
 """
 
 import importlib
@@ -17,34 +24,45 @@ from torch.nn import functional as F
 
 from interdomain.scan.library import log_once, tag_caches
 
-from ..shard import Part, receive, send
+from ..parallel import GroupRank, receive, send
 from .fixed_state_scan import first_tokens, plain_recurrence
 
-# Shapes: B batch, T time (of a shard), H heads, G heads of queries and keys, K key width, V value width, D 1 or K, N ranks.
+# Shapes: B batch, T tokens (on this rank), H heads, G heads of queries and keys, K key width,
+#         V value width, D = K for a decay per channel, 1 per head, N context-parallel ranks.
 
-INSTALLED = importlib.util.find_spec("fla") is not None  # here: torch.compile traces `chosen`
-PLAIN = (
-    "chunkwise-torch",
-    "reference",
-)  # settings of the scan's backend that ask for plain PyTorch
+INSTALLED = importlib.util.find_spec("fla") is not None  # not in `chosen`: torch.compile traces it
+# Values of `mixer.backend`, the scan's setting, that ask for plain PyTorch here, too.
+PLAIN = ("chunkwise-torch", "reference")
 
 
-def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tuple[bool, str]:
-    """(True if the kernels compute, in words what computes). device: None for another machine's GPU."""
+def chosen(
+    device: torch.device | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[bool, str]:
+    """Decides if flash-linear-attention's kernels compute.
+
+    Args:
+        device: The device of the inputs. None means a GPU of another machine.
+        dtype: The dtype of the values.
+        backend: `mixer.backend`.
+    Returns:
+        True if the kernels compute, and a description of what computes.
+    """
     if backend in PLAIN:
-        problem = "as set"
+        reason = "as set"
     elif device is not None and device.type != "cuda":
-        problem = f"the input is on {device.type}"
+        reason = f"the input is on {device.type}"
     elif dtype not in (torch.bfloat16, torch.float16):
-        problem = f"the input is {dtype}, and those kernels have half precision only"
+        reason = f"the input is {dtype}, and those kernels compute in half precision only"
     elif device is not None and not INSTALLED:
-        problem = "flash-linear-attention is not installed"
+        reason = "flash-linear-attention is not installed"
     else:
         return True, "flash-linear-attention (kernels)"
-    words = f"chunkwise-torch (plain PyTorch): {problem}"
+    description = f"chunkwise-torch (plain PyTorch): {reason}"
     if device is not None:
-        log_once(f"interdomain.model: the recurrence is {words}")
-    return False, words
+        log_once(f"interdomain.model: the recurrence is {description}")
+    return False, description
 
 
 def recurrence(
@@ -57,33 +75,57 @@ def recurrence(
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
     backend: str = "auto",
-    shard: Part | None = None,
+    cp_rank: GroupRank | None = None,
     beside: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
+    """Computes `plain_recurrence`, by flash-linear-attention's kernels if they can (`chosen`).
 
     Args:
-        backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`chosen`).
-        shard: of the sequences, where the ranks of a group have the others; then there is no initial_state.
-        beside: called while the ranks exchange their states.
+        q: As in `plain_recurrence`, and so are all arguments up to `documents`.
+        backend: `mixer.backend`.
+        cp_rank: This rank's place in context parallelism. There is no `initial_state` then.
+        beside: Under context parallelism, a function that is called while the ranks exchange
+            their states.
     """
-    if shard is not None:
+    if cp_rank is not None:
         assert beside is not None
-        return _sharded_recurrence(backend, q, k, v, log_decay, beta, documents, shard, beside)
-    B, T, H, V = v.shape
-    if T == 1 or not chosen(v.device, v.dtype, backend)[0]:
+        return _context_parallel(
+            backend,
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            documents,
+            cp_rank,
+            beside,
+        )
+    if v.shape[1] == 1 or not chosen(v.device, v.dtype, backend)[0]:
         return plain_recurrence(
-            q, k, v, log_decay, beta, initial_state=initial_state, documents=documents
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            initial_state=initial_state,
+            documents=documents,
         )
     if initial_state is None:
-        initial_state = v.new_zeros(
-            B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32)
-        )
+        shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+        initial_state = v.new_zeros(shape, dtype=torch.promote_types(v.dtype, torch.float32))
     with torch.autocast(v.device.type, enabled=False):
-        return fla_recurrence(q, k, v, log_decay, beta, initial_state, documents)
+        return fla_recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            initial_state,
+            documents,
+        )
 
 
-def _sharded_recurrence(
+def _context_parallel(
     backend: str,
     q: Tensor,
     k: Tensor,
@@ -91,90 +133,124 @@ def _sharded_recurrence(
     log_decay: Tensor | None,
     beta: Tensor | None,
     documents: Tensor | None,
-    shard: Part,
+    cp_rank: GroupRank,
     beside: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence` over a shard's tokens under context parallelism; document 0 continues from the shard before. Collective.
+    """Computes `recurrence` for the tokens of a context-parallel rank. Collective.
 
-    A shard's recurrence is affine in the state S before it. The state after it is A S + B, and S^T c_t is added to the output
-    that a zero state gives. A is a decay per channel, or a K x K matrix for the delta rules; A and B have one size for every T.
+    Document 0 continues from the previous rank. The recurrence over a rank's tokens is affine in
+    the state S before them. The state after them is A S + B, and C_t S is added to the output that
+    a state of zeros gives. A is a decay per channel, or a K x K matrix for the delta rules. A and B
+    have the same size for every T.
 
-    Each rank computes the states before all shards for its part of the rows: (h, k) of a decay, heads of the delta rules. One
-    all-to-all brings it these rows of every A and B, another takes the states to their shards.
+    The rows of S that do not mix, (h, k) of a decay or heads of the delta rules, are divided among
+    the ranks. One all-to-all gives each rank its rows of every A and B. It computes the states of
+    those rows before each rank's tokens, and a second all-to-all sends the states to their ranks.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     K = k.shape[-1]
     V = v.shape[-1]
+
+    # This rank's tokens with a state of zeros before them give o and B. A and C come beside.
     if beta is not None:
-        # Columns of a state do not meet. Those of the identity, to which nothing is added, become A, and their outputs c.
+        # Columns of a state do not mix. K more columns, which start as the identity and to which
+        # nothing is added, become A, and their outputs are C.
         identity = torch.eye(K, dtype=dtype, device=v.device).expand(v.shape[0], v.shape[2], -1, -1)
-        start = F.pad(identity, (V, 0))
         o, S = recurrence(
             q,
             k,
             F.pad(v, (0, K)),
             log_decay,
             beta,
-            initial_state=start,
+            initial_state=F.pad(identity, (V, 0)),
             documents=documents,
             backend=backend,
         )
-        o, c = o.split([V, K], dim=-1)
-        added, passed = S.split([V, K], dim=-1)
+        o, C = o.split([V, K], dim=-1)
+        B, A = S.split([V, K], dim=-1)
     else:
         assert log_decay is not None
-        o, added = recurrence(q, k, v, log_decay, documents=documents, backend=backend)
+        o, B = recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            documents=documents,
+            backend=backend,
+        )
         decay = log_decay.to(dtype).view(*v.shape[:3], -1)  # [B, T, H, D]
         if documents is not None:
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
         from_start = decay.cumsum(1).exp()
-        c = q * from_start
-        passed = from_start[:, -1, :, :, None].expand(-1, -1, K, -1)
+        C = q * from_start
+        A = from_start[:, -1, :, :, None].expand(-1, -1, K, -1)
 
-    # Send A and B by rows whose states do not meet, [H, B, K, V + D] or [H * K, B, 1, V + 1].
-    B, H = added.shape[:2]
-    D = passed.shape[-1]
-    both = torch.cat([added, passed], dim=-1).transpose(0, 1)
+    # [B, H, K, V + D] -> rows that do not mix, [H, B, K, V + D] or [H K, B, 1, V + 1].
+    batch, H = B.shape[:2]
+    D = A.shape[-1]
+    rows = torch.cat([B, A], dim=-1).transpose(0, 1)
     if D == 1:
-        both = both.transpose(1, 2).reshape(H * K, B, 1, V + 1)
-    n = len(both)
-    width = both.shape[2]
-    each = [-(-n // shard.size)] * shard.size
-    sent = send(F.pad(both.flatten(1), (0, 0, 0, sum(each) - n)), each, each, shard)
+        rows = rows.transpose(1, 2).reshape(H * K, batch, 1, V + 1)
+    n_rows, _, width, _ = rows.shape
+
+    # Every rank gets the same number of rows, the last ones padded with zeros.
+    rows_per_rank = -(-n_rows // cp_rank.size)
+    counts = [rows_per_rank] * cp_rank.size
+    padded = F.pad(rows.flatten(1), (0, 0, 0, rows_per_rank * cp_rank.size - n_rows))
+    sent = send(padded, counts, counts, cp_rank)
     beside()
     with torch.autocast(v.device.type, enabled=False):
-        before = _states_before(
-            receive(sent, each, each, shard).view(shard.size, -1, B, width, V + D), V
-        )
-        before = send(before.flatten(0, 1).flatten(1), each, each, shard)
-        S = receive(before, each, each, shard)[:n].view(n, B, width, V)
-        S = S.view(H, K, B, V).permute(2, 0, 1, 3) if D == 1 else S.transpose(0, 1)
-        o = o + (c.to(dtype).transpose(1, 2) @ S).transpose(1, 2)
-        return o.to(v.dtype), added + _passed_on(passed, S)
+        all_ranks = receive(sent, counts, counts, cp_rank)  # [N * rows, ...]
+        before = _states_before(all_ranks.view(cp_rank.size, -1, batch, width, V + D), V)
+        sent = send(before.flatten(0, 1).flatten(1), counts, counts, cp_rank)
+        S = receive(sent, counts, counts, cp_rank)[:n_rows].view(n_rows, batch, width, V)
+        if D == 1:
+            S = S.view(H, K, batch, V).permute(2, 0, 1, 3)
+        else:
+            S = S.transpose(0, 1)  # [B, H, K, V]
+        read = C.to(dtype).transpose(1, 2) @ S  # [B, H, T, V]
+        o = o + read.transpose(1, 2)
+        return o.to(v.dtype), B + _apply(A, S)
 
 
-def _states_before(both: Tensor, V: int) -> Tensor:
-    """The states before all shards from their B and A, [N, rows, B, K, V + D] -> [N, rows, B, K, V]."""
-    x, A = both.split([V, both.shape[-1] - V], dim=-1)
+def _states_before(rows: Tensor, V: int) -> Tensor:
+    """Computes the states before each rank's tokens, [N, rows, B, K, V].
+
+    Args:
+        rows: B and A of each rank's tokens, side by side, [N, rows, B, K, V + D].
+        V: The value width.
+    """
+    B, A = rows.split([V, rows.shape[-1] - V], dim=-1)
+    # A prefix sum by doubling: (A, B) of all ranks up to each.
     step = 1
-    while step < len(x):  # the shards up to each: a prefix sum by doubling
-        x = torch.cat([x[:step], x[step:] + _passed_on(A[step:], x[:-step])])
-        A = torch.cat([A[:step], _passed_on(A[step:], A[:-step])])
+    while step < len(B):
+        B = torch.cat([B[:step], B[step:] + _apply(A[step:], B[:-step])])
+        A = torch.cat([A[:step], _apply(A[step:], A[:-step])])
         step *= 2
-    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    return torch.cat([torch.zeros_like(B[:1]), B[:-1]])
 
 
-def _passed_on(A: Tensor, x: Tensor) -> Tensor:
-    """A of the state x, or of another A: [..., K, D] and [..., K, n] -> [..., K, n]."""
-    return A * x if A.shape[-1] == 1 else A @ x
+def _apply(A: Tensor, S: Tensor) -> Tensor:
+    """Applies A, [..., K, 1] or [..., K, K], to a state or to another A, [..., K, n]."""
+    if A.shape[-1] == 1:
+        return A * S
+    return A @ S
+
+
+# The op around flash-linear-attention's kernels.
 
 
 @torch.library.custom_op("interdomain::fla_recurrence", mutates_args=())
 def fla_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
     documents: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`fixed_state_scan.plain_recurrence` with a state."""
+) -> tuple[Tensor, Tensor]:
+    """Computes `plain_recurrence` with an initial state."""
     return _run(q, k, v, log_decay, beta, state, documents)
 
 
@@ -184,9 +260,16 @@ def _(q, k, v, log_decay, beta, state, documents):
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, documents
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Any,
+    documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = dict(scale=1.0, initial_state=state, output_final_state=True)
+    """Calls the package's kernel. It wants one dtype, and as many heads of keys as of values."""
+    rows = len(v)
     q = q.to(v.dtype).expand(-1, -1, v.shape[2], -1)
     k = k.to(v.dtype).expand(-1, -1, v.shape[2], -1)
     tensors = [q, k, v]
@@ -194,51 +277,70 @@ def _run(
         tensors.append(log_decay.float())
     if beta is not None:
         tensors.append(beta.to(v.dtype))
-    last = slice(None)
-    if documents is not None:  # documents one after the other as one row, by where each begins
-        goes_on = (documents[:, 0] == 0)[:, None, None, None]
-        first = first_tokens(documents)
-        first[:, 0] = True
-        starts = first.flatten().nonzero()[:, 0]
-        last = first.sum(1).cumsum(0) - 1
-        before = state.new_zeros(len(starts), *state.shape[1:])
-        before = before.index_put((last - first.sum(1) + 1,), state.where(goes_on, 0))
-        options |= dict(initial_state=before, cu_seqlens=F.pad(starts, (0, 1), value=first.numel()))
-        tensors = [x.flatten(0, 1)[None] for x in tensors]
-    function = _function(None if log_decay is None else log_decay.ndim == 4, beta is not None)
-    o, final = function(*tensors, **options)
-    if documents is not None:
-        o = o.unflatten(1, (len(v), -1))[0]
-    return o, final[last]
+    kernel = _kernel(None if log_decay is None else log_decay.ndim == 4, beta is not None)
+    options: dict[str, Any] = dict(scale=1.0, output_final_state=True)
+    if documents is None:
+        return kernel(*tensors, initial_state=state, **options)
+
+    # Packed documents: all rows' documents one after the other as one row. A document that
+    # continues from before its row starts with the row's state, all others with zeros.
+    first = first_tokens(documents)
+    first[:, 0] = True
+    starts = first.flatten().nonzero()[:, 0]
+    last_of_row = first.sum(1).cumsum(0) - 1  # the index of each row's last document, [B]
+    first_of_row = last_of_row - first.sum(1) + 1
+    continues = (documents[:, 0] == 0)[:, None, None, None]
+    before = state.new_zeros(len(starts), *state.shape[1:])
+    before = before.index_put((first_of_row,), state.where(continues, 0))
+    ends = F.pad(starts, (0, 1), value=first.numel())
+    tensors = [x.flatten(0, 1)[None] for x in tensors]
+    o, final_states = kernel(*tensors, initial_state=before, cu_seqlens=ends, **options)
+    return o.unflatten(1, (rows, -1))[0], final_states[last_of_row]
 
 
-def _function(per_channel: bool | None, delta: bool) -> Any:
-    """The package's function; q, k, v come first, then decay and beta as far as there are any."""
-    name = "gla" if per_channel else "simple_gla"
+def _kernel(per_channel: bool | None, delta: bool) -> Any:
+    """Returns the package's function of q, k, v, then the decay and beta if there are any.
+
+    Args:
+        per_channel: True for a decay per channel, False for one per head, None for no decay.
+        delta: True for the delta rule.
+    """
     if delta:
         name = "delta_rule" if per_channel is None else "gated_delta_rule"
+    else:
+        name = "gla" if per_channel else "simple_gla"
     return getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
 
 
 @torch.library.custom_op("interdomain::fla_recurrence_backward", mutates_args=())
 def recurrence_backward(
-    d_o: Tensor, d_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None,
-    state: Tensor, documents: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, log_decay, beta and state, as far as there are any."""
-    inputs = [
-        None if x is None else x.detach().requires_grad_()
-        for x in (q, k, v, log_decay, beta, state)
-    ]
-    without: Any = torch._C._SetExcludeDispatchKeyGuard  # within an op, autograd is off
+    d_o: Tensor,
+    d_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    documents: Tensor | None,
+) -> list[Tensor]:
+    """Returns the gradients of q, k, v, log_decay, beta and state, without those that are None."""
+    inputs = []
+    for x in (q, k, v, log_decay, beta, state):
+        inputs.append(None if x is None else x.detach().requires_grad_())
+    # Within an op autograd is off: compute the forward pass again with it.
+    without: Any = torch._C._SetExcludeDispatchKeyGuard
     with torch.enable_grad(), without(torch._C.DispatchKey.AutogradFunctionality, False):
-        out = _run(*inputs, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    wanted = [x for x in inputs if x is not None]
-    gradients = torch.autograd.grad(out, wanted, (d_o, d_state), allow_unused=True)
-    return [
-        torch.zeros_like(x) if g is None else g.clone()
-        for x, g in zip(wanted, gradients, strict=True)
-    ]
+        outputs = _run(*inputs, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    present = [x for x in inputs if x is not None]
+    gradients = torch.autograd.grad(
+        outputs,
+        present,
+        (d_o, d_state),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return [gradient.clone() for gradient in gradients]
 
 
 @recurrence_backward.register_fake
@@ -253,7 +355,8 @@ def _setup(ctx, inputs, output):
 def _gradient(ctx, d_o, d_state):
     inputs = ctx.saved_tensors
     gradients = iter(recurrence_backward(d_o.contiguous(), d_state.contiguous(), *inputs))
-    return (*(None if x is None else next(gradients) for x in inputs[:-1]), None)
+    # `documents`, the last input, has no gradient.
+    return *[None if x is None else next(gradients) for x in inputs[:-1]], None
 
 
 fla_recurrence.register_autograd(_gradient, setup_context=_setup)

@@ -1,4 +1,7 @@
-"""The folders of tokens and the tokenizer that [data] names, opened and checked against one another."""
+"""Opens the corpora and the tokenizer that the section [data] names.
+
+A corpus is the folder of a prepared corpus, or a prefix of bare .bin/.idx shards (no manifest).
+"""
 
 import glob
 import hashlib
@@ -24,123 +27,147 @@ from ..settings.schema import JobConfig
 
 
 def folders_of(corpus: str | list[str]) -> list[str]:
-    """`data.corpus` as a list. A string may be a list too: on the command line lists have commas."""
-    return corpus.split(",") if isinstance(corpus, str) else list(corpus)
+    """Returns the setting data.corpus as a list. On the command line, commas separate its entries."""
+    if isinstance(corpus, str):
+        return corpus.split(",")
+    return list(corpus)
 
 
-def corpora_of(job: JobConfig) -> list[str]:
-    """`data.corpus` as a list of folders here, checked to exist, with weights that fit."""
-    data = job.data
-    corpora = folders_of(data.corpus)
-    for corpus in corpora or [""]:
-        _check_corpus(corpus)
-    weights = len(data.weights)
-    if weights != len(corpora) and (weights > 1 or len(corpora) > 1):
+def corpora_of(job: JobConfig, split: str = "train") -> list[str]:
+    """Returns the corpora of a split.
+
+    Args:
+        job: The configuration of the run.
+        split: "train" or "validation".
+
+    Raises:
+        ValueError: data.corpus is not set, or a manifest is damaged.
+        FileNotFoundError: There is no such corpus.
+    """
+    corpora = folders_of(job.data.corpus)
+    if split == "validation" and job.data.validation_corpus:
+        corpora = [job.data.validation_corpus]
+    prepare = "Prepare one (interdomain prepare-data --help) and pass --data.corpus FOLDER"
+    # Check that they exist, with advice that the readers of a corpus cannot give.
+    if not corpora or "" in corpora:
         raise ValueError(
-            f"data.corpus names {len(corpora)} corpora and data.weights {weights} weights. Give one weight for each "
-            "corpus of a mixture, and none for a single corpus."
+            f"data.corpus is not set. {prepare}, or set it in the TOML file. TorchTitan's data sets (training.dataset) are "
+            "read under its own trainer: -m torchtitan.train."
         )
+    for corpus in corpora:
+        if os.path.isdir(corpus):
+            # Raises an error unless this is a prepared corpus.
+            read_manifest(corpus)
+        elif not glob.glob(f"{corpus}*"):
+            raise FileNotFoundError(
+                f"data.corpus = {corpus!r}: there is no such folder, and no shard of that name. {prepare}."
+            )
     return corpora
 
 
 def open_tokenizer(job: JobConfig) -> Tokenizer:
-    """The run's tokenizer, checked against every corpus and the model's vocabulary."""
+    """Opens the tokenizer of the run.
+
+    Args:
+        job: The configuration of the run.
+
+    Raises:
+        ValueError: Bare shards, and data.tokenizer is not set; or another tokenizer made a corpus;
+            or the model's vocabulary is smaller than the tokenizer's.
+    """
     data = job.data
     prepared = [corpus for corpus in corpora_of(job) if os.path.isdir(corpus)]
-    if not prepared and not data.tokenizer:
-        raise ValueError(
-            f"data.corpus = {data.corpus!r} is shards without a manifest, and no tokenizer is set. Set data.tokenizer "
-            "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
-        )
-    tokenizer = cast(Tokenizer, load_tokenizer(data.tokenizer or prepared[0]))
-    name = (
-        f"data.tokenizer = {data.tokenizer!r}"
-        if data.tokenizer
-        else f"the tokenizer of {prepared[0]!r}"
-    )
+    path = data.tokenizer
+    # A prepared corpus has a copy of its tokenizer.
+    if not path:
+        if not prepared:
+            raise ValueError(
+                f"data.corpus = {data.corpus!r} is shards without a manifest, and no tokenizer is set. Set data.tokenizer "
+                "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
+            )
+        path = prepared[0]
+    tokenizer = cast(Tokenizer, load_tokenizer(path))
+
+    # All corpora must have been made with this tokenizer. Bare shards do not say.
     if os.path.isdir(data.validation_corpus):
         prepared.append(data.validation_corpus)
     for corpus in prepared:
         made_with = read_manifest(corpus)["tokenizer"]["sha256"]
         if tokenizer.sha256 != made_with:
             raise ValueError(
-                f"{name} is not the tokenizer that made data.corpus = {corpus!r} "
-                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
-                "corpus's own, or prepare the corpus with this tokenizer."
+                f"the tokenizer of {path!r} is not the tokenizer that made data.corpus = {corpus!r}. Leave data.tokenizer "
+                "empty to use the corpus's own, or prepare the corpus with this tokenizer."
             )
-    try:
-        check_vocab(tokenizer.vocab_size, model_config(job).vocab_size)
-    except ValueError as e:
-        raise ValueError(
-            f"{e} The setting is model.vocab_size; 0 takes that of model.flavor = {job.model.flavor}."
-        ) from e
+    check_vocab(tokenizer.vocab_size, model_config(job).vocab_size)
     return tokenizer
 
 
 def open_dataset(job: JobConfig, split: str) -> PackedDataset | MixtureDataset:
-    """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
+    """Opens the windows of a split, seq_len + 1 tokens each.
+
+    Args:
+        job: The configuration of the run.
+        split: "train", in a random order, or "validation", in the order of the text.
+
+    Raises:
+        ValueError: The corpora have no such split or do not fit together, or data.weights does not
+            have one weight for each of several corpora.
+        FileNotFoundError: There is no such corpus.
+    """
     data = job.data
-    seq_len = job.training.seq_len
-    corpora = []
-    if split == "validation":
-        seq_len = job.validation.seq_len
-        if data.validation_corpus:
-            corpora = [data.validation_corpus]
-            _check_corpus(data.validation_corpus)
-    corpora = corpora or corpora_of(job)
+    is_training = split == "train"
+    seq_len = job.training.seq_len if is_training else job.validation.seq_len
     datasets = []
-    for corpus in corpora:
-        vocab_size = None  # a prepared corpus knows its own
+    for corpus in corpora_of(job, split):
+        # Bare shards do not say how large their vocabulary is, and have no splits.
+        vocab_size = None
         if not os.path.isdir(corpus):
             vocab_size = model_config(job).vocab_size
-            if split == "validation" and not data.validation_corpus:
+            if not is_training and not data.validation_corpus:
                 raise ValueError(
                     f"data.corpus = {corpus!r} is shards without a manifest and has no validation split. Set "
                     "data.validation_corpus to other shards, or validation.enable to false."
                 )
         tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
         datasets.append(
-            PackedDataset(tokens, seq_len=seq_len, seed=job.debug.seed, shuffle=split == "train")
+            PackedDataset(tokens, seq_len=seq_len, seed=job.debug.seed, shuffle=is_training)
         )
-    return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
+    if len(datasets) == 1 and len(data.weights) <= 1:
+        return datasets[0]
+    return MixtureDataset(datasets, data.weights)
 
 
 def data_record(
     job: JobConfig, dataset: PackedDataset | MixtureDataset, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Facts of the training data for the run's record: a fingerprint, how documents begin and end, and name, share, tokens and
-    sources of each corpus."""
+    """Returns the facts of the training data for the run's record (`interdomain.json`).
+
+    Args:
+        job: The configuration of the run.
+        dataset: The training data.
+        tokenizer: The tokenizer of the run.
+
+    Returns:
+        A fingerprint, how documents begin and end (None if they do so in several ways), and the
+        corpora with names, shares, tokens and sources.
+    """
+    folders = folders_of(job.data.corpus)
+    shares = dataset.made_of["weights"]
     corpora = []
-    for folder, share, part in zip(
-        folders_of(job.data.corpus), dataset.made_of["weights"], dataset.parts, strict=True
-    ):
+    for folder, share, part in zip(folders, shares, dataset.parts, strict=True):
         corpus = {"name": PurePath(folder).name, "share": share, "tokens": part.num_tokens}
         corpora.append(corpus | sources(part.corpus.source))
+    record = {"data_fingerprint": dataset.fingerprint, "documents": None, "corpora": corpora}
     documents = documents_in([part.corpus for part in dataset.parts], tokenizer)
-    return {
-        "data_fingerprint": dataset.fingerprint,
-        "documents": None if documents is None else documents.to_dict(),
-        "corpora": corpora,
-    }
+    if documents is not None:
+        record["documents"] = documents.to_dict()
+    return record
 
 
 def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:
-    """Equal for two datasets of the same corpora with the same weights, whatever the folders, the windows and their order."""
-    made_of = [dataset.made_of[name] for name in ("corpora", "weights")]
+    """Returns a hash of the texts of a data set and their weights.
+
+    It does not depend on the names of folders, the length of windows and their order.
+    """
+    made_of = [dataset.made_of["corpora"], dataset.made_of["weights"]]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
-
-
-def _check_corpus(corpus: str) -> None:
-    """Raises: ValueError, FileNotFoundError for a corpus that is not set or not there."""
-    prepare = "Prepare one (interdomain prepare-data --help) and pass --data.corpus FOLDER"
-    if not corpus:
-        raise ValueError(
-            f"data.corpus is not set. {prepare}, or set it in the TOML file. TorchTitan's data sets (training.dataset) are "
-            "read under its own trainer: -m torchtitan.train."
-        )
-    if not os.path.exists(corpus) and not glob.glob(f"{corpus}*"):
-        raise FileNotFoundError(
-            f"data.corpus = {corpus!r}: there is no such folder, and no shard of that name. {prepare}."
-        )
-    if os.path.isdir(corpus):
-        read_manifest(corpus)  # says what is wrong with a folder that is no prepared corpus

@@ -1,6 +1,5 @@
-"""TorchTitan's own text data: how its loader writes a document, and its tokenizer as one of ours."""
+"""TorchTitan's own text data sets and tokenizers, as the run's record describes them."""
 
-import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -12,46 +11,56 @@ from ..host import tokenizer_settings
 
 
 def text_record(dataset: str, tokenizer: Any) -> dict[str, Any]:
-    """The part of a run's record that says what it was trained on. dataset: TorchTitan's name of the data set."""
-    named = {"name": dataset, "share": "1", "tokens": None, "sources": [], "datasets": []}
+    """Returns the facts of the training data for the run's record (`interdomain.json`).
+
+    Args:
+        dataset: TorchTitan's name of the data set.
+        tokenizer: TorchTitan's tokenizer.
+    """
+    corpus = {"name": dataset, "share": "1", "tokens": None, "sources": [], "datasets": []}
     return {
         "data_fingerprint": "",
         "documents": loader_documents(tokenizer).to_dict(),
-        "corpora": [named],
+        "corpora": [corpus],
     }
 
 
 def loader_documents(tokenizer: Any) -> Documents:
-    """How documents begin and end in what TorchTitan's loader reads.
+    """Finds out how documents begin and end in what TorchTitan's loader reads.
 
-    Observed rather than read from the configuration: TorchTitan adds BOS and EOS, the file's post-processor may add tokens of
-    its own, and a tokenizer with one token for both has no EOS in TorchTitan's eyes.
+    The configuration does not say: TorchTitan adds BOS and EOS, the tokenizer's own post-processor
+    may add tokens, and TorchTitan takes a tokenizer with one token for both to have no EOS.
+
+    Args:
+        tokenizer: TorchTitan's tokenizer.
+
+    Raises:
+        ValueError: The tokenizer encodes no text.
     """
-    text, plain = _plain_text(tokenizer)
-    document = tokenizer.encode(text, add_bos=True, add_eos=True)  # as torchtitan.hf_datasets does
-    begin = next(i for i in range(len(document)) if document[i : i + len(plain)] == plain)
+    # A text whose tokens are not control tokens: an entry of the vocabulary.
+    control_tokens = tokenizer.tokenizer.get_added_tokens_decoder().keys()
+    for text in tokenizer.get_vocab():
+        plain = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+        if plain and control_tokens.isdisjoint(plain):
+            break
+    else:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.tokenizer_path} encodes no text. Check model.hf_assets_path."
+        )
+
+    # The same text as torchtitan.hf_datasets encodes it: what comes before and after it was added.
+    document = tokenizer.encode(text, add_bos=True, add_eos=True)
+    begin = 0
+    while document[begin : begin + len(plain)] != plain:
+        begin += 1
     return Documents(tuple(document[:begin]), tuple(document[begin + len(plain) :]))
 
 
-def _plain_text(tokenizer: Any) -> tuple[str, list[int]]:
-    """A text without control tokens, and its tokens without those that are added around a text."""
-    control_tokens = tokenizer.tokenizer.get_added_tokens_decoder()
-    for text in itertools.chain(["a"], tokenizer.get_vocab()):
-        try:
-            ids = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        except (
-            Exception
-        ):  # a vocabulary of words that lacks this one; the library has no narrower error
-            continue
-        if ids and control_tokens.keys().isdisjoint(ids):
-            return text, ids
-    raise ValueError(
-        f"the tokenizer in {tokenizer.tokenizer_path} encodes no text. Check model.hf_assets_path."
-    )
-
-
 def as_trained(tokenizer: Any) -> Tokenizer:
-    """TorchTitan's tokenizer as one of ours, with the control tokens that TorchTitan adds from tokenizer_config.json."""
+    """Converts TorchTitan's tokenizer into this package's.
+
+    It gets the control tokens that TorchTitan adds from tokenizer_config.json.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
         Path(folder, "tokenizer_config.json").write_text(json.dumps(tokenizer_settings(tokenizer)))

@@ -1,15 +1,14 @@
-"""The installed TorchTitan, under one set of names for its two versions. No other package imports TorchTitan."""
+"""The installed TorchTitan, with the same names for both supported versions.
+
+No other package imports TorchTitan.
+"""
 
 # ruff: noqa: F403 (one module has every name)
 
 from typing import TYPE_CHECKING
 
 import torch
-
-from .patches import compile_at_first_call
-
-with compile_at_first_call():
-    import torchtitan
+import torchtitan
 
 VERSION = torchtitan.__version__
 

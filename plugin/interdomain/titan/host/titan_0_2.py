@@ -1,4 +1,4 @@
-"""TorchTitan 0.2.2: every name of it that the plugin uses, what must be replaced in it, and its configuration."""
+"""TorchTitan 0.2.2: every name of it that this plugin uses, and its configuration."""
 
 # ruff: noqa: F401 (names for the other modules)
 
@@ -29,7 +29,7 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_llm
 from torchtitan.distributed.utils import set_determinism, set_pg_timeouts
-from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPS
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 from torchtitan.protocols.model import BaseModelArgs
@@ -40,32 +40,33 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
 
-TORCHTITAN_SETTINGS = JobConfig().to_dict()  # by section
-DEVICE_COPIES = (
-    utils,
-    dist_utils,
-    parallel_dims,
-    metrics,
-    profiling,
-)  # modules that hold the device by name
+# TorchTitan's settings and their defaults, by section.
+TORCHTITAN_SETTINGS = JobConfig().to_dict()
+# Modules that have a copy of the device.
+DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiling)
 
 
 def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
-    """What tokenizer_config.json says of TorchTitan's tokenizer; nothing if there is no such file."""
+    """Returns what tokenizer_config.json says of TorchTitan's tokenizer, if there is that file."""
     return tokenizer.config or {}
 
 
 def translate(job: Any) -> Any:
-    """The configuration that TorchTitan's classes read: a copy of ours, with TorchTitan's defaults where ours has no field."""
+    """Returns a configuration for TorchTitan's classes, with the values of this plugin's.
+
+    TorchTitan's defaults hold for settings that only TorchTitan has.
+
+    Args:
+        job: This plugin's `JobConfig`.
+    """
     config: Any = JobConfig()
-    config.to_dict = job.to_dict  # what a run records: our settings alone
-    config.checkpoint.last_save_model_only = (
-        False  # the last checkpoint can be continued from, as every other
-    )
+    config.to_dict = job.to_dict  # a run's record has only this plugin's settings
+    # The last checkpoint can be continued from, like every other.
+    config.checkpoint.last_save_model_only = False
     for section in fields(job):
-        ours = getattr(job, section.name)
+        values = getattr(job, section.name)
         if hasattr(config, section.name):
-            vars(getattr(config, section.name)).update(vars(ours))
+            vars(getattr(config, section.name)).update(vars(values))
         else:
-            setattr(config, section.name, copy.copy(ours))
+            setattr(config, section.name, copy.copy(values))
     return config

@@ -1,8 +1,12 @@
-"""TorchTitan 0.3.0 (PyTorch 2.14 or later), with the names and signatures of `titan_0_2` for the other modules."""
+"""TorchTitan 0.3.0 (PyTorch 2.14 or later), with the names and signatures of `titan_0_2`.
+
+Classes and functions below wrap those of 0.3.0 whose arguments differ from 0.2.2's.
+"""
 
 # ruff: noqa: F401 (names for the other modules)
 
 import dataclasses
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,16 +45,20 @@ from torchtitan.trainer import Trainer
 
 IGNORE_INDEX = loss.IGNORE_INDEX
 BaseDataLoader = titan_dataloader.BaseDataLoader
-TORCHTITAN_SETTINGS: dict[str, Any] = {}  # its settings are not those of TOML files
+# Only 0.2.2 has TOML files: there are no settings of TorchTitan's to recognise in one.
+TORCHTITAN_SETTINGS: dict[str, Any] = {}
 SAVED_OPS = activation_checkpoint._get_default_save_ops()
-# Modules that hold the device by name.
+# Modules that have a copy of the device.
 DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiler, token_dispatcher)
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
+    """0.3.0's manager of checkpoints, with 0.2.2's names of an argument and a method."""
+
     def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
         super().__init__(checkpoint_config, **parts)
 
+    # 0.2.2's name of this method, which `resume.checkpoint` overrides.
     def _async_wait(self) -> None:
         if self.enable and self.save_future is not None:
             super()._wait_for_saving()
@@ -60,29 +68,45 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
 
 class OptimizersContainer(optimizer.OptimizersContainer):
+    """0.3.0's optimizers, for subclasses that do not name their parameters."""
+
     def _post_init(self, parameters: list[nn.Parameter], kwargs: Any = None) -> None:
-        names = {
-            id(p): canonical_fqn(name)
-            for model in self.model_parts
-            for name, p in model.named_parameters()
-        }
-        for one in self.optimizers:
-            for group in one.param_groups:
+        # 0.3.0 saves the optimizer's state by the names of its parameters.
+        names = {}
+        for model in self.model_parts:
+            for name, p in model.named_parameters():
+                names[id(p)] = canonical_fqn(name)
+        for each in self.optimizers:
+            for group in each.param_groups:
                 group["param_names"] = [names[id(p)] for p in group["params"]]
         super()._post_init(parameters)
 
 
 class MetricsProcessor(metrics.MetricsProcessor):
+    """0.3.0's metrics, built from a whole configuration."""
+
     def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config.metrics, parallel_dims=parallel_dims)
 
 
 def generate_llm_fqn_per_model_part(*numbers: int) -> list[list[str]]:
-    stages = _generate_llm_fqn_per_model_part(*numbers)
-    return [["output" if name == "lm_head" else name for name in stage] for stage in stages]
+    """Returns the modules of each stage of a pipeline, with this model's name of the head."""
+    stages = []
+    for stage in _generate_llm_fqn_per_model_part(*numbers):
+        stages.append(["output" if name == "lm_head" else name for name in stage])
+    return stages
 
 
-def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **options: Any) -> None:
+def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **_: Any) -> None:
+    """Applies activation checkpointing, by the section [activation_checkpoint] of this plugin.
+
+    Args:
+        model: The model or a stage of a pipeline.
+        settings: The section.
+        op_sac_save_list: Ops whose outputs selective checkpointing saves.
+        **_: Arguments that only 0.2.2 has.
+    """
+
     class Selective(activation_checkpoint.SelectiveAC):
         def get_save_ops(self) -> set:
             return op_sac_save_list
@@ -94,19 +118,22 @@ def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **option
 
 
 def apply_compile(model: nn.Module, settings: Any) -> None:
+    """Compiles the blocks of a model, by the section [compile] of this plugin."""
     compiled = CompileConfig(
         enable=True, components=list(settings.components), backend=settings.backend
     )
-    no_tensor_axis: Any = SimpleNamespace(tp_enabled=False)  # it would be for fused matrix products
+    # 0.3.0 would fuse matrix products with collectives, which needs DTensors.
+    no_tensor_axis: Any = SimpleNamespace(tp_enabled=False)
     titan_compile.apply_compile(model, compile_config=compiled, parallel_dims=no_tensor_axis)
 
 
 def tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
-    """What tokenizer_config.json says of TorchTitan's tokenizer; nothing if there is no such file."""
+    """Returns what tokenizer_config.json says of TorchTitan's tokenizer, if there is that file."""
     return tokenizer._hf_config or {}
 
 
-SECTIONS = {  # with TorchTitan's names and values of ours where both have a setting
+# TorchTitan's sections that share settings with this plugin's.
+SECTIONS = {
     "training": TrainingConfig,
     "parallelism": ParallelismConfig,
     "compile": CompileConfig,
@@ -116,34 +143,50 @@ SECTIONS = {  # with TorchTitan's names and values of ours where both have a set
     "checkpoint": checkpointer.CheckpointManager.Config,
     "profiler": profiler.Profiler.Config,
 }
-CHANGED = {  # what is not TorchTitan's default
+# Settings that only TorchTitan has and whose defaults this plugin changes.
+CHANGED_DEFAULTS = {
     "training": {"disable_cuda_graphs": True},  # logged steps read the device
     "debug": {"enable_structured_logging": False},
     "checkpoint": {"last_save_model_only": False},
 }
 
 
-def section_of(job: Any, name: str, theirs: dict[str, Any] | None = None) -> Any:
-    """TorchTitan's section of this name, with our values where both have a setting.
+def section_of(job: Any, name: str, titan_values: Mapping[str, Any] | None = None) -> Any:
+    """Returns a section of TorchTitan's configuration, with the values of this plugin's settings.
 
-    theirs: values of settings that only TorchTitan has.
+    Args:
+        job: This plugin's `JobConfig`.
+        name: TorchTitan's name of the section.
+        titan_values: Values of settings that only TorchTitan has.
     """
-    kind = SECTIONS[name]
-    names = {f.name for f in dataclasses.fields(kind)}
-    ours = vars(job.profiling if name == "profiler" else getattr(job, name))
-    values = {n: value for n, value in ours.items() if n in names}
-    return kind(**values | CHANGED.get(name, {}) | (theirs or {}))
+    section = SECTIONS[name]
+    our_name = "profiling" if name == "profiler" else name
+    settings = getattr(job, our_name)
+    values: dict[str, Any] = dict(CHANGED_DEFAULTS.get(name, {}))
+    for field in dataclasses.fields(section):
+        if hasattr(settings, field.name):
+            values[field.name] = getattr(settings, field.name)
+    values.update(titan_values or {})
+    return section(**values)
 
 
 def translate(job: Any) -> Any:
-    """A copy of our configuration for TorchTitan's classes, with TorchTitan's settings where ours has no field, and its
-    names of sections beside ours."""
-    config = SimpleNamespace(
-        to_dict=job.to_dict, dump_folder=job.job.dump_folder, profiler=section_of(job, "profiler")
-    )
-    for name, ours in vars(job).items():
-        theirs = section_of(job, name) if name in SECTIONS else ours
-        fields = {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs)}
-        setattr(config, name, SimpleNamespace(**fields | vars(ours)))
+    """Returns a configuration for TorchTitan's classes, with the values of this plugin's.
+
+    A section has this plugin's settings, and TorchTitan's defaults of settings that only TorchTitan
+    has. Sections with other names in TorchTitan stand there under both.
+
+    Args:
+        job: This plugin's `JobConfig`.
+    """
+    config = SimpleNamespace(to_dict=job.to_dict, dump_folder=job.job.dump_folder)
+    for name, settings in vars(job).items():
+        values = dict(vars(settings))
+        if name in SECTIONS:
+            section = section_of(job, name)
+            for field in dataclasses.fields(section):
+                values.setdefault(field.name, getattr(section, field.name))
+        setattr(config, name, SimpleNamespace(**values))
+    config.profiler = section_of(job, "profiler")
     config.validator = config.validation
     return config

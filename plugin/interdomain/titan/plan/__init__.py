@@ -1,1 +1,1 @@
-"""Everything that is computed and refused before anything expensive is built."""
+"""Everything that is computed and checked before anything expensive is built."""

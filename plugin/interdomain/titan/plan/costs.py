@@ -1,75 +1,74 @@
-"""Estimates for the dry run: memory by category, bytes received by axis, and how long a pipeline's ranks wait.
+"""Estimates for the dry run: memory, bytes received, and the idle time of a pipeline.
 
-Nothing in training reads them. docs/parallelism.md says how far they were right. Left out: the keys and values of other shards,
-masks of packed documents, Muon's messages, validation, and checkpoints.
+Training does not read them. docs/parallelism.md says how accurate they were. They leave out the
+keys and values that context parallelism gathers, masks of packed documents, validation,
+checkpoints, Muon's messages, and that Muon has one moment per matrix in place of two.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from interdomain.model import ModelConfig, meta_model
 from interdomain.model.loss import piece_tokens
-from interdomain.model.shard import split_dimension
+from interdomain.model.parallel import split_dimension
 from interdomain.model.transformer import mixer_class
 
-from .parameter_groups import group_of
+from ..settings.schema import JobConfig
 from .run_plan import RunPlan
 
 
 @dataclass
 class Share:
-    """Numbers of the parameters that one rank holds of a model, before FSDP2 shards them.
+    """Parameters that one rank of a pipeline holds, before FSDP2 shards them.
 
     Attributes:
-        layers: Configuration of each of its layers.
+        layers: Configuration of each layer.
         blocks: Parameters of the blocks, without SSM parameters.
         embedding: Parameters of the embedding.
         head: Parameters of the head and the last norm.
-        dynamics: SSM parameters, which are whole on every rank.
-        matrices: Parameters of `blocks` that Muon updates.
+        ssm: SSM parameters, which are whole on every rank.
     """
 
     layers: list[ModelConfig] = field(default_factory=list)
     blocks: int = 0
     embedding: int = 0
     head: int = 0
-    dynamics: int = 0
-    matrices: int = 0
+    ssm: int = 0
 
     @property
     def sharded(self) -> int:
+        """Parameters that FSDP2 shards."""
         return self.blocks + self.embedding + self.head
 
 
-@functools.lru_cache(maxsize=256)
-def share_of(config: ModelConfig, modules: tuple[str, ...], tensor: int = 1) -> Share:
-    """The share of a rank.
-
-    Args:
-        modules: Names of its modules, such as layers.0 and output.
-        tensor: Ranks that divide the large matrices.
-    """
-    model = meta_model(config)
-    share = Share()
-    for module in modules:
-        if module.startswith("layers."):
-            share.layers.append(config.layers[int(module.removeprefix("layers."))])
-        for name, p in model.get_submodule(module).named_parameters(prefix=module):
-            size = p.numel()
-            if split_dimension(model, name.rpartition(".")[0]) is not None:
-                size //= tensor
-            if ".ssm." in name:
-                share.dynamics += size
-            elif module.startswith("layers."):
-                share.blocks += size
-            elif module == "tok_embeddings":
-                share.embedding += size
-            else:
-                share.head += size
-            if group_of(name, p, "Muon") == "matrices":
-                share.matrices += size
-    return share
+def shares_of(plan: RunPlan) -> list[Share]:
+    """Returns the share of each rank of the pipeline."""
+    model = meta_model(plan.config)
+    shares = []
+    for rank in range(plan.topology.pipeline):
+        share = Share()
+        for stage in plan.stages_of(rank):
+            for module in plan.stages[stage]:
+                is_layer = module.startswith("layers.")
+                if is_layer:
+                    number = int(module.removeprefix("layers."))
+                    share.layers.append(plan.config.layers[number])
+                parameters = model.get_submodule(module).named_parameters(prefix=module)
+                for name, parameter in parameters:
+                    size = parameter.numel()
+                    # Tensor parallelism divides the large matrices.
+                    if split_dimension(model, name.rpartition(".")[0]) is not None:
+                        size //= plan.topology.tensor
+                    if ".ssm." in name:
+                        share.ssm += size
+                    elif is_layer:
+                        share.blocks += size
+                    elif module == "tok_embeddings":
+                        share.embedding += size
+                    else:
+                        share.head += size
+        shares.append(share)
+    return shares
 
 
 @dataclass(frozen=True)
@@ -77,28 +76,28 @@ class CostModel:
     """The costs of a run's steps.
 
     Attributes:
-        checkpointing: none, selective or full.
+        shares: Parameters of each rank of the pipeline.
+        checkpointing: Activation checkpointing: none, selective or full.
         compiled: Whether blocks are compiled.
         stays_gathered: Whether a block's weights stay gathered after its forward pass.
-        reduced: Bytes per number in the sums of gradients.
-        muon: Whether matrices have one moment.
+        reduced: Bytes per number when gradients are summed over the ranks.
     """
 
     plan: RunPlan
-    checkpointing: str = "none"
-    compiled: bool = False
-    stays_gathered: bool = False
-    reduced: int = 4
-    muon: bool = False
+    shares: list[Share]
+    checkpointing: str
+    compiled: bool
+    stays_gathered: bool
+    reduced: int
 
     @property
     def stored(self) -> int:
-        """Bytes of a number of the hidden states and of the gathered weights."""
+        """Bytes per number of the hidden states and of gathered weights."""
         return 2 if self.plan.precision == "bf16" else 4
 
     @property
     def width(self) -> int:
-        """Bytes of a number that goes into a matrix product."""
+        """Bytes per number of the inputs of a matrix product."""
         return 4 if self.plan.precision == "float32" else 2
 
     @property
@@ -108,118 +107,142 @@ class CostModel:
 
     @property
     def stages(self) -> int:
-        """Stages of a pipeline's rank."""
+        """Stages of one rank of the pipeline."""
         return len(self.plan.stages) // self.plan.topology.pipeline
 
     def idle(self) -> float:
-        """Share of a step that the ranks of a pipeline wait, if all stages take the same time."""
+        """Returns the fraction of a step that a pipeline's ranks wait, if all stages are equal."""
         others = self.plan.topology.pipeline - 1
         return others / (self.plan.accumulation * self.stages + others)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by category, on the rank that needs the most."""
+        """Returns the peak memory in bytes by category, on the rank that needs the most."""
         return self._largest(self._memory)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes received in a step by axis, on the rank that receives the most."""
+        """Returns the bytes received in a step by axis, on the rank that receives the most."""
         return self._largest(self._traffic)
 
     def _largest(self, cost: Callable[[int, Share], dict[str, int]]) -> dict[str, int]:
-        plan = self.plan
-        costs = []
-        for rank in range(plan.topology.pipeline):
-            modules = [name for stage in plan.stages_of(rank) for name in plan.stages[stage]]
-            costs.append(cost(rank, share_of(plan.config, tuple(modules), plan.topology.tensor)))
+        """Returns the largest cost of a rank of the pipeline. `cost` takes a rank and its share."""
+        costs = [cost(rank, share) for rank, share in enumerate(self.shares)]
         return max(costs, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, rank: int) -> float:
-        """The most micro-batches whose activations a pipeline's rank holds at a time, on average over its stages."""
-        ranks, n = self.plan.topology.pipeline, self.plan.accumulation
+        """Returns the most micro-batches in flight on a rank, averaged over its stages."""
+        ranks = self.plan.topology.pipeline
+        micro_batches = self.plan.accumulation
         if ranks == 1:
             return 1
         if self.plan.schedule == "GPipe":
-            return n
+            return micro_batches
         if self.plan.schedule == "1F1B":
-            return min(n, ranks - rank)
-        per_round = n // max(1, n // ranks)
+            return min(micro_batches, ranks - rank)
+        # Interleaved1F1B: forward passes before a rank's first backward pass, and the one with it.
+        rounds = max(1, micro_batches // ranks)
+        per_round = micro_batches // rounds
         warmup = (self.stages - 1) * per_round + 2 * (ranks - 1 - rank)
-        return min(n, (warmup + 1) / self.stages)
+        return min(micro_batches, (warmup + 1) / self.stages)
 
     def _memory(self, rank: int, share: Share) -> dict[str, int]:
-        plan, tensor = self.plan, self.plan.topology.tensor
+        """Returns the bytes by category of one rank of the pipeline."""
+        plan = self.plan
+        tensor = plan.topology.tensor
         shards = plan.topology.shards * plan.topology.context
+
         # Parameters, gradients and AdamW's two moments are float32.
-        own = 4 * (share.sharded // shards + share.dynamics)
+        own = 4 * (share.sharded // shards + share.ssm)
         gradients = own
         if plan.accumulation > 1 and not plan.reduces_each and shards > 1:
             gradients += 4 * share.sharded  # whole until the last micro-batch
 
-        # The weights of two blocks and of the head, and a block's gradients as they are computed and as they are sent.
+        # Gathered weights of two blocks and of the embedding or the head; and the gradients of a
+        # block, as they are computed and as they are sent.
         block = share.blocks // max(1, len(share.layers))
-        gathered = (
-            share.sharded if self.stays_gathered else (share.embedding or share.head) + 2 * block
-        )
+        gathered = (share.embedding or share.head) + 2 * block
+        if self.stays_gathered:
+            gathered = share.sharded
         gathered = self.stored * (gathered + block) + 4 * block
 
-        in_flight, tokens = self._in_flight(rank), self.tokens
-        saved = recomputed = 0
+        # Activations of all micro-batches in flight, and what the block in its backward pass
+        # recomputes.
+        in_flight = self._in_flight(rank)
+        tokens = self.tokens
+        saved = 0
+        recomputed = 0
         for layer in share.layers:
-            each, everything = self._saved_per_token(layer)
-            saved += each
-            recomputed = max(recomputed, everything - each)
+            layer_saved, layer_total = self._saved_per_token(layer)
+            saved += layer_saved
+            recomputed = max(recomputed, layer_total - layer_saved)
         activations = int(in_flight * tokens * saved)
         if self.checkpointing == "full":
-            activations += tokens * recomputed  # of the block that goes backward
+            activations += tokens * recomputed
         if plan.precision == "bf16-products" and self.checkpointing == "none":
             activations += 2 * share.blocks  # bf16 copies of the weights
 
-        # The head's input, before and after its norm; its gradients, which the loss computes; and a piece of the logits: as the
-        # product gives them, in float32, and their softmax.
+        # The head's input before and after its norm, the head's gradients, and a piece of the
+        # logits: as the product gives them, in float32, and after the softmax.
         loss = 0
         if share.head:
             vocabulary = share.head // plan.config.dim
             hidden = tokens * plan.config.dim * (self.stored // tensor + 2 * self.width)
-            piece = min(tokens, piece_tokens(vocabulary)) * vocabulary
-            loss = int(in_flight * hidden) + 4 * share.head + piece * (8 if self.width == 4 else 10)
+            logits = min(tokens, piece_tokens(vocabulary)) * vocabulary
+            bytes_per_logit = 8 if self.width == 4 else 10
+            loss = int(in_flight * hidden) + 4 * share.head + logits * bytes_per_logit
         return {
             "parameters": own,
             "gradients": gradients,
-            "optimizer": 2 * own - 4 * self.muon * share.matrices // shards,
+            "optimizer": 2 * own,
             "gathered": gathered,
             "activations": activations,
             "loss": loss,
         }
 
     def _saved_per_token(self, layer: ModelConfig) -> tuple[int, int]:
-        """Bytes that autograd saves per token of a layer: with the run's checkpointing, and without any.
+        """Returns the bytes per token that autograd saves of a layer.
 
-        none: the inputs of norms, products, features, scan and activation (compiled: without the activation's output).
-        selective: the block's input, the scan and every second product, as TorchTitan chooses (q, v, the gate, the last).
-        full: the block's input.
-        Ranks that share the heads save all tokens of the products' inputs, and 1 / tensor of the rest.
+        - none: the inputs of norms, products, features, scan and activation (compiled: without the
+          activation's output).
+        - selective: the block's input, the scan and every second product, as TorchTitan chooses (q,
+          v, the gate, the last).
+        - full: the block's input.
+
+        With tensor parallelism a rank saves all tokens of the products' inputs, and 1 / tensor of
+        the rest.
+
+        Returns:
+            Bytes with the run's activation checkpointing, and bytes without any.
         """
-        dim, ffn, tensor, width = layer.dim, layer.ffn_hidden, self.plan.topology.tensor, self.width
-        kept, scores = mixer_class(layer.mixer).kept(layer)
+        dim = layer.dim
+        ffn = layer.ffn_hidden
+        tensor = self.plan.topology.tensor
+        width = self.width
+        kept, scores = mixer_class(layer.mixer).saved_elements(layer)
+
         rest = dim * self.stored + width * (kept + 3 * ffn + dim)
         if not self.compiled:
             rest += dim * self.stored + width * (ffn - dim)
-        everything = rest // tensor + 2 * width * dim
+        total = rest // tensor + 2 * width * dim
         if self.checkpointing == "full":
-            return dim * self.stored // tensor, everything
-        saved = everything
+            return dim * self.stored // tensor, total
+
+        saved = total
         if self.checkpointing == "selective":
             rest = dim * self.stored + width * (2 * dim + layer.n_kv_heads * layer.head_dim + ffn)
             saved = rest // tensor + width * dim
         if not self.plan.execution.recompute:
             saved += width * scores // tensor
-        return saved, everything
+        return saved, total
 
     def _traffic(self, rank: int, share: Share) -> dict[str, int]:
-        """Bytes as a ring moves them: (P - 1) / P of what a gather gives or a scatter takes on P ranks, twice that for a sum.
+        """Returns the bytes that one rank of the pipeline receives in a step, by axis.
+
+        A ring moves (P - 1) / P of the result of a gather or of the input of a scatter over P
+        ranks, and twice that for a sum.
 
         - shards: weights are gathered, gradients scattered.
         - replicas: scattered gradients are summed.
-        - context: states, or keys and values (`Mixer.received`).
+        - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
         - dynamics: gradients of SSM parameters are summed.
@@ -229,34 +252,62 @@ class CostModel:
         ranks = plan.topology.ranks
         shards *= context
         n = plan.accumulation
-        passes = 1 if pipeline > 1 else n  # a pipeline keeps what is gathered
-        gathered = self.stored * share.sharded * (passes if self.stays_gathered else 2 * n)
-        scattered = self.reduced * share.sharded * (n if plan.reduces_each else 1)
 
+        # FSDP2 gathers weights for the forward and the backward pass of each micro-batch. A
+        # pipeline keeps gathered weights for all micro-batches of a step.
+        gathers = 2 * n
+        if self.stays_gathered:
+            gathers = 1 if pipeline > 1 else n
+        gathered = self.stored * share.sharded * gathers
+        sums = n if plan.reduces_each else 1
+        scattered = self.reduced * share.sharded * sums
+
+        # Context parallelism. Full checkpointing exchanges states again in the backward pass;
+        # selective checkpointing saves them, and gathers only keys and values again.
         exchanged = 0
-        for layer in share.layers if context > 1 else []:
-            state, per_token = mixer_class(layer.mixer).received(layer, context, tensor)
-            # Selective checkpointing saves a state that was received, and gathers keys and values again.
-            exchanged += (
-                n * plan.local_batch * state * 4 * (3 if self.checkpointing == "full" else 2)
-            )
-            exchanged += (
-                n
-                * self.tokens
-                * per_token
-                * self.width
-                * (2 if self.checkpointing == "none" else 3)
-            )
+        if context > 1:
+            state_passes = 3 if self.checkpointing == "full" else 2
+            token_passes = 2 if self.checkpointing == "none" else 3
+            for layer in share.layers:
+                state, per_token = mixer_class(layer.mixer).received_elements(
+                    layer, context, tensor
+                )
+                exchanged += n * plan.local_batch * state * 4 * state_passes
+                exchanged += n * self.tokens * per_token * self.width * token_passes
 
+        # Hidden states around the parts of tensor parallelism, and between the stages of the
+        # pipeline.
         hidden = n * self.tokens * plan.config.dim // tensor
-        exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing] * len(share.layers)
-        exchanges += 2 * bool(share.embedding) + 2 * bool(share.head)
-        messages = 2 * self.stages - bool(share.embedding) - bool(share.head)
+        ends = bool(share.embedding) + bool(share.head)
+        exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing]
+        exchanges = exchanges * len(share.layers) + 2 * ends
+        between_stages = 0
+        if pipeline > 1:
+            between_stages = (2 * self.stages - ends) * hidden * self.stored
         return {
             "shards": (shards - 1) * (gathered + scattered) // shards,
             "replicas": 2 * (replicas - 1) * (scattered // shards) // replicas,
             "context": exchanged,
             "tensor": (tensor - 1) * exchanges * hidden * self.width,
-            "pipeline": messages * hidden * self.stored if pipeline > 1 else 0,
-            "dynamics": 2 * 4 * share.dynamics * (ranks // pipeline - 1) * pipeline // ranks,
+            "pipeline": between_stages,
+            "dynamics": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
         }
+
+
+def cost_model(plan: RunPlan, job: JobConfig) -> CostModel:
+    """Returns the costs of a configuration's run."""
+    # Checkpointing of every first block is full. That of every n-th block is estimated as none.
+    checkpointing = job.activation_checkpoint.mode
+    option = job.activation_checkpoint.selective_ac_option
+    if checkpointing == "selective" and option != "op":
+        checkpointing = "full" if option == "1" else "none"
+    reshard = job.parallelism.fsdp_reshard_after_forward
+    pipelined = plan.topology.pipeline > 1
+    return CostModel(
+        plan,
+        shares_of(plan),
+        checkpointing=checkpointing,
+        compiled=job.compile.enable and "model" in job.compile.components,
+        stays_gathered=reshard == "never" or (reshard == "default" and pipelined),
+        reduced=2 if job.training.mixed_precision_reduce == "bf16" else 4,
+    )

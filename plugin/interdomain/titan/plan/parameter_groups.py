@@ -4,15 +4,24 @@ import re
 
 from torch import Tensor
 
-# Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
+# Norms of the mixer's inputs (scales and biases), and the SSM parameters Delta, A, C and c. They
+# are matched by name, because attributes of a tensor do not survive sharding.
 SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 
 def group_of(name: str, p: Tensor, optimizer: str) -> str:
-    """The group of a parameter. Under Muon the maps within blocks are `matrices`: the attention's and feed-forward's weights of
-    two dimensions. Embedding, head, norms, convolutions and dynamics stay with AdamW."""
+    """Returns the group of a parameter: ssm, matrices (Muon only) or main.
+
+    Muon updates the two-dimensional weights of attention and feed-forward. Embedding, head, norms,
+    convolutions and SSM parameters stay with AdamW.
+
+    Args:
+        name: Name of the parameter in the whole model.
+        p: The parameter.
+        optimizer: The setting optimizer.name.
+    """
     if SSM_PARAMETER.search(name):
         return "ssm"
-    return (
-        "matrices" if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2 else "main"
-    )
+    if optimizer == "Muon" and name.startswith("layers.") and p.ndim == 2:
+        return "matrices"
+    return "main"

@@ -1,7 +1,8 @@
-"""The plan of a run: what a job configuration implies, computed and checked before anything expensive is built.
+"""The plan of a run: what a configuration implies, checked before anything is built.
 
-`make_plan` is the one place that knows which settings are possible together; the trainer and the dry run both go through it.
-Every error names the setting, what was given, and what is allowed.
+`make_plan` is the one place that knows which settings are possible together. The trainer and the
+dry run both call it. Every error names the setting, the value that was set, and the values that are
+allowed.
 """
 
 from dataclasses import dataclass
@@ -36,18 +37,31 @@ from ..settings.rules import (
 from ..settings.schema import JobConfig
 from .device import device_here
 from .schedule import milestone_steps, run_length
-from .topology import Topology, pipeline_stages, stages_of, topology
+from .topology import Topology, pipeline_stages, topology
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The run to come: the model, the schedule in steps and tokens, and the topology.
+    """A run to come: the model, its length in steps and tokens, and its ranks.
 
     Attributes:
-        stages: Names of each pipeline stage's modules; `stages_of` says which stages a rank has.
-        schedule: The pipeline's schedule.
+        config: Configuration of the model.
+        size: Name of the model's size, such as 125M.
+        execution: How the mixers are computed; no part of the model.
+        seed: Seed of the initial weights.
+        n_params: Parameters of the model.
+        flops_per_token: FLOPs of the forward and backward pass per token.
+        topology: Degrees of parallelism.
+        stages: Names of the modules of each pipeline stage; `stages_of` gives the stages of a rank.
+        schedule: Schedule of the pipeline.
+        local_batch: Sequences of a micro-batch on one rank.
+        global_batch: Sequences of a step on all ranks.
+        seq_len: Tokens of a sequence.
+        steps: Steps of the run.
+        warmup_steps: Steps of the learning rate's warmup.
         milestones: Steps whose checkpoints are never removed.
-        reduces_each: Whether gradients are summed over the ranks after each micro-batch, and not once a step.
+        precision: The setting training.precision.
+        reduces_each: Whether gradients are summed over the ranks after each micro-batch of several.
     """
 
     config: ModelConfig
@@ -74,15 +88,21 @@ class RunPlan:
         return self.global_batch // (self.local_batch * self.topology.data_ranks)
 
     def stages_of(self, rank: int) -> range:
-        """The stages of a rank of the pipeline."""
-        return stages_of(rank, self.topology.pipeline, len(self.stages))
+        """Returns the numbers of the stages that one rank of the pipeline has.
+
+        Args:
+            rank: The rank's place in the pipeline.
+        """
+        return range(rank, len(self.stages), self.topology.pipeline)
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of a step on all ranks."""
         return self.global_batch * self.seq_len
 
     @property
     def tokens(self) -> int:
+        """Tokens of the run."""
         return self.steps * self.tokens_per_step
 
     @property
@@ -92,29 +112,38 @@ class RunPlan:
 
     @property
     def state(self) -> tuple[int, int]:
-        """Numbers of the state of all layers: (per sequence, per sequence and token)."""
-        sizes = [0, 0]
+        """Numbers of the state of all layers: per sequence, and per token of a sequence."""
+        fixed = 0
+        growing = 0
         for layer in self.config.layers:
-            sizes[mixer_class(layer.mixer).state_grows(layer)] += state_size(layer)
-        return sizes[0], sizes[1]
+            if mixer_class(layer.mixer).state_grows(layer):
+                growing += state_size(layer)
+            else:
+                fixed += state_size(layer)
+        return fixed, growing
 
     @property
     def cell(self) -> Cell:
+        """Names of the model's size and condition."""
         return cell_of(self.config, self.size)
 
 
 def make_plan(
-    job: JobConfig, world_size: int, on_gpus: bool = False, stages: list[list[str]] | None = None
+    job: JobConfig,
+    world_size: int,
+    on_gpus: bool = False,
 ) -> RunPlan:
-    """Check a configuration for a run on `world_size` ranks, and compute its plan. Nothing is built and nothing is written.
+    """Checks a configuration for a run on `world_size` ranks, and computes its plan.
+
+    Nothing is built and nothing is written.
 
     Args:
-        on_gpus: The ranks are other machines', known to have GPUs. Otherwise settings that this machine cannot honour are
-            refused.
-        stages: As for `pipeline_stages`.
+        on_gpus: The ranks are those of other machines, which have GPUs. Otherwise settings that
+            this machine cannot honour are refused.
 
     Raises:
-        ValueError: With every setting that is not possible.
+        ValueError: The configuration cannot run. The message has all problems that can be told
+            apart.
     """
     problems = Problems()
     with problems.collect():
@@ -122,32 +151,45 @@ def make_plan(
     if not on_gpus:
         with problems.collect():
             check_device(job)
+    plan = None
+    with problems.collect():
+        device = torch.device("cuda") if on_gpus else device_here()
+        plan = _plan_on(device, job, world_size)
+    problems.raise_all()
+    assert plan is not None
+    return plan
+
+
+def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
+    """Returns the plan of a run. Each part is checked before the next one is computed from it."""
+    training = job.training
+    parallel = job.parallelism
 
     # The model, and the ranks that divide it.
-    training, parallel = job.training, job.parallelism
-    config = mesh = None
-    with problems.collect():
-        config = model_config(job)
-        mesh = topology(parallel, world_size)
-        modules = pipeline_stages(parallel, config.n_layers, stages)
-        check_topology(job, config, torch.device("cuda") if on_gpus else device_here())
-        at_once = training.local_batch_size * mesh.data_ranks
-        global_batch = training.global_batch_size if training.global_batch_size > 0 else at_once
-        check_batch(job, mesh.data_ranks, mesh.pipeline, global_batch)
-        micro_batches = global_batch // at_once
-        check_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
-        tokens_per_step = global_batch * training.seq_len
-        steps, warmup_steps = run_length(training, job.lr_scheduler, tokens_per_step)
-        check_schedule(job, steps)
-    problems.raise_all()
-    assert config is not None
-    assert mesh is not None
+    config = model_config(job)
+    mesh = topology(parallel, world_size)
+    modules = pipeline_stages(parallel, config.n_layers)
+    check_topology(job, config, device)
+
+    # The batch of a step. By default each rank computes one micro-batch.
+    at_once = training.local_batch_size * mesh.data_ranks
+    global_batch = training.global_batch_size
+    if global_batch < 0:
+        global_batch = at_once
+    check_batch(job, mesh.data_ranks, mesh.pipeline, global_batch)
+    micro_batches = global_batch // at_once
+    check_reduction(training, micro_batches, pipelined=mesh.pipeline > 1)
+
+    # The length of the run.
+    tokens_per_step = global_batch * training.seq_len
+    steps, warmup_steps = run_length(training, job.lr_scheduler, tokens_per_step)
+    check_schedule(job, steps)
 
     # How the mixer is computed, which is no part of the model.
     chosen = {name: job[f"mixer.{name}"] for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=training.precision == "bf16-products")
     for mixer in config.mixers:
-        execution.refuse_map(mixer)
+        execution.check_feature_map(mixer)
 
     return RunPlan(
         config=config,
@@ -171,21 +213,22 @@ def make_plan(
 
 
 def make_plan_for_torchtitan(
-    job: JobConfig, world_size: int, micro_batch: int, stages: list[list[str]] | None = None
+    job: JobConfig,
+    world_size: int,
+    micro_batch: int,
 ) -> RunPlan:
-    """The plan of a run under TorchTitan's own trainer, which takes a step in another way.
+    """Returns the plan of a run under TorchTitan's own trainer, whose steps differ from ours.
 
-    It sums gradients after every micro-batch. With a pipeline it divides a local batch into micro-batches, which are the local
-    batches of the plan.
+    TorchTitan sums gradients after every micro-batch. With a pipeline it divides a local batch into
+    micro-batches. These micro-batches are the local batches of the plan.
 
     Args:
         micro_batch: TorchTitan's setting pipeline_parallel_microbatch_size.
-        stages: As for `pipeline_stages`.
 
     Raises:
-        ValueError: With every setting that is not possible.
+        ValueError: The configuration cannot run. The message has all problems that can be told
+            apart.
     """
-    job = job.changed({"checkpoint.exclude_from_loading": []})  # TorchTitan's has no conditions
     if job.parallelism.pipeline_parallel_degree == 1:
         return make_plan(job.changed({"training.reduce_gradients": "micro-batch"}), world_size)
     check_micro_batches(job, micro_batch)
@@ -199,11 +242,11 @@ def make_plan_for_torchtitan(
         "training.local_batch_size": micro_batch,
         "validation.local_batch_size": micro_batch,
     }
-    return make_plan(job.changed(divided), world_size, stages=stages)
+    return make_plan(job.changed(divided), world_size)
 
 
 def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
-    """The configuration with its lengths in steps: TorchTitan reads these, and the run records them."""
+    """Returns the configuration with its lengths in steps, as TorchTitan reads them."""
     return job.changed(
         {
             "training.steps": plan.steps,
@@ -215,16 +258,22 @@ def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
 
 
 def model_config(job: JobConfig) -> ModelConfig:
-    """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
-    model, mixer = job.model, job.mixer
+    """Returns the model of a size and a condition, with the values that [model] and [mixer] set."""
     changed: dict[str, Any] = {}
-    for name, value in vars(mixer).items():
+    for name, value in vars(job.mixer).items():
         if name != "condition" and name not in EXECUTION_SETTINGS and value is not None:
             changed[name] = value
     for name in ("vocab_size", "dim", "n_layers", "n_heads"):
-        if value := getattr(model, name):
+        value = getattr(job.model, name)
+        if value:
             changed[name] = value
-    if "dim" in changed or "n_heads" in changed:  # heads are dim / n_heads wide
-        size = SIZES[model.flavor] | changed
-        changed["head_dim"] = size["dim"] // size["n_heads"]
-    return build_config(model.flavor, mixer.condition, max_seq_len=job.training.seq_len, **changed)
+    # A head is dim / n_heads wide.
+    if "dim" in changed or "n_heads" in changed:
+        numbers = SIZES[job.model.flavor] | changed
+        changed["head_dim"] = numbers["dim"] // numbers["n_heads"]
+    return build_config(
+        job.model.flavor,
+        job.mixer.condition,
+        max_seq_len=job.training.seq_len,
+        **changed,
+    )

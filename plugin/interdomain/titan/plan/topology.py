@@ -1,4 +1,4 @@
-"""The axes that a run's ranks are divided by, and the layers of a pipeline's stages."""
+"""The axes of parallelism of a run, and the layers of a pipeline's stages."""
 
 import math
 from typing import NamedTuple
@@ -9,13 +9,21 @@ from ..settings.schema import Parallelism
 
 
 class Topology(NamedTuple):
-    """replicas x shards x context x tensor x pipeline = ranks."""
+    """The degree of each axis of parallelism. Their product is the number of ranks.
+
+    Attributes:
+        replicas: Copies of the model.
+        shards: Ranks over which FSDP2 shards a copy.
+        context: Ranks that share a sequence.
+        tensor: Ranks that share heads, feed-forward layers and vocabulary.
+        pipeline: Ranks that share the layers.
+    """
 
     replicas: int
     shards: int
-    context: int  # ranks that share a sequence
-    tensor: int  # ranks that share heads, feed-forward and vocabulary
-    pipeline: int  # ranks that share the layers
+    context: int
+    tensor: int
+    pipeline: int
 
     @property
     def data_ranks(self) -> int:
@@ -24,18 +32,22 @@ class Topology(NamedTuple):
 
     @property
     def ranks(self) -> int:
+        """Ranks of the run."""
         return math.prod(self)
 
     def __str__(self) -> str:
-        """replicas 2 x tensor 4 = 8 ranks: the axes that divide anything."""
+        """Returns the axes that divide anything, such as "replicas 2 x tensor 4 = 8 ranks"."""
+        if self.ranks == 1:
+            return "1 rank"
         axes = [f"{name} {degree}" for name, degree in self._asdict().items() if degree > 1]
-        return f"{' x '.join(axes)} = {self.ranks} ranks" if axes else "1 rank"
+        return f"{' x '.join(axes)} = {self.ranks} ranks"
 
 
 def topology(parallel: Parallelism, world_size: int) -> Topology:
-    """The axes of a run on `world_size` ranks.
+    """Returns the axes of a run on `world_size` ranks.
 
-    Raises: ValueError for degrees whose product is not the number of ranks.
+    Raises:
+        ValueError: The product of the degrees is not the number of ranks.
     """
     mesh = Topology(
         replicas=parallel.data_parallel_replicate_degree,
@@ -44,72 +56,62 @@ def topology(parallel: Parallelism, world_size: int) -> Topology:
         tensor=parallel.tensor_parallel_degree,
         pipeline=parallel.pipeline_parallel_degree,
     )
+    # -1: FSDP2 takes all ranks that the other axes leave.
     others = mesh._replace(shards=1).ranks
-    if mesh.shards == -1 and others > 0:  # all ranks that the other axes leave
+    if mesh.shards == -1:
         mesh = mesh._replace(shards=world_size // others)
-    if mesh.ranks != world_size or min(mesh) < 1:
+    if mesh.ranks != world_size:
         product = " x ".join(f"{name} {degree}" for name, degree in mesh._asdict().items())
         raise ValueError(
-            f"the degrees of [parallelism] must multiply to the number of ranks, {world_size}: {product} is {mesh.ranks}. Set "
-            f"parallelism.data_parallel_shard_degree to -1 to let it follow, and the others to divisors of {world_size}. "
-            f"Or start a multiple of {others} ranks."
+            f"the degrees of [parallelism] must multiply to the number of ranks, {world_size}: "
+            f"{product} is {mesh.ranks}. Set parallelism.data_parallel_shard_degree = -1 to let it "
+            "follow from the others, or start another number of ranks."
         )
     return mesh
 
 
-def pipeline_stages(
-    parallel: Parallelism, n_layers: int, given: list[list[str]] | None = None
-) -> tuple[tuple[str, ...], ...]:
-    """TorchTitan's module names of each stage, as its `pipeline_llm` makes them. Without a pipeline one stage has all.
+def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the module names of each pipeline stage, divided as TorchTitan's `pipeline_llm` does.
+
+    Without a pipeline, one stage has all modules.
 
     Args:
-        given: TorchTitan's setting module_fqns_per_model_part: the names that a user chose.
+        n_layers: Layers of the model.
 
     Raises:
-        ValueError: The layers do not divide over the stages.
+        ValueError: The layers cannot be divided over the stages.
     """
-    ranks, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
-    everything = generate_llm_fqn_per_model_part(1, n_layers)[0]
-    # PyTorch keeps the weights of three stages gathered. Those of more it would gather anew in every micro-batch.
-    allowed = [2 * ranks, 3 * ranks] if schedule == MULTI_STAGE else [ranks]
-    in_words = " or ".join(map(str, allowed))
-
-    if given is not None:
-        named = [name for stage in given for name in stage]
-        if ranks == 1 or len(given) not in allowed or not all(given) or named != everything:
-            raise ValueError(
-                f"parallelism.module_fqns_per_model_part = {given} must name {', '.join(everything)}, each once and in this "
-                f"order, in {in_words} parts, and needs a pipeline. Or leave it out."
-            )
-        return tuple(tuple(stage) for stage in given)
+    ranks = parallel.pipeline_parallel_degree
+    schedule = parallel.pipeline_parallel_schedule
     if ranks == 1:
-        return (tuple(everything),)
+        return (tuple(generate_llm_fqn_per_model_part(1, n_layers)[0]),)
+    # PyTorch keeps the weights of up to three stages of a rank gathered. With more stages it would
+    # gather them again in every micro-batch.
+    allowed = [ranks]
+    if schedule == MULTI_STAGE:
+        allowed = [2 * ranks, 3 * ranks]
 
+    # The embedding and the head count as layers in the division.
     first = parallel.pipeline_parallel_first_stage_less_layers
     last = parallel.pipeline_parallel_last_stage_less_layers
-    layers = (
-        f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
-        f"{last} for the head (pipeline_parallel_last_stage_less_layers)"
-    )
-    weight, stages = n_layers + first + last, allowed[0]
-    if per_stage := parallel.pipeline_parallel_layers_per_stage:
-        stages = math.ceil(weight / per_stage)
-        if stages not in allowed:
-            raise ValueError(
-                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {layers}: "
-                f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {in_words}. Leave it out for {allowed[0]}."
-            )
-    most = weight // max(first, last, 1)
-    if stages > most:
+    stages = allowed[0]
+    per_stage = parallel.pipeline_parallel_layers_per_stage
+    if per_stage is not None:
+        stages = math.ceil((n_layers + first + last) / per_stage)
+    if stages not in allowed:
+        allowed_text = " or ".join(map(str, allowed))
         raise ValueError(
-            f"{layers}, cannot be divided over {stages} stages ({schedule} on parallelism.pipeline_parallel_degree = {ranks} "
-            f"ranks): at most {most} are possible."
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of "
+            f"n_layers = {n_layers}, plus {first} for the embedding and {last} for the head: "
+            f"{schedule} on pipeline_parallel_degree = {ranks} ranks needs {allowed_text}."
         )
-    return tuple(
-        tuple(stage) for stage in generate_llm_fqn_per_model_part(stages, n_layers, first, last)
-    )
-
-
-def stages_of(rank: int, ranks: int, stages: int) -> range:
-    """The stages of a rank of the pipeline, of `stages` in all."""
-    return range(rank, stages, ranks)
+    try:
+        parts = generate_llm_fqn_per_model_part(stages, n_layers, first, last)
+    except ValueError as e:
+        raise ValueError(
+            f"n_layers = {n_layers} cannot be divided over {stages} stages ({schedule} on "
+            f"parallelism.pipeline_parallel_degree = {ranks} ranks): {e} input_weight is "
+            "parallelism.pipeline_parallel_first_stage_less_layers, and output_weight is "
+            "pipeline_parallel_last_stage_less_layers."
+        ) from e
+    return tuple(tuple(stage) for stage in parts)

@@ -1,18 +1,22 @@
-"""Checkpoints that say what they are, are checked before they are loaded, and of which the last good one is never lost.
+"""Saving and loading checkpoints, each with a record beside its tensors.
 
-step-N/interdomain.json   model configuration, size, condition, step, tokens, settings, data fingerprints, versions
-step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
-step-N/validation.json    loss and perplexity, where the run validated after this step
-step-N/KEEP               marks a milestone, which is never removed; a user may make this file, too
-step-N/*.distcp           torch.distributed.checkpoint's shards
-step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
-step-N/.incomplete        only while a run saves or removes the checkpoint
-step-N.damaged            could not be read back; no run loads, counts or removes it
-step-N.superseded         came after a step that the run went back to (checkpoint.load_step), or lay where the run saved this
-                          step; likewise
+    step-N/interdomain.json   the record: model configuration, size, condition, step, tokens,
+                              settings, data fingerprints, versions
+    step-N/tokenizer.model    the tokenizer (or tiktoken.json, or hf_tokenizer.json)
+    step-N/validation.json    loss and perplexity, if the run validated after this step
+    step-N/KEEP               marks a milestone, which is never removed; a user may make it, too
+    step-N/*.distcp           shards of torch.distributed.checkpoint
+    step-N/.metadata          its index, written last: a folder without it is no checkpoint
+    step-N/.incomplete        exists only while a run saves or removes the checkpoint
+    step-N.damaged            a checkpoint that could not be read back
+    step-N.superseded         a checkpoint after the step that the run went back to
+                              (checkpoint.load_step), or one that lay in the place of a new save
 
-A run removes and overwrites only what it wrote itself: no link, no checkpoint of another run, no folder that lacks its index
-and is not marked as `.incomplete`.
+No run loads, counts or removes a folder with one of the last two names.
+
+A checkpoint is checked before it is loaded. A run removes and overwrites only what it wrote itself:
+no link, no checkpoint of another run, and no folder that lacks its index and the mark
+`.incomplete`.
 """
 
 import contextlib
@@ -22,10 +26,10 @@ import gc
 import json
 import os
 import shutil
-import traceback
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +37,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import interdomain
-from interdomain.data import Tokenizer
-from interdomain.files.checkpoint_index import altered_entry, load_part
-from interdomain.files.distributed_checkpoint import (
+from interdomain.checkpoint.index import altered_entry, load_part
+from interdomain.checkpoint.step_folder import (
     DOCUMENTS,
     INCOMPLETE,
     KEEP,
@@ -51,7 +54,8 @@ from interdomain.files.distributed_checkpoint import (
     step_of,
     write_record,
 )
-from interdomain.folders import write_whole
+from interdomain.data import Tokenizer
+from interdomain.folders import write_atomically
 
 from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
@@ -70,15 +74,18 @@ from .resume_from import (
     warn_of_changes,
 )
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SHORT_WRITE = "unexpected pos"  # PyTorch reports a short write, on a full disk, in these words
+# Texts in the error of a write to a full disk. PyTorch reports a short write as "unexpected pos".
+DISK_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+DISK_FULL.append("unexpected pos")
 
 
-def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer) -> dict:
-    """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts.
+def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer) -> dict:
+    """Returns the record that every checkpoint of this run carries.
+
+    The trainer adds the fingerprints of the texts.
 
     Args:
-        data: `data_record` of the training data.
+        data: Facts of the training data, from `data_record`.
     """
     run = {
         "seed": plan.seed,
@@ -110,37 +117,42 @@ def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer) -> dict:
 
 
 class SelfDescribingCheckpoints(CheckpointManager):
-    """TorchTitan's manager, with a record beside every save, a check before every load, and an explanation when a disk fills.
+    """TorchTitan's manager with records, checks before each load, and milestones.
 
     A damaged checkpoint is skipped, and the one before it is loaded.
 
     Args:
-        record: of `describe_run`. tensors: of the whole model, by name, of which this rank may have a part.
-        tokenizer: written into every checkpoint.
-        milestones: steps that are saved whatever the interval, and never removed.
-        lock: on rank 0, where the run holds its folders.
+        record: The run's record, from `describe_run`.
+        tokenizer: Written into every checkpoint.
+        milestones: Steps that are saved whatever the interval, and never removed.
+        lock: The lock of the run's folders, on rank 0.
+        checkpoint_config: TorchTitan's settings [checkpoint].
+        torchtitans: Other arguments of TorchTitan's manager.
+
+    Attributes:
+        saving: The folder that is being written, or was written last.
+        branched_from: The step that the run last went back to.
+        run_folders: The run's folder, and those that it had before. Records of older versions name
+            no folder.
     """
 
-    saving = ""  # the folder being written, or written last
-    branched_from: int | None = None  # the step that the run last went back to
+    saving = ""
+    branched_from: int | None = None
 
     def __init__(
         self,
         *,
         record: dict,
-        tensors: dict,
         tokenizer: Tokenizer,
         milestones: Collection[int],
         lock: RunLock | None,
-        checkpoint_config,
-        **torchtitans,
+        checkpoint_config: Any,
+        **torchtitans: Any,
     ) -> None:
         self.record = record
-        self.tensors = tensors
         self.tokenizer = tokenizer
         self.lock = lock
         self.milestones = milestones
-        # The run's folder, and those that it had before: records of older versions name none.
         self.run_folders = {record.get("folder"), None}
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
 
@@ -150,24 +162,27 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return super()._should_save(curr_step, last_step or curr_step in self.milestones)
 
     @user_errors
-    def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
-        self._check_finite(checkpoint_id)
-        self.saving = str(checkpoint_id)
+    def dcp_save(self, state_dict: dict, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+        """Saves a checkpoint: TorchTitan's hook, with its arguments. Collective."""
+        folder = Path(checkpoint_id)
+        self._check_finite(folder)
+        self.saving = str(folder)
         with self._explain_full_disk():
-            on_rank_0(lambda: self._write_record(Path(checkpoint_id)))
+            on_rank_0(lambda: self._write_record(folder))
             saved = super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+        # The save is complete now, or, in a thread, later.
         if isinstance(saved, Future):
-            saved.add_done_callback(lambda _: self._unmark_if_complete(Path(checkpoint_id)))
+            saved.add_done_callback(lambda _: self._unmark_if_complete(folder))
         else:
-            self._unmark_if_complete(Path(checkpoint_id))
+            self._unmark_if_complete(folder)
         return saved
 
     def _unmark_if_complete(self, folder: Path) -> None:
         if dist.get_rank() == 0 and (folder / METADATA).is_file():
             (folder / INCOMPLETE).unlink(missing_ok=True)
 
-    def _check_finite(self, checkpoint_id: str) -> None:
-        """Ends the run before weights that are not finite would become its latest checkpoint. Collective."""
+    def _check_finite(self, folder: Path) -> None:
+        """Ends the run before weights that are not finite become a checkpoint. Collective."""
         each_finite = []
         for part in self.states[MODEL].model:
             for p in part.parameters():
@@ -177,29 +192,33 @@ class SelfDescribingCheckpoints(CheckpointManager):
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if not finite.item():
             stop(
-                f"the weights are not finite, so {checkpoint_id} is not saved. {self._last_complete()} "
-                "Try a lower optimizer.lr, a longer warmup or a smaller training.max_norm from there."
+                f"the weights are not finite, so {folder} is not saved. {self._last_complete()} Try "
+                "a lower optimizer.lr, a longer warmup or a smaller training.max_norm from there."
             )
 
     def _async_wait(self) -> None:
-        with self._explain_full_disk():  # an asynchronous save that failed raises its error here
+        # An asynchronous save that failed raises its error here.
+        with self._explain_full_disk():
             super()._async_wait()
 
     @contextlib.contextmanager
     def _explain_full_disk(self) -> Iterator[None]:
+        """Explains a save that fails on a full disk, and removes the part that was written."""
         try:
             yield
         except (CheckpointException, OSError) as e:
-            full = _disk_full(e)
-            if full is None:
+            # PyTorch wraps the system's error, and passes only its text from rank to rank.
+            reasons = [text for text in DISK_FULL if text in str(e)]
+            if not reasons:
                 raise
             if dist.get_rank() == 0 and self._wrote(Path(self.saving)):
                 with contextlib.suppress(OSError):
                     _remove(Path(self.saving))
             stop(
-                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. "
-                f"{self._last_complete()} Free some space (checkpoint.keep_latest_k limits how many are kept), then start the "
-                "same command again: it continues from there."
+                f"The disk is full: saving {self.saving} failed ({reasons[0]}), and what was written "
+                f"of it is removed. {self._last_complete()} Free some space "
+                "(checkpoint.keep_latest_k limits how many are kept), then start the same command "
+                "again: it continues from there."
             )
 
     def _last_complete(self) -> str:
@@ -208,37 +227,38 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def require_folder(self) -> None:
-        """End this rank if another run has taken the folder over."""
+        """Ends this rank if another run has taken the folder over."""
         if self.lock:
             self.lock.check_held()
 
     def _write_record(self, folder: Path) -> None:
-        """Make the folder, with the record and the tokenizer. On rank 0."""
+        """Makes the folder of a checkpoint, with the record and the tokenizer. Called on rank 0."""
         if self.lock:
             self.lock.refresh()
             self.lock.check_held()
+
+        # Make room: an older save of this run is removed, and anything else is renamed.
         step = self.states[TRAIN_STATE].step
-        optimizers = self.states[OPTIMIZER]
         keep = step in self.milestones or (folder / KEEP).exists()
         if self._wrote(folder):
             _remove(folder)
         elif os.path.lexists(folder):
-            logger.warning(
-                "renamed to %s, to save this step: %s", set_aside(folder, "superseded").name, folder
-            )
-        # First of all, so that a save which is interrupted at any later moment is known as one.
+            aside = set_aside(folder, "superseded").name
+            logger.warning("renamed to %s, to save this step: %s", aside, folder)
+
+        # The mark comes first, so that an interrupted save is known as one at any later moment.
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INCOMPLETE).touch()
+
+        optimizers = self.states[OPTIMIZER]
         record = self.record | {
             "step": step,
             "tokens": step * self.record["run"]["tokens_per_step"],
         }
         record |= optimizers.step_guard.state_dict() | {"branched_from": self.branched_from}
-        if optimizers.rates:  # a later start compares them (schedule.check_jump)
-            record |= {
-                "lr": optimizers.rates["main"],
-                "peak_lr": optimizers.optimizers[0].defaults["lr"],
-            }
+        if optimizers.rates:
+            record["lr"] = optimizers.rates["main"]
+            record["peak_lr"] = optimizers.optimizers[0].defaults["lr"]
         write_record(folder, record, self.tokenizer)
         if keep:
             (folder / KEEP).touch()
@@ -252,9 +272,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
         accuracy: float | None,
         documents: list[list[float]] | None,
     ) -> None:
-        """Write a step's validation beside its checkpoint, where it has one.
+        """Writes the result of a validation beside the checkpoint of its step, if there is one.
 
-        documents: sums of losses and of labels, by document, where the split has few.
+        Args:
+            accuracy: Fraction of answers that were right, for a corpus with answers.
+            documents: The sum of losses and the number of labels of each document, if the split has
+                few documents.
         """
         if not self.enable or dist.get_rank() != 0 or not self._is_saved_here(step):
             return
@@ -265,20 +288,20 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 "nats": [float(f"{x:.7g}") for x in losses],
                 "labels": [int(n) for n in labels],
             }
-            write_whole(folder / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
+            write_atomically(folder / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
         result = {"step": step, "loss": loss, "perplexity": perplexity}
         if accuracy is not None:
             result["accuracy"] = accuracy
-        write_whole(folder / VALIDATION, (json.dumps(result) + "\n").encode())
+        write_atomically(folder / VALIDATION, (json.dumps(result) + "\n").encode())
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:
-        """True if this step was saved and not validated. Collective; the same on all ranks."""
+        """Returns whether this step was saved and not validated. Collective."""
         result = self._folder_of(step) / VALIDATION
         return on_rank_0(lambda: self.enable and self._is_saved_here(step) and not result.exists())
 
     def _is_saved_here(self, step: int) -> bool:
-        """True if the step has a folder, which is not a link to a checkpoint elsewhere."""
+        """Returns whether the step has a folder that is not a link to a checkpoint elsewhere."""
         folder = self._folder_of(step)
         return folder.is_dir() and not folder.is_symlink()
 
@@ -286,7 +309,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return Path(self._create_checkpoint_id(step))
 
     def save_now(self, step: int) -> bool:
-        """Return once a checkpoint of this step is on the disk. False: the run saves none."""
+        """Returns once a checkpoint of this step is on the disk, or False if the run saves none."""
         if self.enable:
             self._async_wait()
             if step != step_of(self.saving):
@@ -295,15 +318,19 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _save_last_step(self, curr_step: int) -> None:
         super()._save_last_step(curr_step)
-        self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
+        # After the last step TorchTitan would keep one more than `keep_latest_k`.
+        self._purge_stale_checkpoints()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the milestones and the latest `keep_latest_k` finished checkpoints, the one being saved included. Unfinished
-        saves of earlier steps go too, and nothing that this run did not write.
+        """Removes all but the milestones and the latest `keep_latest_k` checkpoints.
+
+        The checkpoint that is being saved counts. Unfinished saves of earlier steps are removed,
+        too. Nothing is removed that this run did not write.
         """
-        current = step_of(self.saving)
-        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or current is None:
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
+        current = step_of(self.saving)
+        assert current is not None
         folder = Path(self.folder)
         finished = sorted(step for step in {*finished_steps(folder), current} if step <= current)
         kept = {*finished[-self.keep_latest_k :], *milestones(folder)}
@@ -315,7 +342,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.purge_queue.put(str(path))
 
     def _wrote(self, folder: Path) -> bool:
-        """True if this run, or the one that it continues, wrote a step folder."""
+        """Returns whether this run, or the one that it continues, wrote a step folder."""
         unfinished = is_unfinished(folder)
         if folder.is_symlink() or not (unfinished or (folder / METADATA).is_file()):
             return False
@@ -325,16 +352,23 @@ class SelfDescribingCheckpoints(CheckpointManager):
             return unfinished
         except (OSError, ValueError):
             return False
-        return isinstance(record, dict) and record.get("folder") in self.run_folders
+        return record.get("folder") in self.run_folders
 
     # Loading
 
     @user_errors
     @torch.no_grad()
     def load(self, step: int = -1) -> bool:
-        """Load the checkpoint of this step, or the latest one (-1), or checkpoint.initial_load_path. False: there is none.
+        """Loads a checkpoint. Collective.
 
-        Not TorchTitan's, which takes a folder with remains of a save alone for a run that has checkpoints. Collective.
+        It replaces TorchTitan's method, for which a folder with nothing but the remains of a save
+        is a run's checkpoint.
+
+        Args:
+            step: The step to load. -1: the latest one, or else checkpoint.initial_load_path.
+
+        Returns:
+            Whether there was a checkpoint to load.
         """
         if not self.enable:
             return False
@@ -348,6 +382,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 if point.source == "load_step":
                     on_rank_0(lambda: set_later_aside(folder, step))
                 return True
+            # Only the latest checkpoint is replaced by the one before it.
             if point.source != "latest":
                 stop(
                     f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path."
@@ -356,7 +391,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return False
 
     def _load(self, point: ResumePoint) -> str | None:
-        """Returns what is damaged, on all ranks alike; None: nothing, and it is loaded. Collective."""
+        """Loads a checkpoint unless it is damaged. Collective.
+
+        Returns:
+            The damage, the same on all ranks, or None if the checkpoint is loaded.
+        """
         logger.info("Loading the checkpoint from %s.", point.folder)
         initial = point.source == "initial"
         if not initial:
@@ -364,10 +403,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.run_folders.add(point.record.get("folder"))
         states = self._states_to_load(initial and self.initial_load_model_only)
         continues = TRAIN_STATE in states
-        require_same_run(
-            point, self.record, self.tensors, batch=continues, optimizer=OPTIMIZER in states
-        )
-        # Ranks share the reading. All must agree on the outcome.
+        require_same_run(point, self.record, batch=continues, optimizer=OPTIMIZER in states)
+
+        # Each rank reads a part of the files. All ranks must agree on the outcome.
         damage_by_rank: list[str | None] = [None] * dist.get_world_size()
         own_damage = altered_entry(point.folder, point.files, dist.get_rank(), len(damage_by_rank))
         dist.all_gather_object(damage_by_rank, own_damage)
@@ -376,6 +414,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 return damage
         load_part(point.folder, point.files, states)
         self.states[MODEL].load_state_dict(states)
+
+        # The run's record names the weights that it started from, and other data that it has seen.
         origin = {name: point.record[name] for name in SIDECAR_FACTS}
         if continues:
             origin = point.record["run"].get("started_from")
@@ -389,7 +429,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return None
 
     def _note_earlier_data(self, record: dict) -> None:
-        """Keeps what the continued run was trained on in this run's record, if its data was other data."""
+        """Adds the data that the continued run was trained on to the record, if it was other data.
+
+        Args:
+            record: The record of the checkpoint that the run continues.
+        """
         run = record["run"]
         earlier = list(run.get("earlier_data", []))
         text = record.get("fingerprints", {}).get("train")
@@ -401,13 +445,20 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
 
 def _mark_incomplete(folder: Path) -> None:
-    """Before a checkpoint is removed: a folder of which a part is gone is not a checkpoint any more."""
-    with contextlib.suppress(FileNotFoundError):  # it is unfinished
+    """Turns the index into the mark `.incomplete`, before a checkpoint is removed.
+
+    From then on the folder is not taken for a checkpoint.
+    """
+    with contextlib.suppress(FileNotFoundError):  # an unfinished save has no index
         (folder / METADATA).rename(folder / INCOMPLETE)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a step folder of this run, and last the mark by which the next start knows what a kill has left of it."""
+    """Removes a step folder of this run.
+
+    The mark `.incomplete` goes last: after a kill, the next start knows by it that this run left
+    the rest.
+    """
     _mark_incomplete(folder)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -415,20 +466,3 @@ def _remove(folder: Path) -> None:
         elif path.name != INCOMPLETE:
             path.unlink()
     shutil.rmtree(folder)
-
-
-def _disk_full(error: BaseException) -> str | None:
-    """The system's words if `error` says that a disk is full.
-
-    PyTorch hides the system's error behind one of its own, and on the way from rank to rank only the text is left.
-    """
-    causes = [error]
-    if isinstance(error, CheckpointException):
-        causes = [cause for cause, _ in error.failures.values()]
-    text = ""
-    for cause in causes:
-        text += "".join(traceback.format_exception(cause))
-    for reason in (*map(os.strerror, DISK_FULL), SHORT_WRITE):
-        if reason in text:
-            return reason
-    return None

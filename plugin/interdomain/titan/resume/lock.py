@@ -1,11 +1,16 @@
-"""One run at a time in a folder: `run.lock` names the run that writes there, which touches the file as long as it lives.
+"""One run at a time in a folder: the file `run.lock` names the run that writes there.
 
-A run holds every folder that it writes to, with one token: its own, that of the checkpoints and that of the TensorBoard events.
-The last two may lie elsewhere, where another run could write, too.
+The run touches the file as long as it lives.
 
-A start takes the lock over at once if the holder's process is gone from this machine, or if the holder was an earlier start of
-the same SLURM job; otherwise after a minute in which nobody touched it. A run whose lock was taken over ends before it writes
-a checkpoint. No kernel lock: on shared file systems those hold within one node only, do not exist, or outlive a node.
+A run locks every folder that it writes to, with one token: its own folder, that of the checkpoints
+and that of the TensorBoard events. The last two may lie elsewhere, where another run could write,
+too.
+
+A start takes a lock over at once if the owner's process is gone from this machine, or if the owner
+was an earlier start of the same SLURM job. Otherwise it takes the lock over after a minute in which
+nobody touched it. A run that lost its lock ends before it writes a checkpoint. The lock is no
+kernel lock: on shared file systems those work within one node only, do not exist, or outlive a
+node.
 """
 
 import atexit
@@ -20,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interdomain.files.run_folder import note_folders
+from interdomain.checkpoint.run_folder import note_folders
 
 from ..errors import user_errors
 from ..host import logger
@@ -28,183 +33,162 @@ from ..settings.schema import JobConfig
 from .resume_from import check_other_runs
 
 NAME = "run.lock"
-HEARTBEAT_SECONDS = 10.0
-POLL_SECONDS = 1.0
-# Polls, not seconds: on a stalled file system each poll blocks, and the owner cannot refresh the lock either.
+HEARTBEAT_SECONDS = 10.0  # between two touches of the owner
+POLL_SECONDS = 1.0  # between two looks of a waiting start
+# Polls without a touch after which the owner counts as dead. Count polls, not seconds: on a stalled
+# file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
-RECORD = (
-    "token",
-    "pid",
-    "host",
-    "machine",
-    "since",
-    "slurm_job",
-    "slurm_restarts",
-)  # the entries of a lock
 
 
-class FolderLock:
-    """Holds `folder` from `acquire` to `release`.
+class RunLock:
+    """The locks of all folders that a run writes to, owned from `acquire` to `release`.
 
     Args:
-        token: Names the run.
+        folders: The folders.
 
     Attributes:
-        lost: Whether the folder is another run's now.
+        held: The folders that were acquired.
+        lost: A folder that another run has taken over, if there is one.
+        record: The contents of the lock files: token, process and machine of the run.
     """
 
-    def __init__(self, folder: Path | str, token: str | None = None) -> None:
-        self.folder = folder
-        self.path = Path(folder) / NAME
-        self.lost = False
-        # One boot of one machine, and the container in it that has process numbers of its own.
-        machine = (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            + " "
-            + os.readlink("/proc/self/ns/pid")
-        )
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self.held: list[Path] = []
+        self.lost: Path | None = None
+        # A process number is valid within one boot of a machine and one namespace (a container has
+        # its own).
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
         self.record = {
-            "token": token or secrets.token_hex(8),
+            "token": secrets.token_hex(8),
             "pid": os.getpid(),
             "host": os.uname().nodename,
-            "machine": machine,
+            "machine": f"{boot} {namespace}",
             "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "slurm_job": os.environ.get("SLURM_JOB_ID"),
-            "slurm_restarts": int(
-                os.environ.get("SLURM_RESTART_COUNT") or 0
-            ),  # how often the job was requeued
+            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         }
 
-    def acquire(self, ended: set[str] | None = None) -> None:
-        """Take the folder.
-
-        Args:
-            ended: Tokens of runs that are known to have ended. That of a holder which was silent for a minute is added.
+    def acquire(self) -> None:
+        """Takes the folders, and keeps touching their locks from a thread.
 
         Raises:
-            ValueError: The holder lives on, or the file is no lock.
+            ValueError: The owner of a folder lives on, or a lock's file is no lock.
+            OSError: A folder cannot be written.
         """
-        self._wait_for_holder(set() if ended is None else ended)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as e:
-            raise ValueError(
-                f"{self.folder} is not a folder: it is a file, or a link to a place that is not there, such as a disk that is "
-                "not mounted. Mount that, or name another folder."
-            ) from e
-        partial = self.path.with_name(
-            f"{NAME}.{self.record['token']}"
-        )  # another's, at the same moment, has its own
-        partial.write_text(json.dumps(self.record) + "\n")
-        os.replace(partial, self.path)
-        threading.Thread(target=self._heartbeat, daemon=True).start()
+        # Folders that were taken before an error are released when the process exits.
         atexit.register(self.release)
+        threading.Thread(target=self._heartbeat, daemon=True).start()
+        ended = {self.record["token"]}  # two paths may lead to one folder
+        for folder in self.folders:
+            self._wait_for_owner(folder, ended)
+            folder.mkdir(parents=True, exist_ok=True)
+            # The file appears whole. Two starts at the same moment write different partial files.
+            partial = folder / f"{NAME}.{self.record['token']}"
+            partial.write_text(json.dumps(self.record) + "\n")
+            os.replace(partial, folder / NAME)
+            self.held.append(folder)
 
-    def _wait_for_holder(self, ended: set[str]) -> None:
-        first = self.holder()
+    def _wait_for_owner(self, folder: Path, ended: set[str]) -> None:
+        """Returns once no living run owns the folder.
+
+        Args:
+            ended: Tokens of runs that have ended. The token of an owner that is silent for a minute
+                is added, so that a lost node's run is waited for once, and not in each folder.
+        """
+        first = owner_of(folder)
         if not first or first["token"] in ended or self._has_ended(first):
             return
-        name = "process {pid} on {host}, since {since}".format_map(first)
-        logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
-        holder = first
+        name = f"process {first['pid']} on {first['host']}, since {first['since']}"
+        logger.warning("%s is held by %s: waiting a minute for it to end.", folder, name)
+        owner = first
         for _ in range(PATIENCE):
             time.sleep(POLL_SECONDS)
-            holder = self.holder()
-            if not holder or self._has_ended(holder):
+            owner = owner_of(folder)
+            if not owner or self._has_ended(owner):
                 return
-        if holder != first:
+        if owner != first:
             raise ValueError(
-                f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give this run other folders "
-                "(--job.dump_folder; checkpoint.folder and metrics.save_tb_folder, if they lie elsewhere)."
+                f"{folder} is in use by another run: {name}. Wait until that run ends, or give this "
+                "run other folders (--job.dump_folder; checkpoint.folder and "
+                "metrics.save_tb_folder, if they lie elsewhere)."
             )
         ended.add(first["token"])
 
-    def _has_ended(self, holder: dict) -> bool:
-        """True if the holder's process is gone, or the scheduler has put this start in its place (its node may be cut off)."""
-        if holder["machine"] == self.record["machine"]:
-            return not Path(f"/proc/{holder['pid']}").exists()
-        requeued = holder["slurm_restarts"] < self.record["slurm_restarts"]
-        return requeued and holder["slurm_job"] == self.record["slurm_job"]
-
-    def holder(self) -> dict:
-        """The holder's record, and when it was last `touched`; empty where there is no holder.
-
-        Raises: ValueError for a file that is no lock.
-        """
-        try:
-            with open(self.path, "rb") as f:  # opened anew: NFS asks the server then
-                text = f.read()
-                touched = os.fstat(f.fileno()).st_mtime_ns
-        except FileNotFoundError:
-            return {}
-        if not text:  # a sudden end can leave an empty file
-            return {}
-        try:
-            record = json.loads(text)
-            return {name: record[name] for name in RECORD} | {"touched": touched}
-        except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(
-                f"{self.path} is not a lock of this version: it holds {text[:60]!r}. If no run trains in {self.folder}, remove "
-                "that file. Else give this run another folder with --job.dump_folder."
-            ) from e
+    def _has_ended(self, owner: dict) -> bool:
+        """Returns whether the owner's process is gone, or SLURM started this one in its place."""
+        if owner["machine"] == self.record["machine"]:
+            return not Path(f"/proc/{owner['pid']}").exists()
+        # SLURM requeues a job whose node is cut off. The old start may still be alive there.
+        requeued = owner["slurm_restarts"] < self.record["slurm_restarts"]
+        return requeued and owner["slurm_job"] == self.record["slurm_job"]
 
     def _heartbeat(self) -> None:
-        while not self.lost:
+        while self.lost is None:
             time.sleep(HEARTBEAT_SECONDS)
             self.refresh()
 
     def refresh(self) -> None:
-        """Touch the lock, or note that it is another's."""
-        # A file system that is away comes back, or fails the next save. A file that is no lock names no other run.
-        with contextlib.suppress(OSError, ValueError):
-            self.lost |= self.holder().get("token", self.record["token"]) != self.record["token"]
-            if not self.lost:
-                os.utime(self.path)
+        """Touches the locks, or notes that another run owns a folder."""
+        token = self.record["token"]
+        for folder in self.held:
+            # A file system that is away comes back, or fails the next save. A file that is no lock
+            # names no other run.
+            with contextlib.suppress(OSError, ValueError):
+                if owner_of(folder).get("token", token) != token:
+                    self.lost = folder
+                else:
+                    os.utime(folder / NAME)
 
     def check_held(self) -> None:
-        """Raises: ValueError if another run has taken the folder over."""
-        if self.lost:
+        """Checks that this run still owns its folders.
+
+        Raises:
+            ValueError: Another run has taken one over.
+        """
+        if self.lost is not None:
             raise ValueError(
-                f"{self.folder} was taken over by another run ({NAME} names it), because this run did not respond for a minute "
-                "or both started together. This run ends here."
+                f"{self.lost} was taken over by another run ({NAME} names it), because this run did "
+                "not respond for a minute or both started together. This run ends here."
             )
 
     def release(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self.holder().get("token") == self.record["token"]:
-                self.path.unlink()
+        """Removes the locks that this run still owns."""
+        for folder in self.held:
+            with contextlib.suppress(OSError, ValueError):
+                if owner_of(folder).get("token") == self.record["token"]:
+                    (folder / NAME).unlink()
 
 
-class RunLock:
-    """The locks of all folders that a run writes to, with one token.
+def owner_of(folder: Path) -> dict:
+    """Returns the record of a folder's owner, and the time `touched` of its last heartbeat.
+
+    It is empty if nobody owns the folder.
 
     Raises:
-        ValueError, OSError: As `FolderLock.acquire`. The folders that were taken by then are released at the exit.
+        ValueError: The file is no lock.
     """
-
-    def __init__(self, folders: list[Path]) -> None:
-        self.token = secrets.token_hex(8)
-        self.locks = [FolderLock(folder, self.token) for folder in folders]
-        ended: set[str] = set()  # a lost node's run is waited for once, and not in each folder
-        for lock in self.locks:
-            lock.acquire(ended)
-
-    def refresh(self) -> None:
-        for lock in self.locks:
-            lock.refresh()
-
-    def check_held(self) -> None:
-        """Raises: ValueError if another run has taken a folder over."""
-        for lock in self.locks:
-            lock.check_held()
-
-    def release(self) -> None:
-        for lock in self.locks:
-            lock.release()
+    path = folder / NAME
+    try:
+        with open(path, "rb") as f:  # opening makes NFS ask the server
+            text = f.read()
+            touched = os.fstat(f.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    if not text:  # a machine that went down can leave an empty file
+        return {}
+    try:
+        return json.loads(text) | {"touched": touched}
+    except ValueError as e:
+        raise ValueError(
+            f"{path} is not a lock: it holds {text[:60]!r}. If no run trains in {folder}, remove that "
+            "file. Else give this run another folder with --job.dump_folder."
+        ) from e
 
 
 def written_folders(job: JobConfig) -> list[Path]:
-    """The folders that a run writes to, each once; none for a run that writes nothing."""
+    """Returns the folders that a run writes to. One may be listed several times."""
     run = Path(job.job.dump_folder)
     folders = []
     if job.checkpoint.enable:
@@ -213,25 +197,28 @@ def written_folders(job: JobConfig) -> list[Path]:
         folders += [run, run / job.metrics.save_tb_folder]
     if job.metrics.enable_wandb:
         folders.append(run)
-    by_place: dict[Path, Path] = {}
-    for folder in folders:
-        by_place.setdefault(folder.resolve(), folder)
-    return list(by_place.values())
+    return folders
 
 
 @user_errors
 def hold_folder(job: JobConfig) -> RunLock | None:
-    """The lock of the run's folders, held by rank 0. None on other ranks, and for a run that writes nothing."""
+    """Locks the run's folders on rank 0, and notes their names for the tools.
+
+    A folder that cannot be written is refused here, and not at the first save.
+
+    Returns:
+        The lock. None on other ranks, and for a run that writes nothing.
+    """
     folders = written_folders(job)
     if not folders or int(os.environ["RANK"]):
         return None
-    lock = RunLock(
-        folders
-    )  # it writes: folders that cannot be written are refused now, and not at the first save
+    lock = RunLock(folders)
+    lock.acquire()
     run = Path(job.job.dump_folder)
     checkpoints = job.checkpoint.folder
+    # This check comes before the note: the tools must not take another run's checkpoints for this
+    # run's.
     if job.checkpoint.enable:
-        # Before the note: the tools must not take another run's checkpoints for this run's.
         check_other_runs(run / checkpoints, str(run.resolve()))
     note_folders(run, checkpoints, job.metrics.save_tb_folder)
     return lock
@@ -239,28 +226,35 @@ def hold_folder(job: JobConfig) -> RunLock | None:
 
 @user_errors
 def require_shared(job: JobConfig, lock: RunLock | None) -> None:
-    """Refuse folders that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
-    # Every rank looks for rank 0's token in the locks.
-    token = [lock and lock.token]
+    """Checks that all nodes share the run's folders. Collective.
+
+    Otherwise a checkpoint would be spread over the nodes' disks, and never load.
+
+    Args:
+        lock: The lock of the run's folders, on rank 0.
+    """
+    # Every rank looks for rank 0's token in the locks. A network file system may take a moment to
+    # show them.
+    token = [lock and lock.record["token"]]
     dist.broadcast_object_list(token)
-    hidden: list[Path] = []
-    if token[0] is not None:
-        hidden = written_folders(job)
-    for _ in range(10):  # a network may take a moment
-        hidden = [
-            folder for folder in hidden if FolderLock(folder).holder().get("token") != token[0]
-        ]
-        if not hidden:
+    unseen = written_folders(job)
+    for _ in range(10):
+        unseen = [folder for folder in unseen if owner_of(folder).get("token") != token[0]]
+        if not unseen:
             break
         time.sleep(POLL_SECONDS)
 
-    # All ranks learn which hosts see another folder.
+    # All ranks learn which hosts do not see them.
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, (os.uname().nodename, hidden))
-    folders = [folder for _, hidden in by_rank for folder in hidden]
+    dist.all_gather_object(by_rank, (os.uname().nodename, unseen))
+    folders: list[Path] = []
+    hosts = set()
+    for host, unseen in by_rank:
+        folders += unseen
+        if unseen:
+            hosts.add(host)
     if folders:
-        hosts = sorted({host for host, hidden in by_rank if hidden})
         raise ValueError(
-            f"{folders[0]} is not the same folder on all nodes: {', '.join(hosts)} cannot see what the first node wrote there. "
-            "Choose a folder on a file system that all nodes share."
+            f"{folders[0]} is not the same folder on all nodes: {', '.join(sorted(hosts))} cannot see "
+            "what the first node wrote there. Choose a folder on a file system that all nodes share."
         )

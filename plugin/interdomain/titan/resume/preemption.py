@@ -1,12 +1,15 @@
-"""Stopping when the scheduler asks: a signal is noted, agreed on by all ranks, and answered with a complete checkpoint.
+"""Stopping when the scheduler asks: all ranks agree, and the run saves a checkpoint.
 
-SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (what `--signal` in SLURM sends before the time limit).
-The same command line continues the run. If torchrun itself is killed, the ranks end at once: an orphan would go on writing into
-the folder of the run that continues.
+The signals are SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (which SLURM's
+`--signal` sends before the time limit). The same command line continues the run. If torchrun itself
+is killed, its ranks end at once: an orphan would go on writing into the folder of the run that
+continues.
 """
 
 import os
 import signal
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,58 +21,82 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """Requests to leave: this rank's, and the one that all ranks agree on between two steps.
+    """Requests to stop: this rank's own, and the one that all ranks agree on between two steps.
 
-    Every step's collective carries the ranks' votes (`guard`). Between two steps, the host reads the vote of the step before
-    the last: the last one's may still be under way on the device, and nothing waits for it. All ranks read the vote of the
-    same step, so all leave after the same step.
+    The all-reduce of every step carries the ranks' votes (`StepGuard.decide`). Between two steps,
+    the host reads the vote of the step before the last. The last vote may still be under way on the
+    device, and the host does not wait for it. All ranks read the vote of the same step, so all stop
+    after the same step.
+
+    Attributes:
+        asked: The signal that this rank received.
+        listening: Whether signals are noted.
+        last: The vote of the last step, and the event after its copy to the host.
+        before: The vote of the step before the last.
     """
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.listening = False
-        self.last = self.before = None  # votes: of the last step, and of the one before it
+        self.last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.before: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         _die_with_torchrun(signal.SIGKILL)
-        if launcher_has_ended():  # before the line above
+        # torchrun may have been killed before the line above.
+        if launcher_has_ended():
             raise SystemExit("this rank's torchrun was killed while the rank began: ending with it")
 
     def listen(self) -> None:
-        """Note signals, in place of ending the process by them; a second signal changes nothing."""
+        """Notes signals from now on, in place of ending the process by them."""
         for number in SIGNALS:
             signal.signal(number, self._note)
         self.listening = True
 
-    def _note(self, number, frame) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = self.asked or signal.Signals(number)
-        # torchrun gives up waiting at its third signal: the save must not end with it.
+        # torchrun stops waiting at its third signal. The save must not end with it.
         _die_with_torchrun(0)
 
     def cast(self, vote: torch.Tensor) -> None:
-        """Take a step's outcome: a scalar on the device, not 0 where any rank was asked to leave."""
+        """Takes the vote of a step.
+
+        Args:
+            vote: A scalar on the device. It is not 0 if any rank was asked to stop.
+        """
         copied = None
         if vote.is_cuda:
             vote = torch.empty((), pin_memory=True).copy_(vote, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self.before, self.last = self.last, (vote, copied)
+        self.before = self.last
+        self.last = (vote, copied)
 
     def agreed(self) -> bool:
-        """True if any rank was asked to leave by the end of the step before the last: the same answer on all ranks."""
+        """Returns whether any rank was asked to stop by the end of the step before the last.
+
+        The answer is the same on all ranks.
+        """
         if self.before is None:
             return False
         vote, copied = self.before
         if copied:
-            copied.synchronize()  # the step after it is under way on the device meanwhile
+            copied.synchronize()  # the next step runs on the device meanwhile
         return bool(vote)
 
-    def leave(self, trainer) -> None:
-        """Save, say so, and end the training with exit status 0: torchrun restarts only what fails. Collective.
+    def leave(self, trainer: Any) -> NoReturn:
+        """Saves a checkpoint and ends the training with exit status 0. Collective.
 
-        `Trainer.train` returns on SystemExit(0), for it is a torch `record`; then `trainer.run` closes the run as at its end.
+        Torchrun restarts only ranks that fail.
+
+        `Trainer.train` is wrapped by torch's `record`, which returns on SystemExit(0). Then
+        `trainer.run` closes the run as at its end.
         """
         saved = trainer.checkpointer.save_now(trainer.step)
-        why = self.asked.name if self.asked else "a signal to another rank"
-        result = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
+        why = "a signal to another rank"
+        if self.asked:
+            why = self.asked.name
+        result = "checkpoint.enable is off, so nothing is saved"
+        if saved:
+            result = "saved"
         logger.info(
             "leaving after step %d (%s): %s. The same command continues from there.",
             trainer.step,
@@ -81,6 +108,6 @@ class Preemption:
 
 
 def _die_with_torchrun(number: int) -> None:
-    """`end_with_parent`, where torchrun is the parent."""
+    """Asks for a signal (0: none) when the parent of this process ends, if it is torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(number)

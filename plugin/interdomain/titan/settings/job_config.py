@@ -1,4 +1,4 @@
-"""Reads the settings of a run from a TOML file and flags into a `JobConfig`, which nothing changes afterwards."""
+"""Reads the settings of a run from a TOML file and flags into a frozen `JobConfig`."""
 
 import argparse
 import difflib
@@ -6,13 +6,13 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import tyro
 
 import interdomain
 from interdomain.folders import expand_path
+from interdomain.model.settings import check_setting
 from interdomain.removed import removal_of
 
 from ..host import TORCHTITAN_SETTINGS
@@ -25,36 +25,35 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     """Reads a TOML file and flags. Flags win over the file.
 
     Args:
-        arguments: A command line: `--job.config_file FILE`, and flags such as `--training.steps=10`.
+        arguments: A command line: `--job.config_file FILE`, and flags such as
+            `--training.steps=10`.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is not valid TOML, or has a key that does not exist, or a value that is not allowed. The message
-            has all problems.
-        SystemExit: `--help`; or a flag that does not exist or has a wrong value, after an error message.
+        ValueError: The file is not valid TOML, or has a key that does not exist, or a value that is
+            not allowed. The message has all problems.
+        SystemExit: `--help`; or a flag that does not exist or has a wrong value, after an error
+            message.
     """
-    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file.add_argument("--job.config_file", "--job.config-file", dest="path")
-    path = file.parse_known_args(arguments)[0].path
+    file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_parser.add_argument("--job.config_file", "--job.config-file", dest="path")
+    path = file_parser.parse_known_args(arguments)[0].path
     flags = names_of(arguments)
-
-    # Flags, and values of flags, that an earlier version had.
     problems = Problems()
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag.startswith("--"):
-            name, has_value, value = flag[2:].partition("=")
-            setting = name.replace("-", "_").replace(".no_", ".")
-            if not has_value:
-                value = following
-            removal = removal_of(setting) or removal_of(f"{setting} = {value}")
-            if removal:
-                problems.append(removal)
+    for flag in sorted(flags):
+        removal = removal_of(flag.replace(".no_", "."))
+        if removal:
+            problems.append(removal)
     problems.raise_all()
 
-    # The file, then the flags on top of it.
-    values = _values_of(read_toml(path) if path else {}, problems)
-    values = apply_step_overrides(values, flags)
+    # The file. Wrong values get their defaults, so that other problems can be found, too.
+    table = {}
+    if path:
+        table = read_toml(path)
+    values = apply_step_overrides(_values_of(table, problems), flags)
     job = _checked(JobConfig().changed(values), problems)
+
+    # The flags on top of it.
     job = tyro.cli(
         JobConfig,
         args=arguments,
@@ -62,9 +61,9 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         prog="./launch.sh FILE.toml",
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
         "A flag wins over the file. The defaults shown are those of the file.",
-        config=(
-            tyro.conf.HelptextFromCommentsOff,
-        ),  # there are none: without this it would parse our source for them
+        # The fields of JobConfig have no help texts. Without this, tyro would parse all our source
+        # for them in each call.
+        config=(tyro.conf.HelptextFromCommentsOff,),
     )
     if mixer_is_chosen(flags) and not reads_n_basis(vars(job.mixer)):
         job = job.changed({"mixer.n_basis": None})
@@ -77,7 +76,12 @@ def read_job_config(arguments: list[str]) -> JobConfig:
 
 
 def job_config_of(table: dict[str, Any]) -> JobConfig:
-    """The configuration of a TOML file's table. Raises: ValueError with all problems."""
+    """Returns the configuration of a TOML file's table.
+
+    Raises:
+        ValueError: A setting does not exist, or has a value that is not allowed. The message has
+            all problems.
+    """
     problems = Problems()
     job = _checked(JobConfig().changed(_values_of(table, problems)), problems)
     problems.raise_all()
@@ -87,31 +91,32 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
 def job_config_of_values(
     values: Mapping[str, Any], problems: Problems, base: JobConfig | None = None
 ) -> JobConfig:
-    """The configuration `base` with other values of some settings.
+    """Returns a configuration with other values of some settings.
 
     Args:
-        values: By setting.
-        problems: Gets what is wrong with them. The default takes the place of a wrong value.
-        base: None: all settings as by default.
+        values: The values, by setting.
+        problems: Receives what is wrong with them. The default takes the place of a wrong value.
+        base: The configuration to change. None: the defaults.
     """
     return _checked((base or JobConfig()).changed(values), problems)
 
 
 def mixer_is_chosen(flags: set[str]) -> bool:
-    """True if flags choose a mixer and say nothing of n_basis. That of the file belongs to the file's mixer."""
-    return (
-        bool(flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"})
-        and "mixer.n_basis" not in flags
-    )
+    """Returns whether flags choose a mixer and do not set n_basis.
+
+    The n_basis of a file belongs to the file's mixer.
+    """
+    choosing = {"mixer.condition", "mixer.layers", "mixer.state_heads"}
+    return bool(flags & choosing) and "mixer.n_basis" not in flags
 
 
 def names_of(flags: Iterable[str]) -> set[str]:
-    """The settings that are set on a command line."""
+    """Returns the settings that are set on a command line."""
     return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags}
 
 
 def apply_step_overrides(values: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
-    """Lets a length in steps on the command line win over the file's in tokens.
+    """Lets a length in steps on the command line win over the file's length in tokens.
 
     Args:
         values: The values of a file, by setting.
@@ -125,14 +130,17 @@ def apply_step_overrides(values: Mapping[str, Any], flags: set[str]) -> dict[str
 
 
 def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """The values of our settings in a TOML table. Other settings are passed over if they change nothing, else a problem."""
-    given = dict(pairs(table))
+    """Returns the values of our settings in a TOML table.
+
+    Other settings are ignored if they change nothing. Else they are added to `problems`.
+    """
+    in_file = dict(pairs(table))
 
     def value_in_file(setting: str) -> Any:
-        return given.get(setting, TORCHTITAN_DEFAULTS.get(setting))
+        return in_file.get(setting, TORCHTITAN_DEFAULTS.get(setting))
 
     values = {}
-    for setting, value in given.items():
+    for setting, value in in_file.items():
         if setting in SETTINGS:
             values[setting] = value
         elif not is_off(setting, value_in_file):
@@ -142,98 +150,94 @@ def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
 
 
 def _check_unknown(setting: str, value: Any) -> None:
-    """Raises: ValueError unless it is a setting of TorchTitan's at a value that changes nothing."""
-    unchanged = TORCHTITAN_DEFAULTS | AS_OURS
-    if setting in IGNORED or (
-        setting in unchanged and value in (unchanged[setting], TORCHTITAN_DEFAULTS.get(setting))
-    ):
+    """Raises a ValueError for a setting that is not ours.
+
+    TorchTitan's settings at values that change nothing are allowed.
+    """
+    default = TORCHTITAN_DEFAULTS.get(setting)
+    as_ours = AS_OURS.get(setting, default)
+    is_theirs = setting in TORCHTITAN_DEFAULTS
+    if setting in IGNORED or (is_theirs and value in (default, as_ours)):
         return
-    if removal := removal_of(setting):
+    removal = removal_of(setting)
+    if removal:
         raise ValueError(removal)
-    if setting in TORCHTITAN_DEFAULTS:
+    if is_theirs:
         instead = INSTEAD.get(setting, "")
         raise ValueError(
-            f"{setting} = {value} is a setting of TorchTitan that has no effect here. {instead} Leave it out."
+            f"{setting} = {value} is a setting of TorchTitan that has no effect here. {instead} "
+            "Leave it out."
         )
     near = difflib.get_close_matches(setting, SETTINGS, n=3, cutoff=0.7)
-    hint = f" Near to it: {', '.join(near)}." if near else ""
+    hint = ""
+    if near:
+        hint = f" Near to it: {', '.join(near)}."
     raise ValueError(f"there is no setting {setting}.{hint} ./launch.sh --flags lists all.")
 
 
 def is_off(setting: str, value: Callable[[str], Any]) -> bool:
-    """True for a setting of TorchTitan's that nothing reads, because its feature is off.
+    """Returns whether nothing reads a setting of TorchTitan's because its feature is off.
 
     Args:
         value: Returns the value of a setting.
     """
-    if setting not in TORCHTITAN_DEFAULTS:
-        return False
-    features = [
-        (switch, off)
-        for switch, off, pattern in OFF
-        if setting != switch and re.match(pattern, setting)
-    ]
-    return any(value(switch) == off for switch, off in features)
+    features = []
+    for switch, off, pattern in OFF:
+        if setting != switch and re.match(pattern, setting):
+            features.append(value(switch) == off)
+    return setting in TORCHTITAN_DEFAULTS and any(features)
 
 
 def _checked(job: JobConfig, problems: Problems) -> JobConfig:
-    """The configuration with paths expanded and TorchTitan's names of sizes replaced.
+    """Returns the configuration with paths expanded and TorchTitan's names of sizes replaced.
 
-    What is wrong with a value by itself is added to `problems`, and the default takes its place, so that the checks of several
-    settings can be made, too.
+    A wrong value is added to `problems`, and the default takes its place, so that rules about
+    several settings can be checked, too.
     """
     defaults = JobConfig()
     changed = {}
     for setting, declared in SETTINGS.items():
         value = job[setting]
-        try:
-            if declared.is_path:
-                value = changed[setting] = expand_setting(setting, value)
-            check_value(setting, value, declared)
-        except ValueError as e:
-            problems.append(str(e))
+        with problems.collect():
             changed[setting] = defaults[setting]
-    job = job.changed(changed)
-    flavor = job.model.flavor
-    return job.changed({"model.flavor": ALIASES.get(flavor, flavor)})
+            if declared.is_path:
+                value = expand_setting(setting, value)
+            check_value(setting, value, declared)
+            changed[setting] = value
+    flavor = changed["model.flavor"]
+    changed["model.flavor"] = ALIASES.get(flavor, flavor)
+    return job.changed(changed)
 
 
 def check_value(setting: str, value: Any, declared: Setting) -> None:
-    """Raises: ValueError for a value that the schema does not allow: type, and `Bound`."""
-    if removal := removal_of(f"{setting} = {value}"):
+    """Checks a value against the type and the `Bound` of the schema.
+
+    Raises:
+        ValueError: The schema does not allow it.
+    """
+    removal = removal_of(f"{setting} = {value}")
+    if removal:
         raise ValueError(removal)
-    if not _is_of(value, declared.kind):
-        kind = (
-            declared.kind.__name__
-            if type(declared.kind) is type
-            else str(declared.kind).replace("typing.", "")
-        )
-        raise ValueError(f"{setting} must be {kind}: got {value!r}.")
-    if declared.bound and not declared.bound.allows(value):
-        raise ValueError(f"{setting} must be {declared.bound.description}: got {value}.")
+    check_setting(setting, value, declared.kind, declared.bound)
     if declared.is_path and "://" in str(value):
         raise ValueError(
-            f"{setting} = {value} is an address, and must be a path of this machine. docs/clusters.md shows how to copy "
-            "checkpoints to an object store and back."
+            f"{setting} = {value} is an address, and must be a path of this machine. "
+            "docs/clusters.md shows how to copy checkpoints to an object store and back."
         )
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """True if a value is of a type. A bool is an int to Python, but `steps = true` is no number."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in arguments
-    if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_is_of(one, *arguments) for one in value)
-    if kind in (int, float):
-        return isinstance(value, int | kind) and not isinstance(value, bool)
-    return isinstance(value, kind)
 
 
 def expand_setting(setting: str, value: Any) -> Any:
-    """A path with `~` and `$NAME` expanded. A string may be a list: on the command line lists have commas."""
+    """Returns a path, or a list of paths, with `~` and `$NAME` expanded.
+
+    A string may hold several paths with commas between them, as a list is written on the command
+    line.
+
+    Args:
+        setting: The name of the setting, for the error.
+
+    Raises:
+        ValueError: An environment variable or a user does not exist.
+    """
     if isinstance(value, list):
         return [expand_setting(setting, path) for path in value]
     if not isinstance(value, str):
@@ -245,7 +249,9 @@ def expand_setting(setting: str, value: Any) -> Any:
 
 
 def read_toml(file: str | Path) -> dict[str, Any]:
-    """A file's table. The wheel brings train_configs/: a file that is not in the current folder is looked for there.
+    """Returns a TOML file's table.
+
+    The wheel brings train_configs/. A file that is not in the current folder is looked for there.
 
     Raises:
         ValueError: The file is not valid TOML, or its path has a variable that is not set.
@@ -260,13 +266,17 @@ def read_toml(file: str | Path) -> dict[str, Any]:
             return tomllib.load(f)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(
-            f"{file} is not valid TOML: {e}. Correct that place: strings in quotes, true and false in lower case, one "
-            "`key = value` per line, as in train_configs/debug.toml."
+            f"{file} is not valid TOML: {e}. Correct that place: strings in quotes, true and false in "
+            "lower case, one `key = value` per line, as in train_configs/debug.toml."
         ) from e
 
 
 def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(setting, value) of everything in a TOML table."""
+    """Yields name and value of every setting in a TOML table, such as ("training.steps", 10).
+
+    Args:
+        prefix: Put before each name.
+    """
     for key, value in table.items():
         if isinstance(value, dict):
             yield from pairs(value, f"{prefix}{key}.")
@@ -274,4 +284,4 @@ def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-TORCHTITAN_DEFAULTS = dict(pairs(TORCHTITAN_SETTINGS))  # setting -> TorchTitan's own value
+TORCHTITAN_DEFAULTS = dict(pairs(TORCHTITAN_SETTINGS))  # TorchTitan's own values, by setting

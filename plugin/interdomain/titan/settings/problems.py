@@ -9,15 +9,20 @@ P = ParamSpec("P")
 
 
 class SettingsError(ValueError):
-    """Problems of a configuration, each a sentence or more of its own."""
+    """Problems of a configuration.
+
+    Args:
+        problems: One text for each problem.
+    """
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
-        lines = [
-            f"{len(problems)} problems of the settings:",
-            *(f"  - {problem}" for problem in problems),
-        ]
-        super().__init__(problems[0] if len(problems) == 1 else "\n".join(lines))
+        message = problems[0]
+        if len(problems) > 1:
+            message = f"{len(problems)} problems of the settings:"
+            for problem in problems:
+                message += f"\n  - {problem}"
+        super().__init__(message)
 
 
 class Problems(list[str]):
@@ -34,7 +39,7 @@ class Problems(list[str]):
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
-        """Add the message of a ValueError from within, and go on after the block."""
+        """Adds the message of a ValueError that the block raises, and goes on after the block."""
         try:
             yield
         except SettingsError as e:
@@ -43,13 +48,13 @@ class Problems(list[str]):
             self.append(str(e))
 
     def raise_all(self) -> None:
-        """Raises: SettingsError with every problem once, if there are any."""
+        """Raises a SettingsError with every problem once, if there are any."""
         if self:
             raise SettingsError(*dict.fromkeys(self))
 
 
 def raises_all(check: Callable[P, Iterator[str]]) -> Callable[P, None]:
-    """Decorator for a check that yields problems. The decorated function raises a SettingsError with all of them."""
+    """Decorator for a check that yields problems: it raises a SettingsError with all of them."""
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:

@@ -1,14 +1,22 @@
-"""The gradients of a step, between the backward pass and the optimizer: summed over ranks, measured, clipped.
+"""Sums, measures and clips the gradients of a step, between the backward pass and the optimizer.
 
-All parameters of a stage are DTensors on one mesh (`Meshes.parameters`), so PyTorch's functions take them together. Most are
-sharded by FSDP2, which sums their gradients over data itself. The dynamics are whole on every rank (`Replicate`): a rank's
-gradient is that of its own tokens and heads (`Partial`). Of parameters that the tensor axis does not split (norms,
-convolutions), a rank's gradients are of its own tokens or heads, too. `reduce_shares` adds up both.
+All parameters of a stage are DTensors on one mesh (`Meshes.parameters`), so that PyTorch's
+functions take them together. There are three kinds:
 
-Why the dynamics are no group of FSDP2. FSDP2 shards dimension 0, which is heads: 32 at 1.3B, so that 256 ranks would gather
-8 times the real bytes in every micro-batch. A mesh of (ranks, 1) pads nothing, but needs process groups of its own, copies the
-parameters in every micro-batch and sums their gradients as often. Whole parameters need one all-reduce per step, however many
-micro-batches it has. They cost their memory on every rank: 100 MB at 1.3B, with gradients and optimizer state.
+- Most parameters are sharded by FSDP2, which sums their gradients over the data-parallel ranks.
+- SSM parameters are whole on every rank (`Replicate`). The gradient of a rank comes from its own
+  tokens and heads only (`Partial`).
+- Parameters that FSDP2 shards and tensor parallelism does not split (norms, convolutions). The
+  gradient of a tensor-parallel rank comes from its own tokens or heads only.
+
+`reduce_shares` sums the gradients of the second and the third kind.
+
+Why FSDP2 does not shard the SSM parameters: it shards dimension 0, which is heads. There are 32 at
+1.3B, so 256 ranks would gather 8 times the real bytes in every micro-batch. A mesh of (ranks, 1)
+needs no padding, but process groups of its own, a copy of the parameters and a reduction of their
+gradients in every micro-batch. Whole parameters need one all-reduce per step, however many
+micro-batches it has. They take memory on every rank: 100 MB at 1.3B, with gradients and optimizer
+state.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,22 +32,30 @@ from .meshes import Meshes, is_divided, is_whole
 
 
 def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
-    """Sum the gradients that FSDP2 does not: of the dynamics over all ranks that have them, in one all-reduce, and of all
-    parameters but the split matrices over the tensor axis, in another. Collective, once per step.
+    """Sums the gradients that FSDP2 does not sum. Collective, once per step.
 
-    Sums, not means: the loss is already divided by the token count of all ranks.
+    Gradients are summed, not averaged: the loss is already divided by the token count of all ranks.
+
+    Args:
+        parameters: This rank's parameters, all of them DTensors.
+        meshes: The process groups of this rank.
     """
     trained: list[Any] = [p for p in parameters if p.grad is not None]
-    shared = [p for p in trained if not is_divided(p, "tensor")]
-    dynamics = [p for p in shared if is_whole(p)]
-    _all_reduce([p.grad.to_local() for p in dynamics], meshes.stage)
-    for p in dynamics:
+    unsplit = [p for p in trained if not is_divided(p, "tensor")]
+
+    # SSM parameters: one all-reduce over all ranks that have these layers.
+    ssm_parameters = [p for p in unsplit if is_whole(p)]
+    _all_reduce([p.grad.to_local() for p in ssm_parameters], meshes.stage)
+    # The gradients are no longer `Partial`: they have the placement of their parameters.
+    for p in ssm_parameters:
         p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
-    _all_reduce([p.grad.to_local() for p in shared if not is_whole(p)], meshes.tensor.get_group())
+
+    # Norms and convolutions: one all-reduce over the tensor-parallel ranks.
+    _all_reduce([p.grad.to_local() for p in unsplit if not is_whole(p)], meshes.tensor.get_group())
 
 
 def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum tensors over the ranks, in place, in one exchange."""
+    """Sums tensors over the ranks of a group, in place, in one collective."""
     if not tensors or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([x.flatten() for x in tensors])
@@ -49,19 +65,27 @@ def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
 
 
 def norms(groups: Iterable[list[Any]], meshes: Meshes) -> Tensor:
-    """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank.
+    """Computes the norm of each group of gradients over all ranks.
 
-    One collective for all groups and each axis of the mesh.
+    Collective: one all-reduce for each axis of the mesh, whatever the number of groups.
 
     Args:
-        groups: DTensors. Those that the tensor axis does not split are equal on its ranks.
+        groups: Gradients, as DTensors, after `reduce_shares`.
+        meshes: The process groups of this rank.
+
+    Returns:
+        [groups], float32, on the device, the same on every rank.
     """
     groups = list(groups)
     device = next(g.device for group in groups for g in group)
 
     def squares(chosen: Callable[[DTensor], bool]) -> Tensor:
-        """Sums of squares of what is here, in float64: as norms of norms, they would be rounded twice more."""
-        # PyTorch's norm of nothing is on the CPU: the host would wait for its copy.
+        """Returns each group's sum of squares over the local slices of the chosen gradients.
+
+        The sums are float64. Float32 norms of norms would be rounded two more times.
+        """
+        # A group without gradients keeps its 0. PyTorch's norm of an empty list is a tensor on the
+        # CPU, and the host would wait while it is copied.
         total = torch.zeros(len(groups), dtype=torch.float64, device=device)
         for i, group in enumerate(groups):
             local = [g.to_local() for g in group if chosen(g)]
@@ -73,20 +97,27 @@ def norms(groups: Iterable[list[Any]], meshes: Meshes) -> Tensor:
         if mesh.size() > 1:
             dist.all_reduce(x, group=mesh.get_group())
 
+    # Each gradient enters before the first axis over which it is divided, and counts once.
     total = squares(lambda g: is_divided(g, "tensor"))
     add_up(total, meshes.tensor)
     total += squares(lambda g: is_divided(g, "shards") and not is_divided(g, "tensor"))
     add_up(total, meshes.data["shards"])
     total += squares(is_whole)
+    # The stages of a pipeline have different parameters.
     add_up(total, meshes.pipeline)
     return total.sqrt().float()
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, meshes: Meshes) -> Tensor:
-    """Scales all gradients so that their norm over all ranks is at most `max_norm`. Collective; after `reduce_shares`.
+    """Scales all gradients so that their norm over all ranks is at most `max_norm`. Collective.
+
+    Args:
+        parameters: This rank's parameters. `reduce_shares` has summed their gradients.
+        max_norm: The setting training.max_norm.
+        meshes: The process groups of this rank.
 
     Returns:
-        The norm before, a float32 scalar on the device, the same on every rank.
+        The norm before clipping, a float32 scalar on the device, the same on every rank.
     """
     trained: list[Any] = [p for p in parameters if p.grad is not None]
     (total,) = norms([[p.grad for p in trained]], meshes)

@@ -1,9 +1,10 @@
-"""PyTorch's Muon for matrices of which each rank has a part.
+"""PyTorch's Muon for matrices that are sharded over ranks.
 
-Newton-Schulz needs a whole matrix. On DTensors PyTorch's own step would exchange parts in each of its fifteen products. So here
-momentum, weight decay and the change are of a rank's own part, and PyTorch's Newton-Schulz runs on whole matrices. They pass in
-rounds of as many as there are ranks that have parts of them (shards, context, tensor). In a round every rank gathers all,
-in bfloat16 as Newton-Schulz reads them, computes one, and hands it to the others. Each replica does so for itself.
+Newton-Schulz needs whole matrices. On DTensors, PyTorch's own Muon would communicate in each of its
+fifteen matrix products. Here each rank updates momentum and weights of its own shard, and PyTorch's
+Newton-Schulz runs on whole matrices, in rounds. A round takes as many matrices as there are ranks
+that hold shards of them (shards, context, tensor): every rank gathers all of them, in bfloat16 as
+Newton-Schulz reads them, orthogonalizes one, and broadcasts it. Each replica does so by itself.
 """
 
 import itertools
@@ -18,79 +19,104 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
 class Muon(torch.optim.Muon):
-    """Takes DTensors of one mesh.
+    """Muon for DTensors that share one mesh.
 
     Attributes:
-        found_inf: 1.0 on the device for a step that changes nothing, as for fused AdamW.
+        found_inf: 1.0 on the device for a step that changes nothing, as in fused AdamW. None: every
+            step takes effect.
     """
 
     found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Collective among the ranks that have the same layers."""
+        """Updates the parameters. Collective among the ranks that have the same layers."""
         for group in self.param_groups:
             parameters: list[Any] = []
             gradients: list[Any] = []
             momenta: list[Any] = []
             self._init_group(group, parameters, gradients, momenta)
-            updates = (self._update(*pair, group) for pair in zip(gradients, momenta, strict=True))
-            for p, whole in zip(
-                parameters, _orthogonalized(updates, parameters, group), strict=True
-            ):
-                part = distribute_tensor(
-                    whole, p.device_mesh, p.placements, src_data_rank=None
+
+            # Both are generators, so that only the matrices of one round are in memory.
+            directions = self._directions(gradients, momenta, group)
+            matrices = _orthogonalized(directions, parameters, group)
+            for p, matrix in zip(parameters, matrices, strict=True):
+                update = distribute_tensor(
+                    matrix, p.device_mesh, p.placements, src_data_rank=None
                 ).to_local()
                 decayed = p.to_local() * (1 - group["lr"] * group["weight_decay"])
                 rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape)
-                self._assign(p.to_local(), decayed.add_(part, alpha=-rate))
+                self._assign(p.to_local(), decayed.add_(update, alpha=-rate))
 
-    def _update(self, gradient: DTensor, momentum: DTensor, group: dict[str, Any]) -> Tensor:
-        """Move the momentum on. Returns: this rank's part of the matrix to orthogonalize, bfloat16."""
-        g, m = gradient.to_local(), momentum.to_local()
-        self._assign(m, m.lerp(g, 1 - group["momentum"]))
-        return (g.lerp(m, group["momentum"]) if group["nesterov"] else m).bfloat16()
+    def _directions(
+        self, gradients: list[Any], momenta: list[Any], group: dict[str, Any]
+    ) -> Iterator[Tensor]:
+        """Updates each momentum, and yields this rank's shard of the matrix to orthogonalize, bf16.
+
+        Args:
+            gradients: DTensors of the gradients.
+            momenta: DTensors of the momenta, float32, in the same order.
+            group: Muon's parameter group, with its options.
+        """
+        for gradient, momentum in zip(gradients, momenta, strict=True):
+            g = gradient.to_local()
+            m = momentum.to_local()
+            self._assign(m, m.lerp(g, 1 - group["momentum"]))
+            if group["nesterov"]:
+                m = g.lerp(m, group["momentum"])
+            yield m.bfloat16()
 
     def _assign(self, x: Tensor, new: Tensor) -> None:
-        """Put new values into x, but in a step that changes nothing."""
-        x.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, x, new))
+        """Writes `new` into x, unless the step changes nothing."""
+        if self.found_inf is not None:
+            new = torch.where(self.found_inf > 0, x, new)
+        x.copy_(new)
 
 
 def _orthogonalized(
-    updates: Iterator[Tensor], parameters: list[Any], group: dict[str, Any]
+    shards: Iterator[Tensor], parameters: list[Any], group: dict[str, Any]
 ) -> Iterator[Tensor]:
-    """Whole matrices, one after the other. Collective.
+    """Yields whole orthogonalized matrices, bf16, one after the other. Collective.
 
     Args:
-        updates: This rank's part of each matrix.
+        shards: This rank's shard of each matrix.
+        parameters: The DTensors of the matrices, in the same order.
+        group: Muon's parameter group, with the options of Newton-Schulz.
     """
+    # A rank's coordinates on the axes over which the matrices are sharded.
     mesh = parameters[0].device_mesh
-    axes = [
-        mesh[name] for name in mesh.mesh_dim_names if name != "replicas" and mesh[name].size() > 1
-    ]
-    places = list(itertools.product(*(range(axis.size()) for axis in axes)))
-    mine = tuple(axis.get_local_rank() for axis in axes)
-    for first in range(0, len(parameters), len(places)):
-        together = dict(zip(places, parameters[first:], strict=False))
+    axes = []
+    for name in mesh.mesh_dim_names:
+        if name != "replicas" and mesh[name].size() > 1:
+            axes.append(mesh[name])
+    all_coordinates = list(itertools.product(*(range(axis.size()) for axis in axes)))
+    own_coordinates = tuple(axis.get_local_rank() for axis in axes)
+
+    for first in range(0, len(parameters), len(all_coordinates)):
+        # Each rank of a round gets one matrix. The last round may have fewer matrices than ranks.
+        matrix_of_rank = dict(zip(all_coordinates, parameters[first:], strict=False))
+
+        # Gather all matrices of the round, and keep this rank's.
         own = torch.empty(0)
-        for place, p in together.items():
-            part = DTensor.from_local(
-                next(updates), mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False
+        for coordinates, p in matrix_of_rank.items():
+            shard = DTensor.from_local(
+                next(shards), mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False
             )
-            whole = part.full_tensor()
-            if place == mine:
+            whole = shard.full_tensor()
+            if coordinates == own_coordinates:
                 own = whole
-        if (
-            mine in together
-        ):  # after all gathers: a product between two of them would hold up the second on all ranks
+
+        # Compute after all gathers: between two of them, it would delay the second on all ranks.
+        if own_coordinates in matrix_of_rank:
             own = _zeropower_via_newtonschulz(
                 own, group["ns_coefficients"], group["ns_steps"], group["eps"]
             ).contiguous()
-        for place, p in together.items():
-            device = p.to_local().device
-            result = (
-                own if place == mine else torch.empty(p.shape, dtype=torch.bfloat16, device=device)
-            )
-            for axis, rank in zip(axes, place, strict=True):
+
+        # Broadcast the results along each axis in turn.
+        for coordinates, p in matrix_of_rank.items():
+            result = own
+            if coordinates != own_coordinates:
+                result = torch.empty(p.shape, dtype=torch.bfloat16, device=p.to_local().device)
+            for axis, rank in zip(axes, coordinates, strict=True):
                 dist.broadcast(result, group=axis.get_group(), group_src=rank)
             yield result

@@ -1,34 +1,33 @@
-"""A run's curves in TensorBoard and Weights & Biases: one across restarts, what the run is, and a page of charts."""
+"""The curves of a run in TensorBoard and Weights & Biases, and a description of the run.
 
-import contextlib
+A run has one curve, however often it was restarted.
+"""
+
 import json
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from interdomain.checkpoint.event_files import open_events
 from interdomain.environment import environment
-from interdomain.files.event_files import open_events
-from interdomain.folders import write_whole
+from interdomain.folders import write_atomically
 
-from ..errors import stop
 from ..host import BaseLogger, logger
 from ..plan.device import device_here
-from ..plan.dry_run import describe
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
 
-# TorchTitan's tags -> ours: the custom scalars' charts stay empty where a tag has parentheses.
+# TorchTitan's tags and this plugin's. Custom Scalars cannot show tags with parentheses.
 RENAMED = {
     "mfu(%)": "machine/mfu_percent",
     "memory/max_reserved(GiB)": "machine/memory_reserved_gib",
     "time_metrics/data_loading(%)": "machine/data_wait_percent",
     "time_metrics/end_to_end(s)": "machine/seconds_per_step",
 }
-# The tab "Custom Scalars": a run's health on one page. A chart's lines are patterns of tags.
+# The page "Custom Scalars" of TensorBoard: the tags of each chart, as regular expressions.
 CHARTS = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
@@ -63,10 +62,11 @@ CHARTS = {
 
 
 class RunLog(BaseLogger):
-    """Writes into `folder`, to which every restart of the run appends.
+    """Writes TensorBoard events.
 
-    Steps that a restart runs again replace the old ones: each file says with which step it begins (`purge_step`), and
-    TensorBoard drops what earlier files hold from there on.
+    Every start of the run writes a file of its own, which says with which step it begins
+    (`purge_step`). TensorBoard drops what earlier files have from that step on, so that steps which
+    a restart runs again replace the old ones.
     """
 
     def __init__(
@@ -77,80 +77,90 @@ class RunLog(BaseLogger):
         first_step: int,
         fingerprints: dict[str, str],
     ) -> None:
+        """Opens a file of events, and writes a description of this start.
+
+        Args:
+            folder: Folder of the run's events.
+            plan: The plan of the run.
+            job: Its configuration.
+            first_step: The first step after this start.
+            fingerprints: Fingerprints of the training and validation texts.
+        """
         self.plan = plan
         self.writer: SummaryWriter | None = open_events(folder, first_step, max_queue=1000)
         logger.info("TensorBoard: %s, from step %d", folder, first_step)
+
+        # The charts of the page "Custom Scalars".
         layout: dict[str, Any] = {}
-        for category, charts in charts_of(job).items():
+        for category, charts in CHARTS.items():
             layout[category] = {}
-            for chart, tags in charts.items():
-                # TensorBoard matches a pattern from the start only.
-                layout[category][chart] = ["Multiline", [f"{tag}$" for tag in tags]]
+            for title, tags in charts.items():
+                # TensorBoard matches the start of a tag. `$` makes it match the whole tag.
+                layout[category][title] = ["Multiline", [f"{tag}$" for tag in tags]]
         self.writer.add_custom_scalars(layout)
-        for tag, facts in facts_of(plan, job, fingerprints).items():
-            text = facts
-            if tag != "plan":
-                text = json.dumps(facts, indent=2)
-            self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
+
+        # The page "Text".
+        for name, entry in description_of(plan, job, fingerprints).items():
+            text = json.dumps(entry, indent=2)
+            self.writer.add_text(f"run/{name}", f"```\n{text}\n```", first_step)
         self.writer.flush()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Writes scalars, by tag."""
         if self.writer is None:
             return
-        with self._until_it_fails():
+        try:
             for tag, value in with_our_tags(metrics, self.plan).items():
                 self.writer.add_scalar(tag, value, step)
-            self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
-
-    def close(self) -> None:
-        if self.writer is not None:
-            with self._until_it_fails():
-                self.writer.close()
-
-    @contextlib.contextmanager
-    def _until_it_fails(self) -> Iterator[None]:
-        """A full disk ends the curve and not the run: its checkpoints decide for themselves."""
-        try:
-            yield
+            # A run that is killed must not lose the last two minutes, TensorBoard's default.
+            self.writer.flush()
         except OSError as e:
+            # A full disk ends the curve, but not the run. Checkpoints report their own failures.
             logger.warning(
                 "TensorBoard's events could not be written (%s): the curve ends here, the run goes on.",
                 e,
             )
             self.writer = None
 
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
 
 class WandbLog(BaseLogger):
-    """Logs to one run of Weights & Biases across restarts, whose id is the file wandb_id in `folder`.
+    """Logs to one run of Weights & Biases across restarts. The file `wandb_id` has its id.
 
-    WANDB_PROJECT, WANDB_RUN_NAME, WANDB_MODE and the other variables of Weights & Biases hold. The x axis is the value `step`,
-    not the number of the record: Weights & Biases drops records whose number it has had.
+    The environment variables of Weights & Biases hold: WANDB_PROJECT, WANDB_MODE and others. The x
+    axis is the value `step`, not the number of the record: Weights & Biases drops records whose
+    number it has had before, and a restart runs steps again.
     """
 
     def __init__(
         self, folder: Path, plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]
     ) -> None:
+        """Starts or continues the run there.
+
+        Args:
+            folder: The run's folder.
+            plan: The plan of the run.
+            job: Its configuration.
+            fingerprints: Fingerprints of the training and validation texts.
+        """
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.plan = plan
         id_file = folder / "wandb_id"
         if not id_file.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(id_file, secrets.token_hex(8).encode())
-        try:
-            self.run = wandb.init(
-                id=id_file.read_text().strip(),
-                resume="allow",
-                dir=folder,
-                project=os.environ.get("WANDB_PROJECT", "interdomain"),
-                name=os.environ.get("WANDB_RUN_NAME", folder.name),
-                config=facts_of(plan, job, fingerprints),
-            )
-        except wandb.Error as e:
-            stop(
-                f"metrics.enable_wandb: Weights & Biases cannot be used ({e}). Log in with `wandb login`, set "
-                "WANDB_MODE=offline, or leave the setting out."
-            )
+            write_atomically(id_file, secrets.token_hex(8).encode())
+        self.run = wandb.init(
+            id=id_file.read_text().strip(),
+            resume="allow",
+            dir=folder,
+            project=os.environ.get("WANDB_PROJECT", "interdomain"),
+            name=os.environ.get("WANDB_RUN_NAME", folder.name),
+            config=description_of(plan, job, fingerprints),
+        )
         self.run.define_metric("*", step_metric="step")
         logger.info("Weights & Biases: run %s of project %s", self.run.id, self.run.project)
 
@@ -162,36 +172,31 @@ class WandbLog(BaseLogger):
 
 
 def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
-    """TorchTitan's metrics, with our names for some of them, and the throughput of all ranks."""
+    """Returns metrics with this plugin's tags, and with the throughput of all ranks.
+
+    Args:
+        metrics: Scalars by TorchTitan's tags.
+        plan: The plan of the run.
+    """
     metrics = dict(metrics)
-    for tag, ours in RENAMED.items():
+    for tag, our_tag in RENAMED.items():
         if tag in metrics:
-            metrics[ours] = metrics[tag]
-    if "throughput(tps)" in metrics:  # of one rank
+            metrics[our_tag] = metrics[tag]
+    # TorchTitan has the throughput of one rank.
+    if "throughput(tps)" in metrics:
         metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
 
 
-def charts_of(job: JobConfig) -> dict[str, dict[str, list[str]]]:
-    """CHARTS, and one for the loss of each stretch of positions: TensorBoard gives the curves of a chart one colour."""
-    charts = dict(CHARTS)
-    if job.validation.enable:
-        by_position = {}
-        begin = 0
-        while begin < job.validation.seq_len:
-            end = min(2 * begin or 1, job.validation.seq_len)
-            by_position[f"Tokens {begin:,} to {end - 1:,} of the window"] = [
-                rf"validation_position/{begin:04d}-\d+"
-            ]
-            begin = end
-        charts["Validation loss by position"] = by_position
-    return charts
+def description_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
+    """Describes a start of a run: settings and machine, as JSON values.
 
-
-def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dict[str, Any]:
-    """Facts of a start of a run: its plan as text; hyperparameters, configuration and machine as tables."""
+    Args:
+        plan: The plan of the run.
+        job: Its configuration.
+        fingerprints: Fingerprints of the training and validation texts.
+    """
     return {
-        "plan": describe(plan, job),
         "hyperparameters": hyperparameters(plan, job) | {"fingerprints": fingerprints},
         "configuration": job.to_dict(),
         "environment": environment(device_here()),
@@ -199,7 +204,7 @@ def facts_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) -> dic
 
 
 def hyperparameters(plan: RunPlan, job: JobConfig) -> dict[str, Any]:
-    """Settings in which the runs of a study differ (tools.study)."""
+    """Returns the hyperparameters in which the runs of a study differ (`tools.study`)."""
     optimizer = job.optimizer
     table = {
         "model": plan.cell.size,
@@ -219,7 +224,7 @@ def hyperparameters(plan: RunPlan, job: JobConfig) -> dict[str, Any]:
         "weight_decay": optimizer.weight_decay,
         "max_norm": job.training.max_norm,
     }
-    # What the mixer starts from. Layers of other kinds have no such settings.
+    # The initial values of the mixer. Baselines have no such settings.
     for mixer in plan.config.mixers:
         if mixer.kind == "interdomain":
             for name in ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init"):

@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from interdomain.model import loss, meta_model
 from interdomain.model.loss import IGNORE_INDEX
-from interdomain.model.shard import Part, shard_of, split_dimension
+from interdomain.model.parallel import GroupRank, local_slice, split_dimension
 from interdomain.patches import one_gloo_thread
 
 from ..ranks import forks
@@ -82,7 +82,7 @@ def stages_of(model):
 
 def part_of(mesh):
     return (
-        Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+        GroupRank(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
         if mesh and mesh.size() > 1
         else None
     )
@@ -114,15 +114,15 @@ def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=""):
         distribute(model, meshes[1])
     stages = stages_of(model) if staged else [model]
     for stage in stages:
-        stage.set_parts(shard=shard, heads=heads)
+        stage.set_ranks(cp_rank=shard, tp_rank=heads)
     if compiled:
         model.output.compile_loss(compiled)
         for layer in model.layers.values():
             layer.compile(backend=compiled, fullgraph=True)
-    positions = shard_of(positions_of(lengths), shard, dim=1) if lengths else None
-    x = shard_of(tokens, shard, dim=1)
+    positions = local_slice(positions_of(lengths), shard, dim=1) if lengths else None
+    x = local_slice(tokens, shard, dim=1)
     for stage in stages:
-        x = stage(x, positions=positions, labels=shard_of(labels, shard, dim=1))
+        x = stage(x, positions=positions, labels=local_slice(labels, shard, dim=1))
     x.backward()
     return {"loss": x.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
@@ -143,7 +143,7 @@ def hidden(mesh):
     backward, as the profiler sees them."""
     model = lively(small_config("interdomain", vocab_size=64))
     del model.layers["1"]
-    model.set_parts(shard=part_of(mesh))
+    model.set_ranks(cp_rank=part_of(mesh))
     tokens = random_tokens(model.config, 2, T)
     with torch.profiler.profile() as profile:
         model(tokens, labels=tokens).backward()
@@ -160,7 +160,7 @@ def collectives(mesh):
     """{collective: calls} of a forward and backward pass with the heads on several ranks, by CommDebugMode."""
     model = lively(small_config("interdomain", vocab_size=64))
     distribute(model, mesh)
-    model.set_parts(heads=part_of(mesh))
+    model.set_ranks(tp_rank=part_of(mesh))
     tokens = random_tokens(model.config, 2, T)
     with CommDebugMode() as counted:
         model(tokens, labels=tokens).backward()
@@ -247,10 +247,10 @@ def test_stages_are_the_model_to_the_bit():
     assert_same_tensors(loss_and_gradients("interdomain, packed", staged=True), whole)
 
 
-@pytest.mark.parametrize("part", ["shard", "heads"])
+@pytest.mark.parametrize("part", ["cp_rank", "tp_rank"])
 def test_a_state_with_a_part_is_refused(part):
     model = variant("interdomain")
     state = model.init_state(1)
-    model.set_parts(**{part: Part("", 0, 2)})
+    model.set_ranks(**{part: GroupRank("", 0, 2)})
     with pytest.raises(NotImplementedError, match="one of 2 parts"):
         model(random_tokens(model.config, 1, 4), state)

@@ -1,0 +1,137 @@
+"""README.md of an exported model: a model card as the Hugging Face hub reads it, from what the run recorded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from torch import nn
+
+from interdomain.data import Tokenizer
+from interdomain.model import ModelConfig, count_parameters, meta_model
+
+TEMPLATE = Path(__file__).parent / "model_card.jinja"
+RECIPE = ("optimizer", "lr_scheduler", "training")  # sections of a run's configuration
+# The one setting of the section [data] that changes what the model computes.
+RESET = "reset_state_at_documents"
+
+
+def write_card(
+    folder: Path,
+    config: ModelConfig,
+    dtype: str,
+    tokenizer: Tokenizer,
+    facts: dict[str, Any],
+    configuration: dict[str, Any],
+    license: str | None,
+) -> None:
+    """Writes README.md.
+
+    Args:
+        dtype: The name of the weights' data type.
+        facts: What is known of the run, as in config.json.
+        configuration: The run's resolved settings by section; empty if they are not recorded.
+        license: The licence of the weights as the Hugging Face hub names it, or None.
+    """
+    run = facts["run"]
+    corpora = _corpora(run)
+
+    # The header that the hub reads. A condition is "softmax + interdomain, n_basis 32", for example.
+    tags = ["interdomain-attention", *facts["condition"].partition(",")[0].split(" + ")]
+    if len(config.mixers) > 1:
+        tags.append("hybrid")
+    datasets = [name for corpus in corpora for name in corpus["datasets"]]
+    header = {
+        "license": license,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "datasets": list(dict.fromkeys(datasets)),
+        "tags": list(dict.fromkeys(tags)),
+    }
+
+    # The last names of the linear layers, which LoRA adapts.
+    model = meta_model(config)
+    linears = set()
+    for name, module in model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            linears.add(name.rpartition(".")[2])
+
+    # Fill in the template. It fails on a name that is not given.
+    environment = jinja2.Environment(
+        trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["json"] = json.dumps  # JSON's values are YAML's and TOML's, too
+    environment.filters["commas"] = _with_commas
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        header=header,
+        config=config,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        documents=tokenizer.documents,
+        start=tokenizer.documents.start,
+        facts=facts,
+        run=run,
+        validation=facts["validation"] or {},
+        license=license,
+        parameters=count_parameters(model),
+        seq_len=run.get("seq_len", config.max_seq_len),
+        corpora=corpora,
+        origins=_origins(run),
+        linears=sorted(linears),
+        settings=_settings(config, configuration),
+        in_transformers=(folder / "tokenizer.json").is_file(),
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _with_commas(number: int | None) -> str:
+    if number is None:
+        return "not recorded"
+    return f"{number:,}"
+
+
+def _corpora(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the corpora of a run in the order in which it read them.
+
+    Each has `begins`, the step after which the run began to read it.
+    """
+    corpora = []
+    begins = 0
+    for data in [*run.get("earlier_data", []), run]:
+        for corpus in data.get("corpora", ()):
+            corpora.append(corpus | {"begins": begins})
+        begins = data.get("ends")
+    return corpora
+
+
+def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the models whose weights the run began with, the latest first.
+
+    Models that `convert` made and that nobody trained, at step 0, are left out.
+    """
+    origins = []
+    while origin := run.get("started_from"):
+        if origin["step"]:
+            origins.append(origin)
+        run = origin["run"]
+    return origins
+
+
+def _settings(
+    config: ModelConfig, configuration: dict[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Returns TOML's tables, as (heading, settings), of the model and of the run's recipe."""
+    # The model, with a table for each mixer of a hybrid's pattern.
+    model = config.to_dict()
+    mixers = model.pop("mixer")
+    tables = [("[model]", model)]
+    if isinstance(mixers, list):
+        tables += [("[[mixer]]", mixer) for mixer in mixers]
+    else:
+        tables.append(("[mixer]", mixers))
+    # The recipe, as far as it is recorded.
+    tables += [(f"[{name}]", configuration[name]) for name in RECIPE if name in configuration]
+    data = configuration.get("data", {})
+    if RESET in data:
+        tables.append(("[data]", {RESET: data[RESET]}))
+    return tables

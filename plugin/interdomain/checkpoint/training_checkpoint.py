@@ -1,0 +1,51 @@
+"""A training checkpoint of this project, opened with its tokenizer."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from interdomain.data import Tokenizer
+
+from . import step_folder
+from .index import check_bytes, read_tensors
+from .pretrained import load_checked_tokenizer
+
+
+class TrainingCheckpoint:
+    """A checkpoint of this project. `MegatronCheckpoint` has the same attributes and methods.
+
+    Attributes:
+        folder: The folder of the checkpoint.
+        config: The model's configuration.
+        record: The contents of interdomain.json.
+
+    Raises:
+        FileNotFoundError, ValueError: interdomain.json is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config, self.record = step_folder.read_sidecar(folder)
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Reads tensors of the model by name."""
+        return read_tensors(self.folder, names)
+
+    def check_bytes(self, names: list[str]) -> None:
+        """Raises ValueError unless these tensors are stored as they were saved."""
+        check_bytes(self.folder, names)
+
+
+def open_checkpoint(source: Path) -> tuple[TrainingCheckpoint, Tokenizer]:
+    """Opens a checkpoint, or a run's newest complete one, and its tokenizer.
+
+    Args:
+        source: The folder of a checkpoint, or of a run.
+
+    Raises:
+        FileNotFoundError, ValueError: There is no complete checkpoint, or it is damaged.
+    """
+    # TorchTitan's own trainer writes the tokenizer once for all checkpoints of a run.
+    checkpoint = TrainingCheckpoint(step_folder.latest_checkpoint(source))
+    folder = step_folder.record_folder(checkpoint.folder)
+    return checkpoint, load_checked_tokenizer(folder, checkpoint.config, checkpoint.record)
