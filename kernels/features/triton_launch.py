@@ -16,9 +16,10 @@ from .triton_kernels import backward_kernel, forward_kernel
 # The most elements in half a tile, which is one half of R: 4 in each of 128 threads. 8 would need
 # more than 255 registers.
 HALF_TILE = 512
-# AHEAD: tokens that are loaded before they are needed. UNROLL: steps of the loop in one; at W = 4,
-# four steps turn the last inputs around without a move. The largest that registers allow, by
-# compilation: the forward takes 148, the backward 255, and more of either would spill.
+# AHEAD: tokens that are loaded before they are needed. UNROLL: tokens in one iteration of the
+# compiled loop. At W = 4, an iteration of four tokens moves the last inputs on without copies of
+# registers. These are the largest values that registers allow, found by compilation: the forward
+# takes 148 registers, the backward 255, and larger values would spill.
 FORWARD = dict(AHEAD=2, UNROLL=4)
 # Without documents, and with them.
 BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)

@@ -107,8 +107,8 @@ def interdomain_scan(
         log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians),
             fp32. Real parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent`
             guarantees. On a CPU the backend `chunkwise` refuses real parts below -1.36 (fp64: -11).
-            Elsewhere, and compiled, it returns wrong numbers or NaN for them: nothing reads them
-            there.
+            Elsewhere, and compiled, it returns wrong results or NaN for them, because the host does
+            not wait for the values of log_decay.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's
             dtype. None means zeros.

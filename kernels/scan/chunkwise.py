@@ -81,7 +81,7 @@ class Chunks(NamedTuple):
 
 
 class _QueryReadout(NamedTuple):
-    """What `scan_backward` keeps of a segment until the gradients of its states are known.
+    """A segment in `scan_backward`, from pass 1 to the gradients of its states.
 
     Attributes:
         chunks: The chunks.
@@ -109,7 +109,7 @@ class _QueryReadout(NamedTuple):
 
 
 class _LinearReadout(NamedTuple):
-    """What `linear_backward` keeps of a segment until the gradients of its states are known.
+    """A segment in `linear_backward`, before the gradients of its states are known.
 
     Attributes:
         chunks: The chunks.

@@ -11,7 +11,7 @@ docs/kernels.md.
                beside them dtheta = decay(e~; q, k) + decay(b~; do, v)
 
 If there are too few sequences and heads to fill the GPU (`segment_count`), time is cut into
-segments. A first sweep gives the state that each segment alone would leave, an associative scan
+segments. A first sweep gives the state that each segment leaves by itself, an associative scan
 chains them, and the passes start every segment from its true state. Backwards the same is done with
 costates.
 

@@ -241,7 +241,7 @@ class Launches(NamedTuple):
         N = self.E.shape[2]
         first, P = channels
 
-        # States alone have no query heads and no readout.
+        # If only states are computed, there are no query heads and no readout.
         Hq = H
         rows = b
         scores = None
@@ -312,11 +312,13 @@ class Launches(NamedTuple):
             blocks = triton.cdiv(D, BK)
             programs += G * blocks * (M // BM)
             parts = self.E.new_empty(B, H, G * self.segments * blocks, N)
+        # With documents there are too few registers to keep operands in.
+        in_registers = self.plan.operands_in_registers and self.documents is None
         adjoint_kernel[(B * H * self.segments * programs,)](
             rows, d_o, v, scores, self.t_conj, self.t_conj_T, self.E, self.step, state, costate, out, initial, parts,
             self.documents, T, self.segments, self.chunks, H, P, first,
             *_strides(d_o), *_strides(v, like=d_o), *_strides(out, like=d_o),
-            D=D, G=G, BD=BD, BK=BK, BM=BM, HELD=self.plan.held and self.documents is None, EVEN=self.even,
+            D=D, G=G, BD=BD, BK=BK, BM=BM, HELD=in_registers, EVEN=self.even,
             **self.options(self.plan.expand),
         )  # fmt: skip
         return parts

@@ -38,8 +38,8 @@ class Plan(NamedTuple):
         fused: The tile of the state in a pass 2 that multiplies by W itself. None means that `mix`
             does it.
         registers: The most registers of a thread; None lets ptxas choose.
-        held: True if pass 3 and the gradient of log_decay keep the first operands of several
-            products in registers.
+        operands_in_registers: True if pass 3 and the gradient of log_decay keep the first operands
+            of several products in registers.
     """
 
     chunk: int
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     mix: tuple[int, int, int]
     fused: tuple[int, int, int] | None = None
     registers: int | None = None
-    held: bool = False
+    operands_in_registers: bool = False
 
 
 def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> Plan:
@@ -104,7 +104,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
     if hopper and width <= 64:
         fused = (4096, 4, 2)
     # `wgmma` reads operands from shared memory for each product, unless they are in registers.
-    held = hopper and M > 16
+    operands_in_registers = hopper and M > 16
     return Plan(
         chunk,
         dtype,
@@ -114,7 +114,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
         decay=4096,
         mix=tile,
         fused=fused,
-        held=held,
+        operands_in_registers=operands_in_registers,
     )
 
 

@@ -328,16 +328,16 @@ def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
     return dict(BM=BM, BD=BD, num_warps=_warps(2 * BM * BD))
 
 
-def _warps(numbers: int) -> int:
+def _warps(elements: int) -> int:
     """Returns the number of warps for a tile of the state: at most four, and an element per thread.
 
     With fewer elements than threads, several threads would have copies of one element. The state is
     updated in place: a warp that is late would load the value that another one has stored.
 
     Args:
-        numbers: Real numbers in the tile.
+        elements: Real numbers in the tile.
     """
-    return max(1, min(4, numbers // 32))
+    return max(1, min(4, elements // 32))
 
 
 def _rows(x: Tensor) -> Tensor:

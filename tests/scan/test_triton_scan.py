@@ -240,7 +240,7 @@ def test_held_operands_give_the_same_gradients(kernels, monkeypatch):
     inputs["log_decay"][..., 1] /= 100
     results = []
     for held in (True, False):
-        replace_plan(kernels, monkeypatch, held=held)
+        replace_plan(kernels, monkeypatch, operands_in_registers=held)
         results.append(run(inputs, (d_out.abs(), 0 * d_state), backend="chunkwise"))
     assert error(*(one.pop("dlog_decay") for one in results), "rms") < 1e-3
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
