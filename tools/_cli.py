@@ -98,14 +98,21 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
 
 
 def path_argument(text: str) -> Path:
-    """Converts an argument that is a path. `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`."""
+    """Converts an argument that is a path, as `path_or_name` does."""
     return Path(path_or_name(text))
 
 
 def path_or_name(text: str) -> str:
-    """Converts an argument that is a path, a name or an address, whose `//` a Path would not keep."""
+    """Converts an argument that is a path, a name or an address, whose `//` a Path would not keep.
+
+    `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`. Prefixes such as `hf:` stay.
+
+    Raises:
+        argparse.ArgumentTypeError: An environment variable or a user does not exist.
+    """
+    # A shell's `*.txt` may find an existing file with a `$` in its name: that is no variable.
     if "$" in text and os.path.lexists(text):
-        return text  # a name that a shell's `*.txt` found
+        return text
     kind = ""
     for prefix in KINDS_OF_SOURCES:
         if text.startswith(prefix):

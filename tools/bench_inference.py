@@ -109,9 +109,9 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Trans
 
 
 def set_position(state: ModelState, prefix: int) -> None:
-    """Sets a state to `prefix` tokens.
+    """Makes a state count `prefix` tokens, on the host and in the tensor that the steps read.
 
-    The numbers in its tensors stay as they are: the time of a step depends on shapes only.
+    The states of the layers stay as they are: the time of a step depends on shapes only.
     """
     state.length = prefix
     state.position.fill_(prefix)

@@ -32,7 +32,6 @@ import torch
 
 from interdomain.checkpoint.run_folder import events_of
 from interdomain.model import CONDITIONS
-from interdomain.tools import launch
 from interdomain.tools._bench import results
 from interdomain.tools._bench.timing import ratio
 from interdomain.tools._cli import argument_parser, user_errors
@@ -155,7 +154,7 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    # The vocabulary of every model is larger than this tokenizer's.
+    # A tokenizer may be smaller than the vocabulary of a model, not larger: this one fits every model.
     tokenizer = train_sentencepiece([Path(__file__).read_text()], 512)
     (folder / "tokenizer.model").write_bytes(tokenizer)
     # One long document.
@@ -340,9 +339,12 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("tensorboard", "torchdata"):
             importlib.import_module(name)
         from interdomain.titan.plan.run_plan import model_config
+        from interdomain.titan.settings.job_config import read_job_config
 
         for size in args.sizes:
-            vocabularies[size] = model_config(launch.job_config(str(CONFIGS[size]), [])).vocab_size
+            vocabularies[size] = model_config(
+                read_job_config(["--job.config_file", str(CONFIGS[size])])
+            ).vocab_size
     except ImportError as e:
         report.note(
             f"Skipped: {e.name or e} cannot be imported; "

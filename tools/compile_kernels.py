@@ -125,9 +125,15 @@ def pretend_gpu(capability: tuple[int, int]) -> None:
 def replace_tensors(
     self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Converts a module by new parameters, in place of `nn.Module._apply`.
+    """Applies a function to all tensors of a module and its children, as new parameters.
 
-    PyTorch's own exchanges the tensors inside the parameters, which fake ones do not allow.
+    It takes the place of `nn.Module._apply` here, which `.to()` and `.cuda()` call. PyTorch's own
+    assigns to the data of the parameters, which fake tensors do not allow.
+
+    Args:
+        self: The module.
+        fn: Converts a tensor.
+        recurse: Ignored: children are always visited.
     """
     for child in self.children():
         child._apply(fn)

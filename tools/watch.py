@@ -40,10 +40,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "run",
         type=_cli.path_argument,
         metavar="RUN",
-        help="a run's folder (job.dump_folder); before all options",
+        help="a run's folder (job.dump_folder); before the options, some of which take several words",
     )
     p.add_argument(
-        "--once", action="store_true", help="evaluate the milestones that are there, and end"
+        "--once",
+        action="store_true",
+        help="evaluate the milestones (checkpoints that are kept for good) that are there, and end",
     )
     evaluate.add_options(p)
     p.set_defaults(device="cpu")  # the run has the GPUs

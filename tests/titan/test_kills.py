@@ -17,7 +17,7 @@ from interdomain.checkpoint.step_folder import (
     milestones,
     read_sidecar,
 )
-from interdomain.titan.resume.lock import NAME
+from interdomain.titan.resume.lock import LOCK_NAME
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start.torchrun import CONTINUE
@@ -77,7 +77,7 @@ def story(tmp_path_factory, corpus):
         status, said = run_disturbed(plan, len(starts) - 1, *flags(corpus, run), *given.split())
         found = finished_steps(run / "checkpoint")
         chapter = SimpleNamespace(
-            status=status, said=said, held=(run / NAME).exists(), found={*found}
+            status=status, said=said, held=(run / LOCK_NAME).exists(), found={*found}
         )
         chapter.validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(chapter)
@@ -129,6 +129,8 @@ def test_a_damaged_checkpoint_is_skipped_and_ranks_do_not_outlive_torchrun(story
 def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(story):
     before, after = story.chapters[1:]
     assert (after.status, loaded(after)) == (0, ["step-6"])
+    assert "NO STEP IS TAKEN: the run continues from step 6, and training.steps = 6" in after.said
+    assert not any("NO STEP IS TAKEN" in chapter.said for chapter in story.chapters[:2])
     assert 6 in before.found - before.validated
     assert "step 6 was saved and not validated: validating it now" in after.said
     assert after.validated == after.found == {2, 4, 5, 6}

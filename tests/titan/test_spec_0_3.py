@@ -1,4 +1,4 @@
-"""TorchTitan 0.3.0: its own trainer on every axis, a configuration of the user's own, and our trainer."""
+"""TorchTitan 0.3.0: its own trainer on every axis, a configuration of the user's own, and our trainer by its entry."""
 
 import json
 import multiprocessing
@@ -73,7 +73,8 @@ def entry_arguments(new, name):
         **TOKENS,
         model__n_layers=1,
     )
-    flags = f"--module interdomain.titan --training.steps {steps} --lr_scheduler.warmup_steps 2 --model.n_layers {n_layers}"
+    module = "interdomain.titan.trainer" if name == "2 entered" else "interdomain.titan"
+    flags = f"--module {module} --training.steps {steps} --lr_scheduler.warmup_steps 2 --model.n_layers {n_layers}"
     corpus = new.corpora[new.jobs[name]["corpus"]]
     paths = [
         "--config",
@@ -102,8 +103,9 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name):
         assert {*milestones(new.folder / name / "checkpoint")} == {4, 5}
 
 
-def test_traces_of_a_cpu(new):
-    traces = new.at("2 stock shards") / "profile_traces"
+@pytest.mark.parametrize("name", ["2 stock shards", "2 entered"])
+def test_traces_of_a_cpu(new, name):
+    traces = new.at(name) / "profile_traces"
     assert sorted(path.name for path in traces.rglob("*.gz")) == [
         "rank0_trace.json.gz",
         "rank1_trace.json.gz",
@@ -147,6 +149,14 @@ REFUSED_03 = [  # flags of the TOML file's entry, and what is said
     ),
     ("--mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),
 ]
+REFUSED_BY_OURS_03 = [
+    ("--checkpoint.load_only", "no effect in our trainer"),
+    ("--parallelism.pipeline_parallel_microbatch_size 4", "no effect in our trainer"),
+    (
+        "--override.imports torchtitan.overrides.fused_swiglu.fused_swiglu",
+        "no effect in our trainer",
+    ),
+]
 REFUSED_OF_THE_USER_03 = [
     ("--training.dtype bfloat16", "Parameters are float32"),
     ("--parallelism.context_parallel_load_balancer ptrr", "needs contiguous pieces"),
@@ -157,6 +167,7 @@ def test_what_torchtitan_0_3_does_not_honour_is_refused(new, corpus, tmp_path):
     file = toml_of(tmp_path / "run.toml", data__corpus=str(corpus), job__dump_folder=str(tmp_path))
     entries = {
         ("interdomain.titan", str(file)): REFUSED_03,
+        ("interdomain.titan.trainer", str(file)): REFUSED_BY_OURS_03,
         ("tests.titan.own_config", "tiny"): REFUSED_OF_THE_USER_03,
     }
     lists, expected = [], []

@@ -89,10 +89,20 @@ def test_all_windows_of_the_split(corpus, tokens):
 
 
 @pytest.mark.parametrize(
-    ("step", "missed", "validated"), [(6, True, True), (6, False, False), (3, True, False)]
+    ("step", "missed", "flag", "validated"),
+    [
+        (3, True, "--compile.no-enable", True),
+        (3, False, "--compile.no-enable", False),
+        (2, True, "--compile.no-enable", False),
+        # Compiled for one shape first, and then for any: the steps that follow would differ.
+        (3, True, "--compile.enable", False),
+        (6, True, "--compile.enable", True),
+    ],
 )
-def test_a_last_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, validated):
-    validating = validator(corpus, model, "--validation.tokens 64 --validation.freq 3")
+def test_a_saved_step_that_lacks_its_validation_gets_it(
+    corpus, model, step, missed, flag, validated
+):
+    validating = validator(corpus, model, f"--validation.tokens 64 --validation.freq 3 {flag}")
     validating.checkpoints.lacks_validation.return_value = missed
     validating.run_missed_validation([model], step)
     assert validating.checkpoints.note_validation.called == validated

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.tools import bench_training, launch
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.tools import bench_training
 from interdomain.tools._bench import results as _bench
 
 from ..common import REPOSITORY
@@ -155,7 +156,7 @@ def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch):
 def test_the_default_cases_can_be_planned(case, tmp_path):
     """Every case for a GPU is a configuration that the trainer takes, at its size."""
     flags = bench_training.flags(run_of(case, seq_len=4096), tmp_path, tmp_path / "out")
-    job = launch.job_config(str(CONFIG), flags)
+    job = read_job_config(["--job.config_file", str(CONFIG), *flags])
     mode = "compile" if job.compile.enable else "eager"
     assert case == f"{job.mixer.condition}:{mode}:{job.activation_checkpoint.mode}"
     assert (job.checkpoint.enable, job.validation.enable) == (False, False)

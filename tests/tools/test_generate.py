@@ -74,8 +74,6 @@ def test_a_text_begins_as_documents_did_in_training(source, tmp_path, capsys, to
         assert out == tokenizer.decode(ids + new) + "\n", name
         assert ("does not record how documents began" in err) == noted
     refused(generate.main, [tmp_path / "nothing", "--prompt", ""], "an empty prompt has no tokens")
-    edit_run(tmp_path / "two", documents={"begin": ["<s>"], "end": []})
-    refused(generate.main, [tmp_path / "two", "--prompt", "x"], "which is no token")
 
 
 def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):

@@ -466,7 +466,7 @@ def test_what_is_refused(write, described, tmp_path, refused):
             ["plan", changed('ns = ["softmax"]', 'ns = ["sofmax"]')],
             "names conditions sofmax; the file",
         ),
-        (["plan", changed("[all]", "[corpora]\n[all]")], "corpora was removed"),
+        (["plan", changed("[all]", "[corpora]\n[all]")], "there is no corpora in a study"),
         (
             ["plan", changed("[all]", f"[all]\ncheckpoint.folder = '{tmp_path}'")],
             "would write into one folder",

@@ -145,7 +145,13 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 
 
 def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
-    """Makes a case of a row of cases.toml."""
+    """Makes a case of a row of cases.toml.
+
+    Args:
+        kind: `Case.kind`.
+        dtype: Name of a dtype of torch.
+        row: Sizes, and other fields of `Case`.
+    """
     values = {"B": 2, "H": 4, **row}
     sizes = {}
     for field in fields(Shape):

@@ -49,7 +49,7 @@ Record = dict[str, dict[str, Any]]  # dataset, documents, bytes and sha256 of ea
 
 
 def fetch(folder: Path) -> None:
-    """Fetches all corpora into a new folder, a file of JSON lines each, and records their sources.
+    """Fetches all corpora into a new folder: a file of JSON lines each, and the record of all.
 
     Raises:
         ValueError: A data set cannot be read.
@@ -58,11 +58,11 @@ def fetch(folder: Path) -> None:
     record = {}
     with new_folder(folder) as new:
         for name, source in CORPORA.items():
-            record[name] = _fetch(source, new / f"{name}.jsonl")
+            record[name] = _fetch_corpus(source, new / f"{name}.jsonl")
         (new / SOURCES).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _fetch(source: Source, file: Path) -> dict[str, Any]:
+def _fetch_corpus(source: Source, file: Path) -> dict[str, Any]:
     """Writes one corpus to a file. Returns its row of the record."""
     texts = set()
     size = 0

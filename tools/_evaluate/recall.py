@@ -97,11 +97,13 @@ def _config(
     until: list[str],
     max_tokens: int,
 ) -> dict[str, Any]:
-    """The configuration of a task, as the harness's YAML files have it.
+    """Returns the configuration of a task, as the harness's YAML files have it.
 
     Args:
+        name: The name of the task.
         prompt: Makes the text of a sample.
-        score: Makes the metrics of a sample from the text that the model wrote.
+        score: Makes the metric of a sample from the text that the model wrote: a dict with one
+            value under the function's own name.
         until: The answer ends before any of these.
         max_tokens: The answer ends after so many tokens.
     """
@@ -124,6 +126,7 @@ def answers(document: Document) -> list[str]:
 
 
 def first_answer(document: Document) -> str:
+    """Returns the target that the harness logs beside a sample."""
     return answers(document)[0]
 
 
@@ -138,7 +141,11 @@ def exact_match(document: Document, results: list[str]) -> dict[str, float]:
 
 
 def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
-    """Texts of S-NIAH-1: as many sentences as fit, and one with the number.
+    """Makes the texts of RULER's S-NIAH-1: as many sentences as fit, and one with the number.
+
+    Args:
+        length: Tokens of a prompt and its answer together.
+        tokenizer: The tokenizer of the model.
 
     Raises:
         ValueError: Not one sentence fits into `length` tokens.
@@ -148,7 +155,7 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         prompt = needle_prompt({"lines": lines, "key": key})
         return len(tokenizer.encode(prompt)) + ANSWER_TOKENS <= length
 
-    # The number of sentences that fit with a long key.
+    # The number of sentences that fit beside a question with a long key.
     def is_too_long(sentences: int) -> bool:
         return not fits([HAY] * sentences, "crystal-lighthouse")
 
@@ -168,7 +175,7 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         place = draw.randint(0, room)
         lines = [HAY] * room
         lines.insert(place, f"One of the special magic numbers for {key} is: {number}.")
-        # A key or a number may have more tokens than the long key above.
+        # The sentence with the number was not counted above: leave out others, from the start.
         while not fits(lines, key):
             lines.remove(HAY)
         made.append({"lines": lines, "key": key, "answers": [number]})

@@ -412,9 +412,11 @@ def page(groups: Groups) -> str:
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels of each group: the results of all conditions at their best rates, and curves by tokens.
+    """Returns the plots of each group, the runs of one size and setting.
 
-    The measure is accuracy if the corpus has answers, else perplexity.
+    The first plot has a dot for each condition: its best validation at its best learning rate. The
+    second has the curves over tokens, if a curve has several points. The measure is accuracy if the
+    corpus has answers, else perplexity.
     """
     drawn: dict[str, list[Panel | Dots]] = {}
     for group, cells in cells_of(runs).items():

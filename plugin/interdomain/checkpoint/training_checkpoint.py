@@ -14,6 +14,9 @@ from .pretrained import load_checked_tokenizer
 class TrainingCheckpoint:
     """A checkpoint of this project. `MegatronCheckpoint` has the same attributes and methods.
 
+    Args:
+        folder: The folder of the checkpoint.
+
     Attributes:
         folder: The folder of the checkpoint.
         config: The model's configuration.

@@ -156,6 +156,7 @@ def read_package(path: Path) -> Iterator[str]:
 
 
 def _matches(file: str, patterns: list[str]) -> bool:
+    """Returns True if the path of a file in a package matches one of the shell patterns."""
     return any(fnmatch(file, pattern) for pattern in patterns)
 
 
@@ -164,6 +165,9 @@ def _data_member(deb: bytes) -> bytes:
 
     A .deb file is an ar archive: 8 bytes, then members. Each has a header of 60 bytes, its size at
     byte 48, and begins at an even position.
+
+    Args:
+        deb: Contents of the .deb file.
     """
     position = 8
     while position < len(deb):
@@ -177,7 +181,12 @@ def _data_member(deb: bytes) -> bytes:
 
 
 def _documents(file: str, data: bytes) -> list[str]:
-    """Returns the documents of one file of a package, by the kind of the file."""
+    """Returns the documents of one file of a package, by the kind of the file.
+
+    Args:
+        file: Path of the file in the package. Its ending or folder says of which kind it is.
+        data: Contents of the file, decompressed.
+    """
     text = DRAWN_TABLE.sub("", data.decode().replace("\xa0", " "))
     if file.endswith(".dict.dz"):
         # An entry of a dictionary begins at a line without indentation.
@@ -205,7 +214,11 @@ def _documents(file: str, data: bytes) -> list[str]:
 
 
 def _joined(texts: Iterable[str]) -> list[str]:
-    """Joins neighbouring texts into documents of JOINED characters or little more."""
+    """Joins neighbouring texts into documents of JOINED characters or little more.
+
+    Args:
+        texts: Texts that are too short for a document of their own.
+    """
     documents = [""]
     for text in texts:
         if len(documents[-1]) >= JOINED:
@@ -218,6 +231,9 @@ def man_text(source: str) -> str:
     """Returns the text of a manual page in troff.
 
     A paragraph becomes one line. Code keeps its lines. Tables are left out.
+
+    Args:
+        source: The page, in troff.
     """
     parts = []
     in_code = False

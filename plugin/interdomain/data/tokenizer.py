@@ -235,7 +235,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _id_or_none(token_id: int) -> int | None:
-    """An id as sentencepiece returns it, which is negative for a token that does not exist."""
+    """An id as sentencepiece returns it, which is negative for a token that does not exist.
+
+    Args:
+        token_id: The id of a control token, such as BOS.
+    """
     if token_id < 0:
         return None
     return token_id
@@ -364,7 +368,12 @@ class JsonTokenizer(Tokenizer):
 
     @staticmethod
     def _named_specials(config_file: Path) -> dict[str, str | None]:
-        """The control tokens that a tokenizer_config.json names, by SPECIALS."""
+        """The control tokens that a tokenizer_config.json names, by SPECIALS.
+
+        Args:
+            config_file: The file, beside the tokenizer's. It may be missing: all values are then
+                None.
+        """
         config = {}
         if config_file.is_file():
             config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -393,8 +402,7 @@ class TiktokenTokenizer(Tokenizer):
     """One of tiktoken's encodings, from a local rank file or by the name that tiktoken knows.
 
     A rank file (`X.tiktoken`) has a token in base64 and its rank in each line. It has no pattern
-    that splits text, and no
-    control tokens. The `X.json` beside it has these:
+    that splits text, and no control tokens. The `X.json` beside it has these:
 
         {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}, "eos_token": "<|endoftext|>", "bos_token": null}
 
@@ -580,7 +588,11 @@ class StreamDecoder:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token completes: often a word, sometimes nothing."""
+        """Returns the text that this token completes: often a word, sometimes nothing.
+
+        Args:
+            token_id: The next id of the text.
+        """
         self._pending.append(int(token_id))
         text = self._pending_text()
         if text.endswith("\ufffd") and len(self._pending) < self.LONGEST:

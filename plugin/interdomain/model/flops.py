@@ -43,6 +43,10 @@ def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
     """Returns the multiply-adds of a block per token.
 
     Each weight of a linear layer or a convolution makes one.
+
+    Args:
+        layer: An entry of `ModelConfig.layers`.
+        seq_len: Tokens of a sequence, which softmax attention depends on.
     """
     macs: Counter[str] = Counter(mixer_class(layer.mixer).macs(layer, seq_len))
     with torch.device("meta"):
@@ -59,6 +63,10 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Returns the FLOPs of forward and backward pass per token, three times the forward's.
 
     Recomputation is not counted.
+
+    Args:
+        config: The model.
+        seq_len: Tokens of a sequence, which softmax attention depends on.
     """
     return 3 * sum(forward_flops_per_token(config, seq_len).values())
 

@@ -21,6 +21,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which autocast rounds x for a matrix product.
 
     It is None if autocast is off or x is float64.
+
+    Args:
+        x: An input of the product. Only its device and dtype are read.
     """
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
@@ -47,6 +50,7 @@ class LocalParameters(nn.Module):
     local_bias: Tensor | None
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
+        """Calls the PyTorch module beside this base class with its own arguments."""
         super().__init__(*sizes, **options)
         self.register_buffer("local_weight", None, persistent=False)
         self.register_buffer("local_bias", None, persistent=False)
@@ -113,6 +117,11 @@ class ShortConv(LocalParameters):
 
     A call returns (weight, bias), [channels, 1, W] and [channels]. It is a call because accelerate,
     which offloads parameters, brings them back around one.
+
+    Args:
+        channels: The channels of the projection that is convolved.
+        width: W, the taps: the token itself and W - 1 before it.
+        bias: False for no bias; the call then returns None for it.
     """
 
     def __init__(self, channels: int, width: int, bias: bool = True) -> None:
@@ -147,6 +156,11 @@ class InputNorm(LocalParameters):
 
     A call returns (weight, bias), [R] and [H, R], as that of ShortConv. The paper's text gives
     every head a scale of its own; its parameter counts leave no room for that.
+
+    Args:
+        n_heads: H, the heads of keys or of values.
+        head_dim: R.
+        eps: Epsilon of the norm.
     """
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:

@@ -169,7 +169,12 @@ def _weights(
 
 
 def _core_call(attention: Any, inputs: tuple) -> Call | None:
-    """Returns the call of the mixer's core for these inputs; None if it calls none of `CORES`."""
+    """Returns the call of the mixer's core for these inputs; None if it calls none of `CORES`.
+
+    Args:
+        attention: The mixer, a `Mixer`.
+        inputs: The positional arguments of its forward pass, with a batch of one text.
+    """
     calls: list[Call] = []
 
     def call_core(
@@ -190,7 +195,11 @@ def _core_call(attention: Any, inputs: tuple) -> Call | None:
 
 
 def share(weights: Tensor) -> Tensor:
-    """Returns |w_tj| / sum_j |w_tj|, [H, T, T]; for softmax these are the weights."""
+    """Returns |w_tj| / sum_j |w_tj|, [H, T, T]; for softmax these are the weights.
+
+    Args:
+        weights: w_tj, [H, T, T], the query's position before the key's.
+    """
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 

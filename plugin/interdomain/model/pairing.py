@@ -23,6 +23,10 @@ def pairing(mixer: InterdomainMixer, lags: int = LAGS) -> Tensor:
 
     Every token has a key and a value of its own (a row of the identity). The last token of each of
     L texts asks for another key.
+
+    Args:
+        mixer: A mixer with the query readout.
+        lags: L, how many tokens the weights go back.
     """
     log_decay, mixing = mixer.ssm_tensors([mixer])[0]
     one_hot = torch.eye(lags, dtype=log_decay.dtype, device=log_decay.device)

@@ -1,7 +1,7 @@
 """Training with TorchTitan: the model for TorchTitan's own trainer, and our trainer.
 
     spec, spec_0_3, variant    the model for the trainers of TorchTitan 0.2.2 and 0.3.0
-    entry_0_3                  TOML files for the trainer of 0.3.0
+    entry_0_3                  TOML files for the entry of 0.3.0
     trainer, entry             our trainer: torchrun ... -m interdomain.titan.entry FILE.toml
 
     parallelize                shards and compiles a model, for all trainers
@@ -14,7 +14,7 @@
     watch                      metrics, curves, validation
     host                       TorchTitan, which only this package imports
 
-This package imports interdomain.model, data, files, scan and features. Only `tools` imports it.
+This package imports interdomain.model, data, checkpoint, scan and features. Only `tools` imports it.
 """
 
 import sys

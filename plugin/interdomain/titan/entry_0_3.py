@@ -1,13 +1,16 @@
-"""TOML files for TorchTitan 0.3.0's own trainer.
+"""TOML files for TorchTitan 0.3.0's entry, with TorchTitan's own trainer or with ours.
 
     python -m torchtitan.train --module interdomain.titan --config FILE.toml
+    python -m torchtitan.train --module interdomain.titan.trainer --config FILE.toml
 
-The file is read as `./launch.sh` reads it, and may also have settings that only TorchTitan has.
-Flags are TorchTitan's own, and those of [model], [mixer] and [data]. They win over the file.
+The file is read as `./launch.sh` reads it. With TorchTitan's trainer it may also have settings that
+only TorchTitan has. Flags are TorchTitan's own, and those of [model], [mixer] and [data]. They win
+over the file.
 """
 
 import dataclasses
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +49,7 @@ from .settings.schema import (
 )
 from .spec_0_3 import (
     CHECKPOINTING,
-    OTHER_NAMES,
+    OUR_SECTION_NAMES,
     TitanModelConfig,
     built_by,
     make_plan_of,
@@ -63,16 +66,21 @@ FURTHER_SECTIONS = ("model", "mixer", "data", "validator", "optimizer", "lr_sche
 SCHEDULE = ("warmup_steps", "total_steps", "decay_ratio", "decay_type")
 
 
+@dataclass(kw_only=True, slots=True)
+class AllSections(Trainer.Config):
+    """TorchTitan's sections, and this plugin's, so that their settings are flags."""
+
+    model: Model = dataclasses.field(default_factory=Model)
+    mixer: Mixer = dataclasses.field(default_factory=Mixer)
+    data: Data = dataclasses.field(default_factory=Data)
+
+
 class VariantTrainer(Trainer):
     """TorchTitan's trainer. It checks the configuration before it builds anything."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        """TorchTitan's sections, and this plugin's, so that their settings are flags."""
-
-        model: Model = dataclasses.field(default_factory=Model)
-        mixer: Mixer = dataclasses.field(default_factory=Mixer)
-        data: Data = dataclasses.field(default_factory=Data)
+    class Config(AllSections):
+        pass
 
     def __init__(self, config: Any) -> None:
         prepare(config, config.model_spec.model)
@@ -85,11 +93,12 @@ class WindowsConfig(titan_dataloader.BaseDataLoader.Config):
 
 
 @user_errors
-def configuration(file: str) -> Any:
+def configuration(file: str, config_class: type[AllSections] = VariantTrainer.Config) -> Any:
     """Returns the configuration of a TOML file for TorchTitan's entry.
 
     Args:
         file: Path of the file.
+        config_class: The class of the result. TorchTitan builds the trainer that it belongs to.
 
     Raises:
         SystemExit: The file cannot be read, or a value is not allowed. The reasons are printed.
@@ -131,7 +140,7 @@ def configuration(file: str) -> Any:
     for name in SECTIONS:
         sections[name] = section_of(job, name, titan_values.get(name, {}))
     schedule = {name: getattr(job.lr_scheduler, name) for name in SCHEDULE}
-    return VariantTrainer.Config(
+    return config_class(
         model_spec=spec,
         model=job.model,
         mixer=job.mixer,
@@ -156,6 +165,55 @@ def configuration(file: str) -> Any:
     )
 
 
+def configuration_of_ours(file: str, trainer_class: type) -> Any:
+    """Returns the configuration of a TOML file with which TorchTitan's entry builds our trainer.
+
+    Args:
+        file: Path of the file.
+        trainer_class: `InterdomainTrainer`, whose module imports this one.
+
+    Raises:
+        SystemExit: The file cannot be read, or a value is not allowed. The reasons are printed.
+    """
+
+    class EnteredTrainer(trainer_class):
+        """Our trainer, built from TorchTitan's configuration."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(AllSections):
+            pass
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(job_for_our_trainer(config))
+
+    return configuration(file, EnteredTrainer.Config)
+
+
+@user_errors
+def job_for_our_trainer(config: Any) -> JobConfig:
+    """Returns the settings of our trainer in TorchTitan's configuration.
+
+    Args:
+        config: TorchTitan's configuration, with the values of flags.
+
+    Raises:
+        SystemExit: A value is not allowed, or only TorchTitan's trainer reads it. The reasons are
+            printed.
+    """
+    job = config.model_spec.model.job
+    problems = Problems()
+    advice = "has no effect in our trainer. Leave it out, or start with --module interdomain.titan."
+    if config.override.imports:
+        problems.append(f"override.imports = {config.override.imports} {advice}")
+    for section in SECTIONS:
+        without_flags = section_of(job, section)
+        for setting, field, value in settings_of(config, [section]):
+            if setting not in SETTINGS and value != getattr(without_flags, field.name):
+                problems.append(f"{section}.{field.name} = {value} {advice}")
+    problems.raise_all()
+    return with_flags(config, job, honoured=())
+
+
 def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
     """Reads a TOML file.
 
@@ -173,7 +231,7 @@ def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
     table = read_toml(file)
     titan_values: dict[str, dict[str, Any]] = {}
     for section, section_class in SECTIONS.items():
-        our_section = OTHER_NAMES.get(section, section)
+        our_section = OUR_SECTION_NAMES.get(section, section)
         values = table.get(our_section, {})
         for field in dataclasses.fields(section_class):
             if field.name in values and f"{our_section}.{field.name}" not in SETTINGS:
@@ -201,28 +259,40 @@ def prepare(config: Any, model: TitanModelConfig) -> None:
     Raises:
         SystemExit: The configuration cannot run, or a flag has no effect. The reasons are printed.
     """
-    # The values of flags, and of the file where there is no flag.
-    flags = names_of(sys.argv[1:])
-    problems = Problems()
-    sections = (*SECTIONS, *FURTHER_SECTIONS)
     honoured = {*HONOURED_BY_TORCHTITAN} - {"lr_scheduler.min_lr_factor"}
-    values = values_of_sections(config, sections, honoured, problems)
-    # `n_basis` of the file belongs to the mixer of the file.
-    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
-        values["mixer.n_basis"] = None
-    values = apply_step_overrides(values, flags)
-    model.job = job_config_of_values(values, problems, model.job)
-    problems.raise_all()
-
-    # The plan.
+    model.job = with_flags(config, model.job, honoured)
     check_for_torchtitan(model.job)
     make_plan_of(config, model)
     model.job = in_steps(model.job, model.plan)
     config.training.steps = model.plan.steps
 
+
+def with_flags(config: Any, job: JobConfig, honoured: Collection[str]) -> JobConfig:
+    """Returns this plugin's configuration with the values of TorchTitan's, which has the flags.
+
+    Args:
+        config: TorchTitan's configuration. Its paths are expanded.
+        job: The configuration of the file.
+        honoured: Settings that only TorchTitan has and that take effect.
+
+    Raises:
+        ValueError: A value is not allowed, or has no effect.
+    """
+    # The values of flags, and of the file where there is no flag.
+    flags = names_of(sys.argv[1:])
+    problems = Problems()
+    values = values_of_sections(config, (*SECTIONS, *FURTHER_SECTIONS), honoured, problems)
+    # `n_basis` of the file belongs to the mixer of the file.
+    if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
+        values["mixer.n_basis"] = None
+    values = apply_step_overrides(values, flags)
+    job = job_config_of_values(values, problems, job)
+    problems.raise_all()
+
     # TorchTitan reads paths from its own configuration: expand them there, too.
-    config.dump_folder = model.job.job.dump_folder
+    config.dump_folder = job.job.dump_folder
     for section in SECTIONS:
         for setting, field, _ in settings_of(config, [section]):
             if setting in SETTINGS and SETTINGS[setting].is_path:
-                setattr(getattr(config, section), field.name, model.job[setting])
+                setattr(getattr(config, section), field.name, job[setting])
+    return job

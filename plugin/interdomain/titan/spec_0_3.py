@@ -41,7 +41,7 @@ from .variant import (
 )
 
 # TorchTitan's sections whose names differ, and this plugin's.
-OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
+OUR_SECTION_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
 # Modes of activation checkpointing, and TorchTitan's classes for them.
 CHECKPOINTING = {
     "selective": activation_checkpoint.SelectiveAC.Config,
@@ -292,10 +292,11 @@ def settings_of(
         sections: TorchTitan's names of sections.
 
     Yields:
-        This plugin's name of the setting, TorchTitan's field, and its value.
+        The name that this plugin gives the setting or would give it, TorchTitan's field, and its
+        value. Settings that only TorchTitan has are not in SETTINGS.
     """
     for section in sections:
-        our_section = OTHER_NAMES.get(section, section)
+        our_section = OUR_SECTION_NAMES.get(section, section)
         values = getattr(config, section)
         for field in dataclasses.fields(values):
             yield f"{our_section}.{field.name}", field, getattr(values, field.name)

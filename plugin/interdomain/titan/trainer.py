@@ -5,6 +5,7 @@ checkpoint, train, save, validate), the process group, and the trainer's own sta
 This module builds data, model, optimizer, checkpoints and validation from the plan of the run.
 """
 
+import functools
 import itertools
 import logging
 import os
@@ -315,6 +316,13 @@ class InterdomainTrainer(Trainer):
         self.preemption.listen()
         self.first_step = self.step + 1
         self.metrics_processor.begin(self.first_step)
+        if self.step >= self.plan.steps:
+            logger.warning(
+                "NO STEP IS TAKEN: the run continues from step %d, and training.steps = %d. To train "
+                "on, set it higher.",
+                self.step,
+                self.plan.steps,
+            )
         if self.job.validation.enable:
             self.validator.run_missed_validation(self.model_parts, self.step)
 
@@ -323,3 +331,16 @@ class InterdomainTrainer(Trainer):
         super().close()
         if self.lock:
             self.lock.release()
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a function that makes the configuration of a TOML file.
+
+    TorchTitan 0.3.0's entry looks it up here, by the name of the file:
+    --module interdomain.titan.trainer --config FILE.toml.
+    """
+    if name.endswith(".toml"):
+        from .entry_0_3 import configuration_of_ours
+
+        return functools.partial(configuration_of_ours, name, InterdomainTrainer)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

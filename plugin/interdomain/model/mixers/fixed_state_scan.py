@@ -94,7 +94,18 @@ def _one_token(
     beta: Tensor | None,
     S: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token as the recurrence is written; arguments as in `_by_chunks`."""
+    """Computes a single token, T = 1, as the recurrence is written.
+
+    Args:
+        q: [B, 1, G, K].
+        k: [B, 1, G, K].
+        v: [B, 1, H, V].
+        decay: log A, [B, 1, H or 1, D].
+        beta: [B, 1, H, 1]. None means u = v.
+        S: The state before the token, [B, H, K, V].
+    Returns:
+        o [B, 1, H, V], and the state after the token.
+    """
     S = decay[:, 0, :, :, None].exp() * S
     k = k[:, 0, :, :, None]  # [B, G, K, 1]
     u = v[:, 0]  # [B, H, V]
@@ -123,7 +134,7 @@ def _by_chunks(
         k: [B, T, G, K].
         v: [B, T, H, V].
         decay: log A_t, [B, T, H or 1, D].
-        beta: [B, T, H, 1], or None.
+        beta: [B, T, H, 1]. None means u = v.
         S: The state before the first token, [B, H, K, V].
     Returns:
         o [B, T, H, V], and the state after the last token.

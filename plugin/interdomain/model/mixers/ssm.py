@@ -59,9 +59,13 @@ class SSMParameters(NamedTuple):
 
     @torch.no_grad()
     def decay(self) -> tuple[Tensor, Tensor]:
-        """Returns log|Lambda| per token, and where `decay_exponent` bounds it (bool), each [H, M]."""
+        """Returns log|Lambda| per token, and which basis functions count as bound (bool): [H, M].
+
+        `decay_exponent` bounds the decay softly. A basis function counts as bound if that takes more
+        than BOUND_SHARE of its decay.
+        """
         dt = self.log_dt.exp()
-        log_abs = decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
+        log_abs, _ = decay_exponent(dt, self.log_A_real, self.A_imag).unbind(-1)
         unbounded = dt[:, None] * self.log_A_real.exp()
         return log_abs, -log_abs < (1 - BOUND_SHARE) * unbounded
 
@@ -93,6 +97,9 @@ def scalars(signs: Tensor) -> dict[str, float]:
     """Names the statistics of all layers, [L, 7], for a log. It waits for the device once.
 
     A layer whose row is zeros has no statistics.
+
+    Args:
+        signs: `ssm_statistics` of each layer, [L, 7], in the order of SSM_STATISTICS.
     """
     named = {}
     for i, row in enumerate(signs.tolist()):
@@ -108,6 +115,9 @@ def copied(parameter: Tensor) -> Tensor:
     A DTensor must be whole on every rank; its gradient is then this rank's share. FSDP2 puts a hook
     on every tensor that a module returns. On a parameter the hook would stay, and for a view FSDP2
     warns.
+
+    Args:
+        parameter: A parameter, or a DTensor.
     """
     # The attribute, not the class: importing DTensor takes a second.
     if hasattr(parameter, "placements"):

@@ -42,7 +42,11 @@ class Share:
 
 
 def shares_of(plan: RunPlan) -> list[Share]:
-    """Returns the share of each rank of the pipeline."""
+    """Returns the share of each rank of the pipeline.
+
+    Args:
+        plan: The plan of the run.
+    """
     model = meta_model(plan.config)
     shares = []
     for rank in range(plan.topology.pipeline):
@@ -76,6 +80,7 @@ class CostModel:
     """The costs of a run's steps.
 
     Attributes:
+        plan: The plan of the run.
         shares: Parameters of each rank of the pipeline.
         checkpointing: Activation checkpointing: none, selective or full.
         compiled: Whether blocks are compiled.
@@ -129,7 +134,11 @@ class CostModel:
         return max(costs, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, rank: int) -> float:
-        """Returns the most micro-batches in flight on a rank, averaged over its stages."""
+        """Returns the most micro-batches in flight on a rank, averaged over its stages.
+
+        Args:
+            rank: The rank's place in the pipeline.
+        """
         ranks = self.plan.topology.pipeline
         micro_batches = self.plan.accumulation
         if ranks == 1:
@@ -145,7 +154,12 @@ class CostModel:
         return min(micro_batches, (warmup + 1) / self.stages)
 
     def _memory(self, rank: int, share: Share) -> dict[str, int]:
-        """Returns the bytes by category of one rank of the pipeline."""
+        """Returns the bytes by category of one rank of the pipeline.
+
+        Args:
+            rank: The rank's place in the pipeline.
+            share: Its parameters.
+        """
         plan = self.plan
         tensor = plan.topology.tensor
         shards = plan.topology.shards * plan.topology.context
@@ -210,6 +224,9 @@ class CostModel:
         With tensor parallelism a rank saves all tokens of the products' inputs, and 1 / tensor of
         the rest.
 
+        Args:
+            layer: Configuration of the layer.
+
         Returns:
             Bytes with the run's activation checkpointing, and bytes without any.
         """
@@ -245,7 +262,11 @@ class CostModel:
         - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
-        - dynamics: gradients of SSM parameters are summed.
+        - SSM parameters: their gradients are summed.
+
+        Args:
+            rank: The rank's place in the pipeline.
+            share: Its parameters.
         """
         plan = self.plan
         replicas, shards, context, tensor, pipeline = plan.topology
@@ -290,12 +311,17 @@ class CostModel:
             "context": exchanged,
             "tensor": (tensor - 1) * exchanges * hidden * self.width,
             "pipeline": between_stages,
-            "dynamics": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
+            "SSM parameters": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
         }
 
 
 def cost_model(plan: RunPlan, job: JobConfig) -> CostModel:
-    """Returns the costs of a configuration's run."""
+    """Returns the costs of a configuration's run.
+
+    Args:
+        plan: The plan of the run.
+        job: The configuration of the run.
+    """
     # Checkpointing of every first block is full. That of every n-th block is estimated as none.
     checkpointing = job.activation_checkpoint.mode
     option = job.activation_checkpoint.selective_ac_option

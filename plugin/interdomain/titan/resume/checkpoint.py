@@ -80,12 +80,16 @@ DISK_FULL.append("unexpected pos")
 
 
 def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer) -> dict:
-    """Returns the record that every checkpoint of this run carries.
+    """Returns a run's record, `interdomain.json`.
 
-    The trainer adds the fingerprints of the texts.
+    Our trainer adds fingerprints, which are hashes of the training and the validation text, and
+    writes it into every checkpoint. Under TorchTitan's trainer it lies in the run's folder.
 
     Args:
-        data: Facts of the training data, from `data_record`.
+        plan: The plan of the run: what follows from the settings, such as the number of steps.
+        job: The settings.
+        data: Facts of the training data, from `data_record` or `text_record`.
+        tokenizer: The tokenizer of the training data.
     """
     run = {
         "seed": plan.seed,
@@ -163,7 +167,14 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Saves a checkpoint: TorchTitan's hook, with its arguments. Collective."""
+        """Saves a checkpoint: TorchTitan's hook, with its arguments. Collective.
+
+        Args:
+            state_dict: What to save, by name.
+            checkpoint_id: Path of the checkpoint's folder.
+            args: Other arguments of TorchTitan's method, such as its kind of asynchronous save.
+            kwargs: Likewise.
+        """
         folder = Path(checkpoint_id)
         self._check_finite(folder)
         self.saving = str(folder)
@@ -232,7 +243,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.lock.check_held()
 
     def _write_record(self, folder: Path) -> None:
-        """Makes the folder of a checkpoint, with the record and the tokenizer. Called on rank 0."""
+        """Makes the folder of a checkpoint, with the record and the tokenizer. Called on rank 0.
+
+        Args:
+            folder: The folder to make, step-N.
+        """
         if self.lock:
             self.lock.refresh()
             self.lock.check_held()
@@ -275,9 +290,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """Writes the result of a validation beside the checkpoint of its step, if there is one.
 
         Args:
-            accuracy: Fraction of answers that were right, for a corpus with answers.
-            documents: The sum of losses and the number of labels of each document, if the split has
-                few documents.
+            step: The step after which the model was validated.
+            loss: Mean loss per token, in nats.
+            perplexity: exp(loss).
+            accuracy: Fraction of answers that were right, for a corpus with answers. None for
+                others.
+            documents: The sum of losses (nats) and the number of labels of each document, two
+                lists. None if the split has many documents.
         """
         if not self.enable or dist.get_rank() != 0 or not self._is_saved_here(step):
             return
@@ -296,7 +315,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:
-        """Returns whether this step was saved and not validated. Collective."""
+        """Returns whether this step was saved and not validated. Collective.
+
+        Args:
+            step: A step of this run.
+        """
         result = self._folder_of(step) / VALIDATION
         return on_rank_0(lambda: self.enable and self._is_saved_here(step) and not result.exists())
 
@@ -392,6 +415,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _load(self, point: ResumePoint) -> str | None:
         """Loads a checkpoint unless it is damaged. Collective.
+
+        Args:
+            point: The checkpoint, from `find_resume_point`.
 
         Returns:
             The damage, the same on all ranks, or None if the checkpoint is loaded.

@@ -32,7 +32,7 @@ from ..host import logger
 from ..settings.schema import JobConfig
 from .resume_from import check_other_runs
 
-NAME = "run.lock"
+LOCK_NAME = "run.lock"
 HEARTBEAT_SECONDS = 10.0  # between two touches of the owner
 POLL_SECONDS = 1.0  # between two looks of a waiting start
 # Polls without a touch after which the owner counts as dead. Count polls, not seconds: on a stalled
@@ -85,9 +85,9 @@ class RunLock:
             self._wait_for_owner(folder, ended)
             folder.mkdir(parents=True, exist_ok=True)
             # The file appears whole. Two starts at the same moment write different partial files.
-            partial = folder / f"{NAME}.{self.record['token']}"
+            partial = folder / f"{LOCK_NAME}.{self.record['token']}"
             partial.write_text(json.dumps(self.record) + "\n")
-            os.replace(partial, folder / NAME)
+            os.replace(partial, folder / LOCK_NAME)
             self.held.append(folder)
 
     def _wait_for_owner(self, folder: Path, ended: set[str]) -> None:
@@ -139,18 +139,19 @@ class RunLock:
                 if owner_of(folder).get("token", token) != token:
                     self.lost = folder
                 else:
-                    os.utime(folder / NAME)
+                    os.utime(folder / LOCK_NAME)
 
     def check_held(self) -> None:
-        """Checks that this run still owns its folders.
+        """Checks that this run owned its folders when `refresh` last looked, some seconds ago.
 
         Raises:
             ValueError: Another run has taken one over.
         """
         if self.lost is not None:
             raise ValueError(
-                f"{self.lost} was taken over by another run ({NAME} names it), because this run did "
-                "not respond for a minute or both started together. This run ends here."
+                f"{self.lost} was taken over by another run ({LOCK_NAME} names it), because this run did "
+                "not respond for a minute, both started together, or SLURM requeued this job. This run "
+                "ends here."
             )
 
     def release(self) -> None:
@@ -158,7 +159,7 @@ class RunLock:
         for folder in self.held:
             with contextlib.suppress(OSError, ValueError):
                 if owner_of(folder).get("token") == self.record["token"]:
-                    (folder / NAME).unlink()
+                    (folder / LOCK_NAME).unlink()
 
 
 def owner_of(folder: Path) -> dict:
@@ -169,7 +170,7 @@ def owner_of(folder: Path) -> dict:
     Raises:
         ValueError: The file is no lock.
     """
-    path = folder / NAME
+    path = folder / LOCK_NAME
     try:
         with open(path, "rb") as f:  # opening makes NFS ask the server
             text = f.read()
@@ -202,12 +203,16 @@ def written_folders(job: JobConfig) -> list[Path]:
 
 @user_errors
 def hold_folder(job: JobConfig) -> RunLock | None:
-    """Locks the run's folders on rank 0, and notes their names for the tools.
+    """Locks the run's folders on rank 0, and writes their names into its folders.json.
 
-    A folder that cannot be written is refused here, and not at the first save.
+    Commands such as `interdomain convert` find the checkpoints by this file. A folder that cannot be
+    written is refused here, and not at the first save.
 
     Returns:
         The lock. None on other ranks, and for a run that writes nothing.
+
+    Raises:
+        SystemExit: Another run owns a folder, or it cannot be written. The reason is printed.
     """
     folders = written_folders(job)
     if not folders or int(os.environ["RANK"]):

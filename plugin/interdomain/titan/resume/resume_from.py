@@ -59,6 +59,9 @@ class ResumePoint(NamedTuple):
 def on_rank_0(act: Callable[[], Any]) -> Any:
     """Calls `act` on rank 0 and returns its result on every rank. Collective.
 
+    Args:
+        act: A function without arguments. Its result must be picklable.
+
     Raises:
         OSError, ValueError: `act` raised it on rank 0; it is raised on every rank.
     """
@@ -76,7 +79,11 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
 
 @user_errors
 def loads_a_model(job: JobConfig) -> bool:
-    """Returns whether this start loads a model, and so draws no initial values. Collective."""
+    """Returns whether this start loads a model, and so draws no initial values. Collective.
+
+    Args:
+        job: The configuration of the run.
+    """
     config = job.checkpoint
     if not config.enable:
         return False
@@ -176,7 +183,12 @@ def check_other_runs(folder: Path, own: str) -> None:
 
 
 def _latest(folder: Path, above: int) -> ResumePoint | None:
-    """Returns the latest complete checkpoint after a step, and renames damaged ones."""
+    """Returns the latest complete checkpoint after a step, and renames damaged ones.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        above: Only later steps are looked at. -1: all.
+    """
     for step, path in sorted(finished_steps(folder).items(), reverse=True):
         if step > above:
             try:
@@ -201,6 +213,9 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
 
 def check_half_copies(folder: Path) -> None:
     """Checks that a start would not begin at step 1 beside copies that lack their index.
+
+    Args:
+        folder: Folder of the run's checkpoints.
 
     Raises:
         ValueError: There are such copies, and no complete checkpoint.
@@ -237,7 +252,11 @@ def _read_checked(folder: Path) -> tuple[Index, dict]:
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint to `step-N.WHY`: no run loads, counts, removes or overwrites it.
+    """Renames a checkpoint, so that no run loads, counts, removes or overwrites it.
+
+    Args:
+        folder: Folder of the checkpoint, step-N.
+        why: The ending of the new name, `damaged` or `superseded`: step-N.damaged.
 
     Returns:
         The new path.
@@ -251,12 +270,22 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def set_damaged_aside(folder: Path, reason: str) -> None:
-    """Renames a damaged checkpoint. Called on rank 0."""
+    """Renames a damaged checkpoint. Called on rank 0.
+
+    Args:
+        folder: Folder of the checkpoint.
+        reason: What is damaged, for the log.
+    """
     logger.warning("SKIPPED, and renamed to %s: %s", set_aside(folder, "damaged").name, reason)
 
 
 def set_later_aside(folder: Path, step: int) -> None:
-    """Renames the checkpoints after the step that a run has gone back to. Called on rank 0."""
+    """Renames the checkpoints after the step that a run has gone back to. Called on rank 0.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        step: The step that the run has gone back to.
+    """
     for later, path in sorted(finished_steps(folder).items()):
         if later > step:
             new = set_aside(path, "superseded").name
@@ -270,6 +299,7 @@ def require_same_run(
     """Checks that a checkpoint is of this model and, if the run continues it, of this batch.
 
     Args:
+        point: The checkpoint, from `find_resume_point`.
         run: This run's record.
         batch: Whether the tokens per step must be the same.
         optimizer: Whether the optimizer's state is loaded.
@@ -340,6 +370,9 @@ def settings_of(record: dict) -> dict[str, Any]:
     There are none in a record that is older than its entry "configuration".
 
     A setting that is newer than the record has its default. A setting that was removed is left out.
+
+    Args:
+        record: The contents of interdomain.json.
     """
     if "configuration" not in record:
         return {}
@@ -354,6 +387,7 @@ def warn_of_changes(point: ResumePoint, run: dict) -> None:
     """Logs the settings in which this run differs from the checkpoint. Called on rank 0.
 
     Args:
+        point: The checkpoint that the run continues.
         run: This run's record.
     """
     before = settings_of(point.record)

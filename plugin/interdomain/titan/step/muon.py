@@ -30,7 +30,11 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Updates the parameters. Collective among the ranks that have the same layers."""
+        """Updates the parameters. Collective among the ranks that have the same layers.
+
+        Args:
+            closure: Ignored. PyTorch's optimizers have this argument.
+        """
         for group in self.param_groups:
             parameters: list[Any] = []
             gradients: list[Any] = []

@@ -205,7 +205,15 @@ class Pipeline(Passes):
         return loss / self.targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
-        """Runs all micro-batches of a step through the pipeline, as `Passes.run`. Collective."""
+        """Runs all micro-batches of a step through the pipeline, as `Passes.run`. Collective.
+
+        Args:
+            batches: All micro-batches of a step.
+            backward: Accumulate the gradients of the mean loss per label.
+
+        Returns:
+            The loss summed over this rank's labels, a scalar: 0 on a rank without the last stage.
+        """
         # PyTorch takes all micro-batches in one tensor, which it splits again.
         local_batches = [self._local_batch(batch) for batch in batches]
         first_inputs, _ = local_batches[0]

@@ -205,13 +205,23 @@ class FixedValidator:
         return step in (1, self.job.training.steps) or step % self.job.validation.freq == 0
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
-        """Validates the last step, if it was saved and a kill prevented its validation. Collective.
+        """Validates a step that was saved, if a kill prevented its validation. Collective.
 
         Args:
             model_parts: This rank's stages of the model.
             step: The step of the checkpoint that was loaded. 0: none was.
         """
-        if step != self.job.training.steps or not self.checkpoints.lacks_validation(step):
+        due = step > 0 and self.should_validate(step)
+        if not due or not self.checkpoints.lacks_validation(step):
+            return
+        # torch.compile makes general code for the second shape that it meets. If that were the
+        # training step's shape, its sums would be in another order than without the restart.
+        if self.job.compile.enable and step < self.job.training.steps:
+            logger.warning(
+                "step %d was saved and not validated, and is not now: with compile.enable, training "
+                "comes first",
+                step,
+            )
             return
         logger.info("step %d was saved and not validated: validating it now", step)
         self.metrics.time_last_log = time.perf_counter()
