@@ -251,7 +251,7 @@ class Launches(NamedTuple):
                 rows = self.rows
                 scores = self.scores
 
-        # Tiles: W takes registers, so that a program that multiplies by it has a smaller state.
+        # Tiles: W takes space on the chip, so that a program that multiplies by it has a smaller state.
         tile = self.plan.expand
         W = None
         if mixing is not None:
