@@ -199,7 +199,7 @@ def _check_step(
         raise ValueError(
             "conv and past are given together or not at all: a step without a past is no step"
         )
-    if conv is not None:
+    if conv is not None and past is not None:
         W, C = conv[0].shape
         _check("conv", conv, ((W, C), (C,)), x)
         _check("past", (past,), ((B, W - 1, C),), x)
