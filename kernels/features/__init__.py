@@ -1,12 +1,13 @@
 """Input features: the operations between the projections and the scan, in one pass over memory.
 
-Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
-Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.
+Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width, C convolved
+channels and N normalised heads of a step. Derivation and bytes: docs/api/features.md. Registers:
+docs/tuning.md.
 """
 
-# plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they run), ops.py their
-# `torch.library` ops, support.py says what the kernels can run. This package imports torch, triton
-# and `interdomain.scan`; plugin/ may import it.
+# Modules. plain.py is plain PyTorch. triton_*.py has the kernels for CUDA (imported when they run),
+# and ops.py their `torch.library` ops. support.py says what the kernels can run. This package
+# imports torch, triton and `interdomain.scan`; plugin/ may import it.
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ def input_features(
     backend: str = "auto",
     check_documents: bool = True,
 ) -> Tensor:
-    """Applies the operations between a projection and the scan, each if asked for.
+    """Applies the operations between a projection and the scan, each only if it is asked for.
 
-    In this order: short convolution, RoPE, SiLU with l2 norm, RMSNorm with a bias per head.
+    The order is: short convolution, RoPE, SiLU with l2 norm, RMSNorm with a bias per head.
 
     Args:
         x: A projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and
@@ -71,9 +72,10 @@ def input_features(
         )
     _check_dtype(x.dtype)
 
-    # Sizes, and the tensors that must have them.
+    # Check that all tensors fit together.
     B, T, E = x.shape
-    H, R = E // head_dim, head_dim
+    R = head_dim
+    H = E // R
     if T == 0:
         raise ValueError("the sequence has no token (T = 0); there must be at least one")
     W = 0
@@ -81,7 +83,10 @@ def input_features(
         W = conv[0].shape[-1]
         if W == 0:
             raise ValueError("conv has no tap (W = 0); leave it out where nothing is convolved")
-        conv = conv[0].flatten(1) if conv[0].ndim == 3 else conv[0], conv[1]
+        weight, bias = conv
+        if weight.ndim == 3:
+            weight = weight.flatten(1)
+        conv = (weight, bias)
         _check("conv", conv, ((E, W), (E,)), x)
     if past is not None:
         if conv is None:
@@ -91,31 +96,23 @@ def input_features(
     if rope is not None:
         if R % 2:
             raise ValueError(f"head_dim is {R}; RoPE rotates pairs, so it must be even")
-        rows = (B,) if rope[0].ndim == 4 else ()
-        _check("rope", rope, ((*rows, T, 1, R // 2),) * 2, x)
+        _check("rope", rope, (_rope_shape(rope, B, T, R),) * 2, x)
     if norm is not None:
         _check("norm", norm, ((R,), (H, R)), x)
 
-    # Nothing to compute is a view.
+    # If nothing is asked for, the result is a view.
     backend = _choose(backend, x, head_dim, W, rope)
     if not (conv or rope or norm or silu):
         return x.unflatten(-1, (H, R))
 
-    # An op with a written backward, or plain PyTorch, which autograd records.
-    args = (
-        x,
-        R,
-        *(conv or (None, None)),
-        past,
-        documents,
-        *(rope or (None, None)),
-        silu,
-        *(norm or (None, None)),
-        eps,
-    )
+    # An op with a backward of its own, or plain PyTorch, which autograd records.
+    weight, bias = conv or (None, None)
+    cos, sin = rope or (None, None)
+    scale, shift = norm or (None, None)
+    args = (x, R, weight, bias, past, documents, cos, sin, silu, scale, shift, eps)
     with torch.autocast(x.device.type, enabled=False):
         if backend == "triton":
-            first_derivatives_only(x, *(conv or ()), past, *(norm or ()))
+            first_derivatives_only(x, weight, bias, past, scale, shift)
             return ops.features(*args)
         return plain.features(*args)
 
@@ -158,7 +155,10 @@ def input_features_step(
     Raises:
         ValueError: As in `input_features`, or a gradient would be recorded.
     """
-    tensors = x, past, *(conv or ()), *(norm or ()), *(rope or ())
+    weight, bias = conv or (None, None)
+    cos, sin = rope or (None, None)
+    scale, shift = norm or (None, None)
+    tensors = (x, past, weight, bias, scale, shift, cos, sin)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError(
             "a step records no gradient: use torch.no_grad(), or input_features for one token"
@@ -166,36 +166,40 @@ def input_features_step(
     _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
 
     # One kernel, or plain PyTorch.
-    W = 0 if conv is None else conv[0].shape[0]
-    tables = (
-        *(conv or (None, None)),
-        past,
-        *(rope or (None, None)),
-        rotated,
-        silu,
-        *(norm or (None, None)),
-        eps,
-    )
+    W = 0
+    if weight is not None:
+        W = weight.shape[0]
+    args = (x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps)
     with torch.autocast(x.device.type, enabled=False):
         if _choose(backend, x, head_dim, W, rope) == "triton":
-            return ops.features_step(x, head_dim, *tables)
-        return plain.step(x, head_dim, *tables)
+            return ops.features_step(*args)
+        return plain.step(*args)
 
 
 def _check_step(
-    x: Tensor, R: int, conv, past: Tensor | None, rope, rotated: int, silu: int, norm
+    x: Tensor,
+    R: int,
+    conv: tuple[Tensor, Tensor] | None,
+    past: Tensor | None,
+    rope: tuple[Tensor, Tensor] | None,
+    rotated: int,
+    silu: int,
+    norm: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Checks the arguments of `input_features_step`; R is its head_dim."""
+    """Checks the arguments of `input_features_step`, which have the same names; R is head_dim."""
     if x.ndim != 2 or x.shape[1] % R:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {R}")
     _check_dtype(x.dtype)
-    B, H = x.shape[0], x.shape[1] // R
-    C = N = 0
+    B = x.shape[0]
+    H = x.shape[1] // R
+    # C channels are convolved, and N heads are normalised.
+    C = 0
+    N = 0
     if (conv is None) != (past is None):
         raise ValueError(
             "conv and past are given together or not at all: a step without a past is no step"
         )
-    if conv is not None:
+    if conv is not None and past is not None:
         W, C = conv[0].shape
         _check("conv", conv, ((W, C), (C,)), x)
         _check("past", (past,), ((B, W - 1, C),), x)
@@ -203,8 +207,8 @@ def _check_step(
         N = norm[0].shape[0]
         _check("norm", norm, ((N, R), (N, R)), x)
     if rope is not None:
-        rows = (B,) if rope[0].ndim == 4 else ()
-        _check("rope", rope, ((*rows, 1, 1, R // 2),) * 2, x)
+        _check("rope", rope, (_rope_shape(rope, B, 1, R),) * 2, x)
+    # Each stage applies to whole heads of x. RoPE comes with its tables, and rotates pairs.
     if (
         C % R
         or max(C // R, rotated, silu, N) > H
@@ -217,12 +221,21 @@ def _check_step(
         )
 
 
+def _rope_shape(rope: tuple[Tensor, Tensor], B: int, T: int, R: int) -> tuple[int, ...]:
+    """Returns the shape of rotary tables that sequences share, or (4 axes) have for each."""
+    if rope[0].ndim == 4:
+        return (B, T, 1, R // 2)
+    return (T, 1, R // 2)
+
+
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"x is {dtype}; allowed: bfloat16, float16, float32 or float64")
 
 
-def _check(name: str, tensors, shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+def _check(
+    name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor
+) -> None:
     """Checks shapes and devices of the tensors of one argument.
 
     Args:
@@ -288,14 +301,15 @@ def resolve_backend(
 
     Returns:
         backend: `triton` or `torch`.
-        words: A description of the backend, with the reason if it is not `triton`.
+        description: A description of the backend, with the reason if it is not `triton`.
     """
     problem = support.unsupported(device, dtype, head_dim, width, rope_gradient)
-    chosen, words = (
-        ("torch", f"torch (plain PyTorch): {problem}")
-        if problem
-        else ("triton", "triton (one kernel)")
-    )
+    if problem:
+        backend = "torch"
+        description = f"torch (plain PyTorch): {problem}"
+    else:
+        backend = "triton"
+        description = "triton (one kernel)"
     if device is not None:
-        log_once(f"interdomain.features: backend 'auto' is {words}")
-    return chosen, words
+        log_once(f"interdomain.features: backend 'auto' is {description}")
+    return backend, description

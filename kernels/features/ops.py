@@ -13,6 +13,8 @@ Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution wi
 K rows of sums (W + 1 for a convolution, and 2 for a norm).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -94,21 +96,31 @@ def features_backward(
 @features_backward.register_fake
 def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
     B, _, E = x.shape
-    W = 0 if weight is None else weight.shape[-1]
-    K = (W + 1 if W else 0) + (2 if scale is not None else 0)
+    # Rows of sums: W taps and the bias, then scale and shift.
+    W = 0
+    K = 0
+    if weight is not None:
+        W = weight.shape[-1]
+        K = W + 1
+    if scale is not None:
+        K += 2
     sums = x.new_empty(E // head_dim, K, head_dim, dtype=torch.float32)
-    return x.new_empty(x.shape), sums, x.new_empty((B, W - 1, E) if need_past else 0)
+    dpast = x.new_empty(0)
+    if need_past:
+        dpast = x.new_empty(B, W - 1, E)
+    return x.new_empty(x.shape), sums, dpast
 
 
-def _setup(ctx, inputs, output):
-    """Saves the inputs for the backward."""
-    x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, shift, ctx.eps = (
-        inputs
-    )
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Saves the inputs of `features` for the backward."""
+    x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps = inputs
+    ctx.head_dim = head_dim
+    ctx.silu = silu
+    ctx.eps = eps
     ctx.save_for_backward(x, weight, bias, past, documents, cos, sin, scale, shift)
 
 
-def _gradient(ctx, dy):
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the arguments of `features`, None for those without one."""
     x, weight, bias, past, documents, cos, sin, scale, shift = ctx.saved_tensors
     need_past = past is not None and ctx.needs_input_grad[4]
@@ -128,8 +140,11 @@ def _gradient(ctx, dy):
         need_past,
     )
 
-    # The rows of the sums are the taps of the weight, the bias, scale and shift.
-    d_weight = d_bias = d_scale = d_shift = None
+    # The rows of the sums are the taps of the weight, the bias, scale (by head) and shift.
+    d_weight = None
+    d_bias = None
+    d_scale = None
+    d_shift = None
     if weight is not None:
         W = weight.shape[-1]
         d_weight = sums[:, :W].transpose(1, 2).reshape(weight.shape).to(weight.dtype)
@@ -137,7 +152,10 @@ def _gradient(ctx, dy):
     if scale is not None:
         d_scale = sums[:, -2].sum(0).to(scale.dtype)
         d_shift = sums[:, -1].to(shift.dtype)
-    dpast = dpast.to(past.dtype) if past is not None and need_past else None
+    if past is not None and need_past:
+        dpast = dpast.to(past.dtype)
+    else:
+        dpast = None
     return dx, None, d_weight, d_bias, dpast, None, None, None, None, d_scale, d_shift, None
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
+# Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width, C convolved
+# channels and N normalised heads of a step.
 
 
 def features(
@@ -35,33 +36,55 @@ def features(
     Returns:
         [B, T, H, R] in x's dtype.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # All arithmetic is in fp32, or fp64.
+    dtype = torch.float32
+    if x.dtype == torch.float64:
+        dtype = torch.float64
     y = x.to(dtype)
+    # The short convolution (SC of paper eq. 10).
     if weight is not None:
         y = _convolved(y, weight.flatten(1).to(dtype), bias.to(dtype), past, documents)
     y = y.unflatten(-1, (-1, head_dim))
+    # RoPE: the halves (a, b) become (a cos - b sin, b cos + a sin).
     if cos is not None:
-        other = y.roll(head_dim // 2, dims=-1)  # the halves (b, a) of (a, b)
+        other = y.roll(head_dim // 2, dims=-1)
         y = y * torch.cat([cos, cos], dim=-1) + other * torch.cat([-sin, sin], dim=-1)
+    # The feature map (paper eq. 10) and the input norm (paper eq. 12).
     if silu:
         y = F.normalize(F.silu(y), dim=-1, eps=1e-6)
     if scale is not None:
         y = F.rms_norm(y, scale.shape, scale.to(dtype), eps) + shift.to(dtype)
-    return y.to(x.dtype)  # the only rounding
+    # This is the only rounding.
+    return y.to(x.dtype)
 
 
 def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, documents: Tensor | None
 ) -> Tensor:
-    """Convolves x [B, T, E] with a causal depthwise kernel, weight [E, W]."""
-    T, W = x.shape[1], weight.shape[-1]
-    window = F.pad(x, (0, 0, W - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
-    # Shifted sums in [B, T, E]: no transpose to the layout of conv1d. A tap's weights are copied to
-    # one piece: read with a stride of W, they would take four times as long as the sum.
-    y, taps = bias, weight.mT.contiguous()
+    """Applies the causal depthwise convolution, in the dtype of x.
+
+    Args:
+        x: [B, T, E].
+        weight: [E, W], the oldest lag first.
+        bias: [E].
+        past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+    """
+    T = x.shape[1]
+    W = weight.shape[-1]
+    if past is None:
+        window = F.pad(x, (0, 0, W - 1, 0))
+    else:
+        window = torch.cat([past.to(x.dtype), x], dim=1)
+    # Add up shifted inputs in [B, T, E], without a transpose to the layout of conv1d. The weights
+    # of a tap are copied into one row of memory: read with a stride of W, they would take four
+    # times as long as the sum.
+    y = bias
+    taps = weight.mT.contiguous()
     for i in range(W):
         seen = window[:, i : i + T]
-        # A tap sees only its own document. What came before the first token is of document 0.
+        # A tap reads only inputs of its own document. Inputs before the first token are of document
+        # 0.
         if documents is not None:
             same = F.pad(documents, (W - 1, 0))[:, i : i + T] == documents
             seen = torch.where(same[..., None], seen, 0)
@@ -92,25 +115,32 @@ def step(
     Returns:
         [B, H, R] in x's dtype.
     """
-    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    # All arithmetic is in fp32, or fp64. In those dtypes y is x itself, which is overwritten.
+    dtype = torch.float32
+    if x.dtype == torch.float64:
+        dtype = torch.float64
+    y = x.to(dtype)
+    # The short convolution of the first C channels, and its past for the next token.
     if weight is not None:
         u = y[:, : weight.shape[1]]
         window = torch.cat([past, u[:, None]], dim=1)
         past.copy_(window[:, 1:])
         u.copy_((window * weight).sum(1).add_(bias))
     y = y.view(x.shape[0], -1, head_dim)
+    # RoPE of the first heads: the halves (a, b) become (a cos - b sin, b cos + a sin).
     if rotated:
-        u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)  # the halves
+        u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)
         other = u.flip(2)
         other[:, :, 0].neg_()
         u.mul_(cos).addcmul_(other, sin)
+    # SiLU and the l2 norm of the first heads.
     if silu:
         u = F.silu(y[:, :silu], inplace=True)
         u.div_(torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(1e-6))
+    # RMSNorm of the last heads: 1 / sqrt(mean(u^2) + eps), scale and shift.
     if scale is not None:
         u = y[:, -len(scale) :]
         n = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-        u.mul_(torch.addcmul(n.new_full((1,), eps), n, n, value=1 / head_dim).rsqrt_()).mul_(
-            scale
-        ).add_(shift)
+        factor = torch.addcmul(n.new_full((1,), eps), n, n, value=1 / head_dim).rsqrt_()
+        u.mul_(factor).mul_(scale).add_(shift)
     return y.to(x.dtype)

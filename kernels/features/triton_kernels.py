@@ -1,28 +1,41 @@
-"""Kernels of the input features: one pass over memory forward, and one backward. Semantics as in plain.py.
+"""Triton kernels of the input features: one pass over memory forward, and one backward.
 
-Shapes: B batch, T time, H heads, N = B H rows, R head_dim (even), E = H R channels, W convolution width, K parameter
-gradients per channel.
+The function is that of plain.py: short convolution, RoPE, SiLU with the l2 norm (paper eq. 10), and
+RMSNorm with a bias per head (paper eq. 12). Each stage runs only if it is asked for. The equations
+of the backward are derived in docs/api/features.md.
 
-    u_t = bias + sum_j w_j x_(t-j)                        w_j = weight[:, W-1-j], the tap at lag j; x_t = past for t < 0
-    s = SiLU(RoPE(u))      S = |s|^2 over R               each of the three if asked for
-    y = scale s g(S) + shift                              g: the l2 norm of SiLU features and the RMSNorm in one factor
+Shapes: B batch, T time, H heads, N = B H rows, R head_dim (even), E = H R channels, W convolution
+width, K parameter gradients per channel (W + 1 for a convolution, and 2 for the norm).
 
-A program owns BN rows and walks BT tokens in order; the two halves of R are two tiles, which RoPE pairs without moving a
-number. Backwards, du comes from x and dy at the same token, and
+    u_t = bias + sum_j w_j x_(t-j)     w_j = weight[:, W-1-j] is the tap at lag j; x_t = past, t < 0
+    s = SiLU(RoPE(u))                  S = |s|^2 over R
+    y = scale s g(S) + shift           the factor g holds both the l2 norm and the RMSNorm
 
-    dx_(t-W+1) = sum_j w_j du_(t-W+1+j)                   complete, and written, when du_t is known
+One program computes BN rows (a row is one head of one sequence) over BT consecutive tokens, token
+after token. A tile is [BN, BH] with BH >= R/2, and every tensor is a tuple of two tiles: the first
+and the second half of the R channels. RoPE rotates channel i with channel i + R/2, so that its
+pairs are in the same place of the two tiles. In the backward, du comes from x and dy at the same
+token, and
 
-so the last W - 1 inputs and their pending dx, to which later tokens add, stay in registers: no tile is shifted, nothing is read
-twice but W - 1 tokens at the ends of a program. In packed sequences a tap counts where both its ends are of one document.
-Parameters' gradients are one sum per program, which PyTorch adds in a fixed order: no atomics, so results repeat bit for bit.
+    dx_(t-W+1) = sum_j w_j du_(t-W+1+j)     is complete, and is written, when du_t is known
 
-Bytes per token and channel in bf16: forward 4 (x, y) + 2 (W-1) / BT; backward 6 (dy, x, dx) + 6 (W-1) / BT + 8 K / BT, where
-K = W + 1 with a convolution, and 2 more with the norm. At W = 4: forward at BT = 64 4.1, backward at BT = 128 6.5 (q),
-6.6 (k). A decoding step (T = 1) reads `past` and x and writes y.
+So the last W - 1 inputs stay in registers, and so do the incomplete dx of the last W - 1 tokens, to
+which later tokens add. No tile is shifted between threads. Only the W - 1 tokens at the ends of a
+program are read twice. In packed sequences a tap counts only if both of its tokens belong to the
+same document. Each program writes one sum per parameter, and PyTorch adds these sums in a fixed
+order. There are no atomics, so results are bitwise reproducible.
+
+Names: `p_*` pointers (p_x is the tensor x), `o_*` offsets, `b_*` tiles, `m_*` masks, `stride_*`
+strides in elements (stride_xb: tensor x, dimension b), constants in capitals. A pointer that is
+None means that the stage was not asked for; its code is then not compiled.
+
+Bytes per token and channel in bf16: forward 4 (x, y) + 2 (W-1) / BT; backward 6 (dy, x, dx)
++ 6 (W-1) / BT + 8 K / BT. At W = 4, the forward at BT = 64 moves 4.1, the backward at BT = 128
+moves 6.5 (q) or 6.6 (k). One token (T = 1) reads `past` and x and writes y.
 """
 
 # ruff: noqa: RUF005 (Triton has tuples, and no starred expressions)
-# Triton compiles these functions: their types are not what Python sees.
+# Triton compiles these functions, so that their types differ from those that Python sees.
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
@@ -31,7 +44,23 @@ import triton.language as tl
 
 @triton.jit
 def _place(T, H, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
-    """Returns the segment of time, its first token and end; rows [BN, 1]; channels of the first half [1, BH]; their mask."""
+    """Returns the tokens, rows and channels of this program.
+
+    Args:
+        T: Tokens of a sequence.
+        H: Heads (not used here).
+        N: Rows, B H.
+        BT: Tokens of a program.
+        R: Channels of a head.
+        BN: Rows of a program.
+        BH: Width of a tile: R/2, rounded up to a power of two.
+
+    Returns:
+        The index of the program's stretch of time, its first token, the end of its tokens (not
+        included), its rows [BN, 1], the channels of the first half [1, BH], and the mask of the
+        elements that exist, [BN, BH].
+    """
+    # Programs of one block of rows have consecutive ids. int64: an offset may exceed 2^31.
     NT = tl.cdiv(T, BT)
     i_t = tl.cast(tl.program_id(0) % NT, tl.int64)
     o_n = tl.cast(tl.program_id(0) // NT, tl.int64) * BN + tl.arange(0, BN)[:, None]
@@ -41,39 +70,52 @@ def _place(T, H, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def _load(p, m, HALF: tl.constexpr):
-    """The two halves of R, in the dtype of the memory."""
+    """Loads the two halves of R at p and p + HALF, in the dtype of the memory; 0 outside of m."""
     return tl.load(p, mask=m, other=0.0), tl.load(p + HALF, mask=m, other=0.0)
 
 
 @triton.jit
 def _wide(x):
+    """Converts both halves to fp32."""
     return x[0].to(tl.float32), x[1].to(tl.float32)
 
 
 @triton.jit
 def _store(p, x, m, HALF: tl.constexpr):
+    """Stores the two halves x at p and p + HALF, in the dtype of the memory, where m is true."""
     tl.store(p, x[0].to(p.dtype.element_ty), mask=m)
     tl.store(p + HALF, x[1].to(p.dtype.element_ty), mask=m)
 
 
 @triton.jit
 def _times(x, y):
+    """Returns x y, both halves."""
     return x[0] * y[0], x[1] * y[1]
 
 
 @triton.jit
 def _add(x, y):
+    """Returns x + y, both halves."""
     return x[0] + y[0], x[1] + y[1]
 
 
 @triton.jit
 def _add_product(z, x, y):
+    """Returns z + x y, both halves."""
     return z[0] + x[0] * y[0], z[1] + x[1] * y[1]
 
 
 @triton.jit
 def _taps(p_weight, m, HALF: tl.constexpr, W: tl.constexpr):
-    """(w_0, ..., w_(W-1)), by lag."""
+    """Loads the taps of the convolution, (w_0, ..., w_(W-1)), ordered by lag.
+
+    Args:
+        p_weight: Pointers to weight[channel, 0] of the first half, [BN, BH]; weight is [E, W].
+        m: Mask, [BN, BH].
+        HALF: R/2.
+        W: Width of the convolution.
+    """
+    # The two halves of R are HALF rows of the weight apart.
     taps = ()
     for j in tl.static_range(W):
         taps = taps + (_wide(_load(p_weight + (W - 1 - j), m, HALF * W)),)
@@ -82,12 +124,24 @@ def _taps(p_weight, m, HALF: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: tl.constexpr):
-    """(x_(t_0-1), ..., x_(t_0-W+1))."""
+    """Loads the inputs before token t_0, (x_(t_0-1), ..., x_(t_0-W+1)), in fp32.
+
+    Args:
+        p_x: Pointers to x at token 0, [BN, BH].
+        p_past: Pointers to the first of the W - 1 inputs before x, or None for zeros.
+        t_0: The program's first token.
+        stride_xt: Stride of x over tokens.
+        stride_pt: Stride of past over tokens.
+        m: Mask, [BN, BH].
+        HALF: R/2.
+        W: Width of the convolution.
+    """
     history = ()
     for j in tl.static_range(1, W):
         t = t_0 - j
         x = _wide(_load(p_x + t * stride_xt, m & (t >= 0), HALF))
         if p_past is not None:
+            # One of the two loads is masked, and gives 0. past[W - 1 + t] is the input of t < 0.
             x = _add(x, _wide(_load(p_past + (t + W - 1) * stride_pt, m & (t < 0), HALF)))
         history = history + (x,)
     return history
@@ -95,13 +149,21 @@ def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: t
 
 @triton.jit
 def _document(p_doc, t, m_n):
-    """Numbers of the rows' documents at t, [BN, 1]; 0 before the first token, as in `past`."""
+    """Loads the document of each row's token t, [BN, 1].
+
+    Before the first token it is 0: `past` belongs to document 0.
+
+    Args:
+        p_doc: Pointers to the document of each row's token 0, [BN, 1].
+        t: The token.
+        m_n: Mask of the rows that exist, [BN, 1].
+    """
     return tl.load(p_doc + t, mask=m_n & (t >= 0), other=0)
 
 
 @triton.jit
 def _documents(p_doc, t_0, m_n, W: tl.constexpr):
-    """Numbers of the documents of the W - 1 tokens before t_0, the last one first."""
+    """Loads the documents of the W - 1 tokens before t_0, the latest token first."""
     documents = ()
     for j in tl.static_range(1, W):
         documents = documents + (_document(p_doc, t_0 - j, m_n),)
@@ -110,7 +172,15 @@ def _documents(p_doc, t_0, m_n, W: tl.constexpr):
 
 @triton.jit
 def _same_document(window, documents, W: tl.constexpr):
-    """Inputs that share the document of the token at lag 0. The others are zero from here on: their document has ended."""
+    """Sets inputs of other documents to zero.
+
+    Documents never fall along T, so an input of another document never counts again.
+
+    Args:
+        window: The inputs at lags 0 to W - 1.
+        documents: Their documents, likewise.
+        W: Width of the convolution.
+    """
     same = (window[0],)
     for j in tl.static_range(1, W):
         m_j = documents[j] == documents[0]
@@ -120,16 +190,32 @@ def _same_document(window, documents, W: tl.constexpr):
 
 @triton.jit
 def _convolved(window, taps, bias, W: tl.constexpr):
+    """Returns u = bias + sum_j taps[j] window[j], the causal convolution (SC of paper eq. 10)."""
     u = bias
-    for i in tl.static_range(W):  # the oldest first
+    # The oldest input comes first.
+    for i in tl.static_range(W):
         u = _add_product(u, taps[W - 1 - i], window[W - 1 - i])
     return u
 
 
 @triton.jit
 def _norms(b_S, R: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):
-    """g(S) and 2 g'(S) / g(S); g = 1 / n, 1 / sqrt(m) or 1 / (n sqrt(m)) with n^2 = max(S, 1e-12), m = S / (R n^2) + EPS."""
+    """Returns the factor g(S) of the l2 norm and the RMSNorm, and 2 g'(S) / g(S) for the backward.
+
+    The l2 norm divides by n with n^2 = max(S, 1e-12). The RMSNorm of its result divides by sqrt(m)
+    with m = S / (R n^2) + EPS. So g is 1 / n (SILU), 1 / sqrt(m) (NORM, with n = 1) or
+    1 / (n sqrt(m)) (both).
+
+    Args:
+        b_S: S = |s|^2 over R, [BN, 1].
+        R: Channels of a head.
+        SILU: True for the l2 norm.
+        NORM: True for the RMSNorm.
+        EPS: The eps of the RMSNorm.
+    """
     if SILU:
+        # Above the bound of 1e-12, n^2 = S and m is constant, so that g'(S) / g(S) = -1 / (2 S).
+        # Below it, n is constant: only m depends on S.
         b_n2 = tl.maximum(b_S, 1e-12)
         b_q = b_S / b_n2
         if NORM:
@@ -147,13 +233,45 @@ def forward_kernel(
     R: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
     AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ceil(T / BT) ceil(N / BN) programs. W = 0: no convolution; a pointer that is None: not asked for.
-    p_doc [B, T] int32, p_weight [E, W],
-    p_y [B, T, H, R], rest as named."""
+    """Computes the input features of BN rows over BT tokens.
+
+    Grid: ceil(T / BT) ceil(N / BN) programs.
+
+    Args:
+        p_x: The projection's output, [B, T, E], its last dimension dense.
+        p_past: The W - 1 inputs before x, [B, W - 1, E], its last dimension dense; None for zeros.
+        p_doc: The document of each token, [B, T] int32, or None.
+        p_weight: The convolution's weight, [E, W], or None.
+        p_bias: The convolution's bias, [E], or None.
+        p_cos: The rotary cosines, [T, R/2] or [B, T, R/2] fp32, or None.
+        p_sin: The rotary sines, likewise.
+        p_scale: The norm's scale, [R], or None.
+        p_shift: The norm's shift, [H, R], or None.
+        p_y: The result, [B, T, H, R].
+        T: Tokens of a sequence.
+        H: Heads.
+        N: Rows, B H.
+        BT: Tokens of a program.
+        stride_xb: Stride of x over sequences.
+        stride_xt: Stride of x over tokens.
+        stride_pb: Stride of past over sequences.
+        stride_pt: Stride of past over tokens.
+        stride_rb: Stride of the rotary tables over sequences; 0 if all sequences share them.
+        R: Channels of a head.
+        W: Width of the convolution; 0 for none.
+        BN: Rows of a program.
+        BH: Width of a tile, at least R/2.
+        SILU: True for SiLU and the l2 norm.
+        EPS: The eps of the RMSNorm.
+        AHEAD: Tokens that are loaded before they are needed.
+        UNROLL: Tokens in one iteration of the compiled loop.
+    """
+    # Which stages there are is known when the kernel is compiled.
     DOCS: tl.constexpr = p_doc is not None
     ROPE: tl.constexpr = p_cos is not None
     NORM: tl.constexpr = p_scale is not None
     HALF: tl.constexpr = R // 2
+    # Move every pointer to this program's rows and channels; the loop adds the token's offset.
     _, t_0, t_1, o_n, o_r, m = _place(T, H, N, BT, R, BN, BH)
     i_b = o_n // H
     o_e = o_n % H * R + o_r
@@ -166,6 +284,7 @@ def forward_kernel(
         p_sin += i_b * stride_rb + o_r
     if DOCS:
         p_doc += i_b * T
+    # Load what all tokens share, and the inputs and documents of the W - 1 tokens before the first.
     taps, bias, history, documents, scale, shift = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
@@ -176,14 +295,17 @@ def forward_kernel(
     if NORM:
         scale = _wide(_load(p_scale + o_r, m, HALF))
         shift = _wide(_load(p_shift + o_e, m, HALF))
+    # Start to load the first AHEAD tokens, so that arithmetic hides the latency of the memory.
     ahead = ()
     for i in tl.static_range(AHEAD):
         ahead = ahead + (_load(p_x + (t_0 + i) * stride_xt, m & (t_0 + i < t_1), HALF),)
 
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
+        # Take token t, and start to load token t + AHEAD.
         s = _wide(ahead[0])
         t_n = t + AHEAD
         ahead = ahead[1:] + (_load(p_x + t_n * stride_xt, m & (t_n < t_1), HALF),)
+        # Convolve this input and those of the W - 1 inputs before it that are of its document.
         if W:
             window = (s,) + history
             if DOCS:
@@ -192,12 +314,15 @@ def forward_kernel(
                 documents = near[: W - 1]
             s = _convolved(window, taps, bias, W)
             history = window[: W - 1]
+        # Rotate the pairs of the two halves.
         if ROPE:
             b_c = tl.load(p_cos + t * HALF, mask=m, other=0.0)
             b_s = tl.load(p_sin + t * HALF, mask=m, other=0.0)
             s = (s[0] * b_c - s[1] * b_s, s[1] * b_c + s[0] * b_s)
+        # SiLU(x) = x sigmoid(x).
         if SILU:
             s = (s[0] / (1.0 + tl.exp(-s[0])), s[1] / (1.0 + tl.exp(-s[1])))
+        # Both norms are one factor.
         if SILU or NORM:
             b_g = _norms(tl.sum(s[0] * s[0] + s[1] * s[1], axis=1)[:, None], R, SILU, NORM, EPS)[0]
             s = (s[0] * b_g, s[1] * b_g)
@@ -211,9 +336,31 @@ def _cotangent(
     u, dy, p_cos, p_sin, o_t, scale, m,
     R: tl.constexpr, ROPE: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Returns du, and s g(S), with which dy gives the gradient of scale."""
+    """Computes the gradient of u, the result of the convolution, at one token.
+
+    It recomputes RoPE and SiLU from u, and then goes back through the stages. With e = scale dy:
+    ds = g e + g c (e . s) s, where c = 2 g'(S) / g(S); du = RoPE^T (ds SiLU'(RoPE(u))).
+
+    Args:
+        u: The result of the convolution, or x if there is none; two halves, as all pairs here.
+        dy: The gradient of y.
+        p_cos: Pointers to the rotary cosines of token 0, [BN, BH], or None.
+        p_sin: Pointers to the rotary sines of token 0, likewise.
+        o_t: Offset of the token in these tables.
+        scale: The norm's scale.
+        m: Mask, [BN, BH].
+        R: Channels of a head.
+        ROPE: True for RoPE.
+        SILU: True for SiLU and the l2 norm.
+        NORM: True for the RMSNorm.
+        EPS: The eps of the RMSNorm.
+
+    Returns:
+        du, and s g(S): its product with dy is the gradient of scale.
+    """
     b_a, b_b = u
     b_da, b_db = dy
+    # Forward once more: s, and for the derivative of SiLU its sigmoids.
     if ROPE:
         b_c = tl.load(p_cos + o_t, mask=m, other=0.0)
         b_s = tl.load(p_sin + o_t, mask=m, other=0.0)
@@ -223,6 +370,7 @@ def _cotangent(
         b_gb = 1.0 / (1.0 + tl.exp(-b_b))
         b_a *= b_ga
         b_b *= b_gb
+    # Back through scale and both norms.
     if NORM:
         b_da *= scale[0]
         b_db *= scale[1]
@@ -231,12 +379,14 @@ def _cotangent(
         b_k *= b_g * tl.sum(b_da * b_a + b_db * b_b, axis=1)[:, None]
         b_da = b_g * b_da + b_k * b_a
         b_db = b_g * b_db + b_k * b_b
+    # SiLU' = sigmoid + s (1 - sigmoid).
     if SILU:
         b_da *= b_ga + b_a * (1.0 - b_ga)
         b_db *= b_gb + b_b * (1.0 - b_gb)
     if SILU or NORM:
         b_a *= b_g
         b_b *= b_g
+    # The transpose of a rotation is the rotation by the opposite angle.
     if ROPE:
         b_da, b_db = b_da * b_c + b_db * b_s, b_db * b_c - b_da * b_s
     return (b_da, b_db), (b_a, b_b)
@@ -244,7 +394,21 @@ def _cotangent(
 
 @triton.jit
 def _add_to_pending(pending, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
-    """pending[j]: the part of dx_(t-1-j) from tokens before t. Returns dx_(t-W+1), complete with du_t, and the next pending."""
+    """Adds du_t to the incomplete gradients of the last inputs.
+
+    Args:
+        pending: pending[j] is the part of dx_(t-1-j) that comes from tokens before t, for j from 0
+            to W - 2.
+        du: The gradient of the convolution's result at token t.
+        taps: (w_0, ..., w_(W-1)).
+        documents: The documents of tokens t, t - 1, ..., t - W + 1 with DOCS, else ().
+        W: Width of the convolution.
+        DOCS: True for packed documents.
+
+    Returns:
+        dx_(t-W+1), which du_t completes, and the next value of `pending`.
+    """
+    # The token itself has lag 0; token t - j has lag j and tap w_j.
     added = (_times(taps[0], du),)
     for j in tl.static_range(1, W):
         b_a, b_b = du
@@ -262,13 +426,54 @@ def backward_kernel(
     R: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
     AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Grid as forward. p_dx [B, T, E], p_dpast [B, W - 1, E], p_sums [ceil(T / BT), N, K, R]: weight, bias; scale, shift."""
+    """Computes the gradients of `forward_kernel` for BN rows over BT tokens.
+
+    Grid: ceil(T / BT) ceil(N / BN) programs.
+
+    Args:
+        p_dy: The gradient of y, [B, T, H, R], its last dimension dense.
+        p_x: As in `forward_kernel`, and so are the next arguments.
+        p_past: [B, W - 1, E], or None for zeros.
+        p_doc: [B, T] int32, or None.
+        p_weight: [E, W], or None.
+        p_bias: [E], or None.
+        p_cos: [T, R/2] or [B, T, R/2] fp32, or None.
+        p_sin: Likewise.
+        p_scale: [R], or None.
+        p_dx: The gradient of x, [B, T, E].
+        p_dpast: The gradient of past, [B, W - 1, E], or None if it is not wanted.
+        p_sums: The sums over this program's tokens, [ceil(T / BT), N, K, R] fp32. The K rows are
+            the gradients of weight[:, 0] to weight[:, W-1] and of bias if W > 0, then of scale and
+            shift with NORM.
+        T: Tokens of a sequence.
+        H: Heads.
+        N: Rows, B H.
+        BT: Tokens of a program.
+        stride_db: Stride of dy over sequences.
+        stride_dt: Stride of dy over tokens.
+        stride_dh: Stride of dy over heads.
+        stride_xb: As in `forward_kernel`, and so are all further arguments.
+        stride_xt: Stride of x over tokens.
+        stride_pb: Stride of past over sequences.
+        stride_pt: Stride of past over tokens.
+        stride_rb: Stride of the rotary tables over sequences, or 0.
+        R: Channels of a head.
+        W: Width of the convolution; 0 for none.
+        BN: Rows of a program.
+        BH: Width of a tile, at least R/2.
+        SILU: True for SiLU and the l2 norm.
+        EPS: The eps of the RMSNorm.
+        AHEAD: Tokens that are loaded before they are needed.
+        UNROLL: Tokens in one iteration of the compiled loop.
+    """
+    # LAG: dx of a token is complete LAG tokens later.
     DOCS: tl.constexpr = p_doc is not None
     ROPE: tl.constexpr = p_cos is not None
     NORM: tl.constexpr = p_scale is not None
     HALF: tl.constexpr = R // 2
     LAG: tl.constexpr = W - 1 if W else 0
     K: tl.constexpr = (W + 1 if W else 0) + (2 if NORM else 0)
+    # Move every pointer to this program's rows and channels; the loop adds the token's offset.
     i_t, t_0, t_1, o_n, o_r, m = _place(T, H, N, BT, R, BN, BH)
     i_b = o_n // H
     o_e = o_n % H * R + o_r
@@ -284,6 +489,8 @@ def backward_kernel(
         p_sin += i_b * stride_rb + o_r
     if DOCS:
         p_doc += i_b * T
+    # Load what all tokens share, and the inputs and documents of the W - 1 tokens before the first.
+    # No token of this program adds to dx of those: `pending` starts at zero.
     b_zero = tl.zeros([BN, BH], dtype=tl.float32)
     zero = (b_zero, b_zero)
     taps, bias, history, documents, pending, scale = (), (), (), (), (), ()
@@ -297,6 +504,8 @@ def backward_kernel(
     if NORM:
         scale = _wide(_load(p_scale + o_r, m, HALF))
     sums = (zero,) * K
+    # Start to load x and dy of the first AHEAD tokens. Tokens up to T are loaded, not up to t_1:
+    # the last loop reads W - 1 tokens of the next program.
     ahead = ()
     for i in tl.static_range(AHEAD):
         t_n = t_0 + i
@@ -306,6 +515,7 @@ def backward_kernel(
         )
 
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
+        # Take x and dy of token t, and start to load those of token t + AHEAD.
         u = _wide(ahead[0][0])
         dy = _wide(ahead[0][1])
         t_n = t + AHEAD
@@ -313,6 +523,7 @@ def backward_kernel(
         ahead = ahead[1:] + (
             (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
         )
+        # The convolution once more, as in the forward.
         window = (u,) + history
         near = documents
         if W:
@@ -321,8 +532,11 @@ def backward_kernel(
                 window = _same_document(window, near, W)
                 documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
+        # Back through norms, SiLU and RoPE, and then through the convolution.
         du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m, R, ROPE, SILU, NORM, EPS)
         dx = du
+        # Add this token to the gradients of the parameters: weight (column i has lag W - 1 - i),
+        # bias, scale and shift.
         added = ()
         if W:
             dx, pending = _add_to_pending(pending, du, taps, near, W, DOCS)
@@ -333,11 +547,15 @@ def backward_kernel(
         if NORM:
             added = added + (_add_product(sums[K - 2], dy, feature), _add(sums[K - 1], dy))
         sums = added
+        # dx of token t - LAG is complete if it belongs to this program. Tokens before the first
+        # one are `past`: past[t] is the input of token t - LAG < 0.
         _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)
         if p_dpast is not None:
             _store(p_dpast + t * H * R, dx, m & (t < LAG), HALF)
 
-    # The last tokens' dx lacks what the next W - 1 tokens owe it. Those are the next program's; past T, dy is zero.
+    # dx of this program's last W - 1 tokens still lacks the part from the W - 1 tokens after them,
+    # so their du is computed here too. Those tokens belong to the next program, which adds up their
+    # gradients of parameters. From T on, dy is zero.
     if W:
         for t in tl.range(t_1, t_1 + LAG):
             u = _wide(ahead[0][0])
@@ -350,7 +568,9 @@ def backward_kernel(
             window = (u,) + history
             near = documents
             if DOCS:
-                # Inputs of another document are left in: they reach a du that owes nothing to this program's tokens.
+                # The window is not masked here. If token t has the document of the program's last
+                # token, the loop above has set the inputs of earlier documents to zero. If it has a
+                # later document, u is wrong, but its du does not reach this program's tokens.
                 near = (_document(p_doc, t, (o_n < N) & (t < T)),) + documents
                 documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
@@ -364,5 +584,6 @@ def backward_kernel(
             if p_dpast is not None:
                 _store(p_dpast + t * H * R, dx, m & (t < LAG), HALF)
 
+    # The sums of this program; PyTorch adds those of all programs.
     for i in tl.static_range(K):
         _store(p_sums + ((i_t * N + o_n) * K + i) * R + o_r, sums[i], m, HALF)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from .triton_kernels import backward_kernel, forward_kernel
 
-# Numbers in half a tile: 4 per thread. 8 per thread would need more than 255 registers.
+# The most elements in half a tile, which is one half of R: 4 in each of 128 threads. 8 would need
+# more than 255 registers.
 HALF_TILE = 512
-# AHEAD: tokens that are loaded before they are needed. UNROLL: steps of the loop in one; at W = 4,
-# four steps turn the last inputs around without a move. The largest that registers allow, by
-# compilation: the forward takes 148, the backward 255, and more of either would spill.
+# AHEAD: tokens that are loaded before they are needed. UNROLL: tokens in one iteration of the
+# compiled loop. At W = 4, an iteration of four tokens moves the last inputs on without copies of
+# registers. These are the largest values that registers allow, found by compilation: the forward
+# takes 148 registers, the backward 255, and larger values would spill.
 FORWARD = dict(AHEAD=2, UNROLL=4)
 # Without documents, and with them.
 BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)
@@ -48,18 +50,21 @@ def forward(
         y, [B, T, H, R], contiguous.
     """
     B, T, E = x.shape
-    H, R = E // head_dim, head_dim
+    R = head_dim
+    H = E // R
     y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
     tensors, strides, constants = _arguments(
         x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
     )
-    # Programs go over blocks of heads and stretches of time.
+    if shift is not None:
+        shift = shift.contiguous()
+    # A program computes BN rows (heads of sequences) over BT tokens.
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 1024)
     with torch.cuda.device_of(x):
         forward_kernel[(triton.cdiv(T, BT) * blocks,)](
             *tensors,
-            None if shift is None else shift.contiguous(),
+            shift,
             y,
             T,
             H,
@@ -101,74 +106,105 @@ def backward(
         dpast: [B, W - 1, E], or empty.
     """
     B, T, E = x.shape
-    H, R = E // head_dim, head_dim
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    R = head_dim
+    H = E // R
+    if dy.stride(-1) != 1:
+        dy = dy.contiguous()
     tensors, strides, constants = _arguments(
         x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
     )
     W = constants["W"]
-    K = (W + 1 if W else 0) + (2 if scale is not None else 0)
-    # Each program adds up its own sums over time; they are added here.
+    K = 0
+    if weight is not None:
+        K += W + 1
+    if scale is not None:
+        K += 2
+    # Each of NT stretches of time has sums of its own; they are added here, in a fixed order.
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 512)
     NT = triton.cdiv(T, BT)
     dx = torch.empty(B, T, E, dtype=x.dtype, device=x.device)
-    dpast = torch.empty((B, W - 1, E) if need_past else 0, dtype=x.dtype, device=x.device)
+    dpast = None
+    if need_past:
+        dpast = torch.empty(B, W - 1, E, dtype=x.dtype, device=x.device)
     sums = torch.empty(NT, B, H, K, R, dtype=torch.float32, device=x.device)
+    # Documents matter to the convolution only.
+    with_documents = documents is not None and weight is not None
     with torch.cuda.device_of(x):
         backward_kernel[(NT * blocks,)](
-            dy, *tensors, dx, dpast if need_past else None, sums, T, H, B * H, BT,
-            *_strides(dy), *strides, **constants, **BACKWARD[documents is not None and weight is not None],
+            dy, *tensors, dx, dpast, sums, T, H, B * H, BT,
+            *_strides(dy), *strides, **constants, **BACKWARD[with_documents],
         )  # fmt: skip
+    if dpast is None:
+        dpast = x.new_empty(0)
     return dx, sums.sum((0, 1)), dpast
 
 
 def _arguments(
-    x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
-) -> tuple[tuple, tuple, dict]:
+    x: Tensor, R: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, documents: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
+) -> tuple[tuple, tuple, dict]:  # fmt: skip
     """Makes the arguments that both kernels share.
 
+    Args:
+        x: As in `forward`, and so are all other arguments.
+        R: Channels of a head.
+        weight: [E, W], or None.
+        bias: [E], or None.
+        past: [B, W - 1, E], or None.
+        documents: [B, T], or None.
+        cos: [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: Likewise.
+        silu: True for SiLU and the l2 norm.
+        scale: [R], or None.
+        eps: The eps of the norm.
+
     Returns:
-        Tensors up to scale (None for those that are not there), strides, and constants.
+        The tensors from x to scale (None for those that are not there), the strides of x, past and
+        the rotary tables, and the constants.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    past = past if past is None or past.stride(-1) == 1 else past.contiguous()
-    documents = None if documents is None or weight is None else documents.to(torch.int32)
-    # float64 tables would widen the numbers that a loop carries.
+    # The kernels need a dense last dimension of x and past, and contiguous tables.
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    past_strides = (0, 0)
+    if past is not None:
+        if past.stride(-1) != 1:
+            past = past.contiguous()
+        past_strides = _strides(past)
+    # Documents matter to the convolution only.
+    if weight is None:
+        documents = None
+    if documents is not None:
+        documents = documents.to(torch.int32)
+    # float64 tables would make the tiles of the loop float64.
     cos, sin = (None if t is None else t.float() for t in (cos, sin))
-    tensors = (
-        x,
-        past,
-        *(
-            None if t is None else t.contiguous()
-            for t in (documents, weight, bias, cos, sin, scale)
-        ),
+    tables = (
+        None if t is None else t.contiguous() for t in (documents, weight, bias, cos, sin, scale)
     )
-    # Angles may differ by row of the batch.
-    rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1
-    strides = (
-        *_strides(x),
-        *((0, 0) if past is None else _strides(past)),
-        cos[0].numel() if cos is not None and rows else 0,
-    )
+
+    # Each sequence has rotary angles of its own only if the tables have a row for each.
+    rope_stride = 0
+    if cos is not None and cos.ndim == 4 and cos.shape[0] > 1:
+        rope_stride = cos[0].numel()
+
+    W = 0
+    if weight is not None:
+        W = weight.shape[-1]
     BH = max(16, triton.next_power_of_2(R // 2))
-    W = 0 if weight is None else weight.shape[-1]
-    return (
-        tensors,
-        strides,
-        dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4),
-    )
+    constants = dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4)
+    return (x, past, *tables), (*_strides(x), *past_strides, rope_stride), constants
 
 
 def _tokens(T: int, blocks: int, programs: int) -> int:
-    """Returns the tokens per program, 16 to 128: the most that leave `programs` programs.
+    """Returns the tokens of a program, from 16 to 128.
 
-    It depends on the shape only, so that sums are the same on every GPU.
+    It is the largest number that leaves at least `programs` programs. It depends on the shape only,
+    so that sums are the same on every GPU.
 
     Args:
-        T: Tokens.
+        T: Tokens of a sequence.
         blocks: Programs for one stretch of time.
-        programs: The least number of programs.
+        programs: The number of programs that fills a GPU.
     """
     BT = 128
     while BT > 16 and triton.cdiv(T, BT) * blocks < programs:

@@ -1,17 +1,17 @@
 """The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R +
-D channels, M basis functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states
-are never repeated. Complex numbers are real pairs in the last axis. Derivation, notation, backends
-and tolerances: docs/kernels.md.
+D channels of a state, M basis functions. Query heads h G to h G + G - 1 read state head h (grouped
+KV); states are never repeated. Complex numbers are real pairs in the last axis. Derivation,
+notation, backends and tolerances: docs/kernels.md.
 """
 
-# reference.py judges all other modules. chunkwise*.py is plain PyTorch, triton_*.py the kernels for
-# CUDA (imported when they run); ops.py makes `torch.library` ops of the two. fft.py is plain
-# PyTorch that autograd records. step.py is one token. plain.py is for exported models and graphs.
-# tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py
-# for sequences whose shards are on several ranks. This package imports torch and triton, nothing
-# else.
+# Modules. reference.py is what tests compare all others with. chunkwise*.py is plain PyTorch, and
+# triton_*.py has the kernels for CUDA (imported when they run); ops.py makes `torch.library` ops of
+# the two. fft.py is plain PyTorch that autograd records. step.py computes one token. plain.py is
+# for exported models and graphs. tables.py computes W, readouts and powers of the decay. packing.py
+# is for packed documents, context_parallel.py for sequences on several ranks. This package imports
+# torch and triton, nothing else.
 
 import math
 from collections.abc import Callable
@@ -71,16 +71,16 @@ _RECORDED = {
 
 
 class SentState(NamedTuple):
-    """The state of a shard on its way to the other ranks, from `send_state`.
+    """The state of this rank's tokens on its way to the other ranks, from `send_state`.
 
-    `interdomain_scan` or `linear_scan` of this shard takes it as its `group`. Nothing else may read
-    it.
+    `interdomain_scan` or `linear_scan` of the same tokens takes it as its `group`. Nothing else may
+    read it.
 
     Attributes:
         group: Name of the process group.
-        message: What `shards.send` returned.
-        local: States that each segment of the shard leaves by itself, for the Triton kernels; empty
-            in plain PyTorch.
+        message: The result of `context_parallel.send`.
+        local: The states that the segments of the Triton kernels leave when each starts from zero;
+            empty in plain PyTorch.
     """
 
     group: str
@@ -107,8 +107,8 @@ def interdomain_scan(
         log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians),
             fp32. Real parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent`
             guarantees. On a CPU the backend `chunkwise` refuses real parts below -1.36 (fp64: -11).
-            Elsewhere, and compiled, it returns wrong numbers or NaN for them: nothing reads them
-            there.
+            Elsewhere, and compiled, it returns wrong results or NaN for them, because the host does
+            not wait for the values of log_decay.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's
             dtype. None means zeros.
@@ -118,24 +118,24 @@ def interdomain_scan(
             final one to the last token's document. None means one document. Values must be finite:
             a mask of zeros keeps documents apart, and 0 times NaN is NaN, so one such value spoils
             other documents of its sequence.
-        final_state: False if only o is wanted, as in training. Then no final state is written or
-            kept.
+        final_state: False if only o is wanted, as in training. Then no final state is written.
         backend: One of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere. The
             others are plain PyTorch everywhere; `reference` is the paper's sequential scan. `auto`
             is `chunkwise`, or `chunkwise-torch` for what the Triton kernels lack. An explicit
             backend never falls back.
-        recompute: False keeps the result of pass 1 for the backward of `chunkwise` on CUDA: 2M
-            numbers per token and query head (256 bytes in bf16 at M = 64). True computes it again.
+        recompute: False saves the result of pass 1 for the backward of `chunkwise` on CUDA: 2M
+            values per token and query head (256 bytes in bf16 at M = 64). True computes it again.
             Results are bitwise identical.
-        check_documents: False leaves out the check of the document numbers (about five small
+        check_documents: False leaves out the check of the values of `documents` (about five small
             operations).
-        group: Name of a process group whose ranks hold contiguous shards of these sequences, in the
-            order of the ranks and all of T tokens. Results are those of the whole sequences.
-            Document 0, or everything without documents, goes on from the shard before. Gradients of
-            log_decay and mixing are this shard's share, to be summed over ranks. Every rank must
-            run the forward and the backward. A group takes no initial_state, and only `chunkwise`
-            and `chunkwise-torch` take a group. It may also be the result of `send_state` for k and
-            v: then what was computed since then, such as q, hides the exchange.
+        group: Name of a process group for context parallelism; "" for none. Each of its ranks, in
+            order, has T consecutive tokens of the same sequences. Results are those of the whole
+            sequences. Document 0, or everything without documents, goes on from the rank before.
+            Gradients of log_decay and mixing are this rank's part, to be summed over ranks. Every
+            rank must run the forward and the backward. With a group there is no initial_state, and
+            the backend is `chunkwise` or `chunkwise-torch`. It may also be the result of
+            `send_state` for k and v: computations after that call, such as that of q, hide the
+            exchange.
 
     Returns:
         o: Outputs, [B, T, Hq, D] in v's dtype, differentiable in every tensor.
@@ -144,13 +144,14 @@ def interdomain_scan(
 
     Raises:
         ValueError: Shapes, dtypes, devices, backend, documents or group are not as above. On CUDA,
-            and compiled, wrong numbers of documents fail an asynchronous assertion instead.
+            and compiled, wrong values of `documents` fail an asynchronous assertion instead.
         NotImplementedError: A derivative of `chunkwise` by forward mode or torch.func, or a second
             one.
     """
-    # The inputs fit together.
+    # Check that the inputs fit together.
     B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
-    D, M = v.shape[-1], _basis_size(log_decay, H)
+    D = v.shape[-1]
+    M = _basis_size(log_decay, H)
     _check_shape("v", v, (B, T, H, D))
     _check_query(q, (B, T), H, R)
     _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
@@ -161,26 +162,35 @@ def interdomain_scan(
     )
     documents = checked_documents(documents, k, check_documents)
 
-    # An op with a written backward, or a backend that autograd records.
     backend = _choose(backend, (q, k, v), M)
     _check_group(group, backend, k.device, initial_state)
     inputs = q, k, v, log_decay, mixing, initial_state
-    how = ops.runs_as(backend, k.device)
-    if how is not None:
+    runs_as = ops.runs_as(backend, k.device)
+    if runs_as is None:
+        # Plain PyTorch, which autograd records.
+        scan_recorded, _ = _RECORDED[backend]
+        with torch.autocast(k.device.type, enabled=False):
+            o, final = scan_recorded(*inputs, documents)
+    else:
+        # An op with a backward of its own. If nobody would see the op, its function is called
+        # directly.
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
-        save = not recompute and torch.is_grad_enabled() and how == "triton"
-        # If nobody would see the op, its function is called without it.
-        run = ops.run_scan if how == "plain" and only_values(*inputs) else ops.scan
-        sent = _sent(group, (k, v), log_decay, backend, documents)
+        save = not recompute and torch.is_grad_enabled() and runs_as == "triton"
+        run = ops.scan
+        if runs_as == "plain" and only_values(*inputs):
+            run = ops.run_scan
+        group_name, message, local = _sent(group, (k, v), log_decay, backend, documents)
         if triton_support.operand_dtype(q, k, v) != triton_support.operand_dtype(k, v):
-            # With q the operands have another dtype, and segments of another length.
-            sent = (sent[0], sent[1], None)
-        o, final, *_ = run(*inputs, backend, save, documents, final_state, *sent)
-    else:
-        with torch.autocast(k.device.type, enabled=False):
-            o, final = _RECORDED[backend][0](*inputs, documents)
-    return o, final if final_state else None
+            # The states of segments are of no use: with q, the operands have another dtype, and the
+            # segments another length.
+            local = None
+        o, final, *_ = run(
+            *inputs, backend, save, documents, final_state, group_name, message, local
+        )
+    if not final_state:
+        return o, None
+    return o, final
 
 
 def linear_scan(
@@ -211,7 +221,7 @@ def linear_scan(
         ValueError: As in `interdomain_scan`.
         NotImplementedError: As in `interdomain_scan`.
     """
-    # The inputs fit together.
+    # Check that the inputs fit together.
     B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
@@ -221,36 +231,43 @@ def linear_scan(
     )
     documents = checked_documents(documents, z, check_documents)
 
-    # As in `interdomain_scan`.
     backend = _choose(backend, (z,), M)
     _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
-    how = ops.runs_as(backend, z.device)
-    if how is not None:
+    runs_as = ops.runs_as(backend, z.device)
+    if runs_as is None:
+        # Plain PyTorch, which autograd records.
+        _, linear_recorded = _RECORDED[backend]
+        with torch.autocast(z.device.type, enabled=False):
+            y, final = linear_recorded(*inputs, documents)
+    else:
+        # An op with a backward of its own. If nobody would see the op, its function is called
+        # directly.
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
-        run = ops.run_linear_scan if how == "plain" and only_values(*inputs) else ops.linear_scan
+        run = ops.linear_scan
+        if runs_as == "plain" and only_values(*inputs):
+            run = ops.run_linear_scan
         sent = _sent(group, (z,), log_decay, backend, documents)
         y, final, _ = run(*inputs, backend, documents, final_state, *sent)
-    else:
-        with torch.autocast(z.device.type, enabled=False):
-            y, final = _RECORDED[backend][1](*inputs, documents)
-    return y, final if final_state else None
+    if not final_state:
+        return y, None
+    return y, final
 
 
 def send_state(
     *parts: Tensor, log_decay: Tensor, group: str, documents: Tensor | None = None, backend: str = "auto",
     check_documents: bool = True,
 ) -> SentState:  # fmt: skip
-    """Starts the exchange that the scan of a shard needs with the ranks before it.
+    """Starts the exchange of states between ranks, ahead of the scan that needs it.
 
-    It is collective: every rank of the group calls it. No gradient goes through this function; the
-    scan has all gradients.
+    It is for context parallelism, and collective: every rank of the group calls it. No gradient
+    goes through this function: the scan computes all gradients.
 
     Args:
         *parts: k and v of `interdomain_scan`, or z of `linear_scan`.
-        log_decay: As in the scan.
-        group: Name of the process group, as in the scan.
+        log_decay: theta, [H, M, 2], as in the scan.
+        group: Name of the process group.
         documents: The same as in the call of the scan.
         backend: The same as in the call of the scan.
         check_documents: As in the scan.
@@ -272,7 +289,8 @@ def send_state(
 
     # The scan's own op computes the gradients of the exchange.
     values = [x.detach() for x in parts]
-    return SentState(group, *ops.send_state(values, log_decay.detach(), backend, documents, group))
+    message, local = ops.send_state(values, log_decay.detach(), backend, documents, group)
+    return SentState(group, message, local)
 
 
 def _sent(
@@ -282,12 +300,12 @@ def _sent(
     backend: str,
     documents: Tensor | None,
 ) -> tuple[Any, Any, Any]:
-    """Starts the exchange, if it was not started. The scan hides nothing then.
+    """Starts the exchange of states if the caller of the scan has not started it.
 
     Args:
-        group: The scan's argument.
+        group: The scan's argument: a name, "" or the result of `send_state`.
         parts: k and v, or z.
-        log_decay: As in the scan.
+        log_decay: theta, [H, M, 2].
         backend: The resolved backend.
         documents: The checked documents.
 
@@ -304,7 +322,9 @@ def _sent(
             backend=backend,
             check_documents=False,
         )
-    return group or ("", None, None)
+    if not group:
+        return "", None, None
+    return group
 
 
 def interdomain_step(
@@ -336,15 +356,14 @@ def interdomain_step(
         ValueError: Shapes, dtypes or devices are not as above, or there is no state.
     """
     B, H, R = _sizes("k", k, "B", "H", "R")
-    D, M = v.shape[-1], _basis_size(log_decay, H)
+    D = v.shape[-1]
+    M = _basis_size(log_decay, H)
     _check_shape("v", v, (B, H, D))
     _check_query(q, (B,), H, R)
     if mixing.shape != (H, M, 2 * M):
         _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
-    tokens, tables = (
-        {"q": q, "k": k, "v": v},
-        {"log_decay": log_decay, "decay": decay, "mixing": mixing},
-    )
+    tokens = {"q": q, "k": k, "v": v}
+    tables = {"log_decay": log_decay, "decay": decay, "mixing": mixing}
     return _step(
         step.scan_step, ops.scan_step_, tokens, tables, state, (B, H, M, R + D, 2), inplace
     )
@@ -396,7 +415,7 @@ def _step(
     shape: tuple[int, ...],
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Checks the tensors of a step and runs it, fused if that can be.
+    """Checks the tensors of a step, and runs it by Triton kernels if they can.
 
     Args:
         plain: The step in plain PyTorch; it overwrites the state.
@@ -406,6 +425,9 @@ def _step(
         state: The state before the token.
         shape: The shape that the state must have.
         inplace: As in `interdomain_step`.
+
+    Returns:
+        The output, and the new state.
     """
     if state is None:
         raise ValueError(
@@ -422,17 +444,23 @@ def _step(
 
     # Products stay in the tensors' own precision.
     with torch.autocast(state.device.type, enabled=False):
-        args = *tokens.values(), decay_factor(log_decay) if decay is None else decay, table
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
-        fused_here = (
-            state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
-        )
+        if decay is None:
+            decay = decay_factor(log_decay)
+        args = *tokens.values(), decay, table
+
         # The kernels record no gradient.
-        if fused_here and not recorded:
+        run = plain
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
+        on_gpu = state.device.type in ops.KERNEL_DEVICES
+        if on_gpu and triton_support.missing(state.device) is None and not recorded:
             first_derivatives_only(*args, state)
-            plain = fused
-        new = state if inplace else state.clone(memory_format=torch.contiguous_format)
-        return plain(*args, new), new
+            run = fused
+
+        # Both overwrite the state that they are called with.
+        new = state
+        if not inplace:
+            new = state.clone(memory_format=torch.contiguous_format)
+        return run(*args, new), new
 
 
 def resolve_backend(
@@ -451,16 +479,18 @@ def resolve_backend(
 
     Returns:
         backend: `chunkwise` or `chunkwise-torch`.
-        words: A description of the backend, with the reason if the Triton kernels do not run.
+        description: A description of the backend, with the reason if the Triton kernels do not run.
     """
-    chosen, words = "chunkwise", "chunkwise (Triton kernels)"
+    backend = "chunkwise"
+    description = "chunkwise (Triton kernels)"
     if device is not None and device.type not in ops.KERNEL_DEVICES:
-        words = f"chunkwise (plain PyTorch on {device.type})"
+        description = f"chunkwise (plain PyTorch on {device.type})"
     elif problem := triton_support.unsupported(device, dtype, M, width):
-        chosen, words = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
+        backend = "chunkwise-torch"
+        description = f"chunkwise-torch (plain PyTorch): {problem}"
     if device is not None:
-        log_once(f"interdomain.scan: backend 'auto' is {words}")
-    return chosen, words
+        log_once(f"interdomain.scan: backend 'auto' is {description}")
+    return backend, description
 
 
 def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
@@ -468,22 +498,26 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
 
     Args:
         backend: The argument of a scan.
-        inputs: q, k and v, or z, or the parts of a shard's state.
+        inputs: q, k and v, or k and v, or z.
         M: Number of basis functions.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    device, dtype = inputs[0].device, triton_support.operand_dtype(*inputs)
-    width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
+    device = inputs[0].device
+    dtype = triton_support.operand_dtype(*inputs)
+    # The linear readout, which has one input, takes every width.
+    width = 0
+    if len(inputs) > 1:
+        width = max(x.shape[-1] for x in inputs)
     if backend == "auto":
         return resolve_backend(device, M, width, dtype=dtype)[0]
-    if ops.runs_as(backend, device) == "triton" and (
-        problem := triton_support.unsupported(device, dtype, M, width)
-    ):
-        raise ValueError(
-            f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
-            "'auto' takes it and logs that"
-        )
+    if ops.runs_as(backend, device) == "triton":
+        problem = triton_support.unsupported(device, dtype, M, width)
+        if problem:
+            raise ValueError(
+                f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
+                "'auto' takes it and logs that"
+            )
     return backend
 
 
@@ -493,7 +527,7 @@ def _check_group(
     """Checks the argument `group` of a scan against its backend and its initial state."""
     if group and initial_state is not None:
         raise ValueError(
-            "initial_state with a group: the state before a shard comes from the ranks before; give None"
+            "initial_state with a group: the state comes from the ranks before this one; give None"
         )
     if group and ops.runs_as(backend, device) is None:
         raise ValueError(
@@ -516,22 +550,21 @@ def _basis_size(log_decay: Tensor, H: int) -> int:
 
 
 def _check_decay(log_decay: Tensor) -> None:
-    """Refuses decays whose powers over a chunk underflow.
+    """Checks that powers of the decay over a chunk do not underflow.
 
-    It reads numbers only if they are at hand: in eager mode on a CPU. NaN passes.
+    It reads values only if nothing has to wait for them: in eager mode on a CPU. NaN passes.
     """
     if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
         return
+    # Fake tensors have no values, and tensors within vmap have no single ones.
     if (
         type(log_decay) not in (Tensor, torch.nn.Parameter)
         or torch._C._are_functorch_transforms_active()
     ):
-        return  # fake, or within vmap
+        return
     dtype = log_decay.dtype
-    fastest, limit = (
-        min(log_decay.detach()[..., 0].flatten().tolist()),
-        math.log(torch.finfo(dtype).tiny) / CHUNK,
-    )
+    fastest = min(log_decay.detach()[..., 0].flatten().tolist())
+    limit = math.log(torch.finfo(dtype).tiny) / CHUNK
     if fastest < limit:
         raise ValueError(
             f"log_decay has a real part of {fastest:.3g} per token; 'chunkwise' takes {limit:.3g} and above in {dtype}: "
@@ -549,7 +582,9 @@ def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
         *axes: The names of its axes.
     """
     if x.ndim != len(axes):
-        step = "" if "T" in axes else ": a step has no time axis"
+        step = ": a step has no time axis"
+        if "T" in axes:
+            step = ""
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{', '.join(axes)}]{step}")
     if 0 in x.shape:
         raise ValueError(
@@ -559,6 +594,7 @@ def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
 
 
 def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...]) -> None:
+    """Checks the shape of the argument `name`, if it is there."""
     if x is not None and x.shape != expected:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected {tuple(expected)} from k and log_decay (or z)"
@@ -588,13 +624,17 @@ def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) 
         inputs: Tokens by name.
         tables: Tables and states by name; None is left out.
     """
-    double = any(x.dtype == torch.float64 for x in inputs.values())
-    dtypes = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
+    token_dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    table_dtypes = (torch.float32,)
+    if any(x.dtype == torch.float64 for x in inputs.values()):
+        token_dtypes = (torch.float64,)
+        table_dtypes = (torch.float64,)
     device = next(iter(inputs.values())).device
     for name, x in (inputs | tables).items():
-        allowed = (
-            dtypes[-1:] if name in tables else dtypes
-        )  # decays, W and states stay in full precision
+        # Decays, W and states stay in full precision.
+        allowed = token_dtypes
+        if name in tables:
+            allowed = table_dtypes
         if x is not None and x.dtype not in allowed:
             raise ValueError(
                 f"{name} is {x.dtype}; allowed with these inputs: {', '.join(map(str, allowed))} (or float64 for every tensor)"

@@ -10,31 +10,34 @@ The three passes are those that a kernel for an accelerator runs. Each serves fo
     pass 2 (`_expand`)    o = pass2(b, v)   dq = pass2(e, k)   reads it back with M weights
     pass 3 (`_adjoint`)   dv = pass3(b, do) dk = pass3(e, q)   is pass 2, transposed in time
 
-Inside a chunk Lambda^(i-j) is split as E_i T_j with E_i = Lambda^(i-r), T_j = Lambda^(r-j) and r
-mid-chunk. The state before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once
-to the sum of both parts.
+Inside a chunk, Lambda^(i-j) = E_i T_j with E_i = Lambda^(i-r), T_j = Lambda^(r-j), and r = L // 2
+in the middle of the chunk. The state X before a chunk is used as S = Lambda^(r+1) X (the frame S),
+so that E applies once to the sum of S and the tokens of the chunk.
 
 Layout: heads come first, [H, B, N, ...], so that a product with a per-head table or with W is one
 batched matmul over heads. Keys and values are transposed to [P, L]. Complex numbers are interleaved
 (re, im), so that 2M real columns feed a real matmul and, viewed as M complex ones, take E in a
 single multiplication.
 
-If documents are packed (`Masks`), a state stops at the end of its document. Four masks of zeros and
-ones say which scores count, which rows read the state before the chunk, which tokens reach the
+If documents are packed, a state stops at the end of its document. Four masks of zeros and ones
+(`Masks`) say which scores count, which rows read the state before the chunk, which tokens reach the
 state after it, and whether the state passes on.
 
-The backward recomputes everything: only the inputs survive the forward.
+The backward computes everything again: only the inputs are saved.
 
-If the tokens are a shard of longer sequences, `final_state` is the state that they alone leave, and
-initial_state may be a function that waits for the state before them. It is called after everything
-that needs no state. `leave` takes the gradient of that state by their outputs alone, and returns a
-function that waits for the gradient of the state after them, which takes the place of d_final.
+Context parallelism: the tokens may be one rank's part of longer sequences. `final_state` is then
+the state that these tokens leave when they start from zero, and initial_state may be a function
+that waits for the state before them. It is called after everything that needs no state. In the
+backward, `exchange` takes the gradient of the state before the tokens by their own outputs. It
+returns a function that waits for the gradient of the state after them, which takes the place of
+d_final.
 
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy
 conjugate is silently dropped.
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, conj_physical
@@ -56,20 +59,88 @@ from .chunkwise_layout import (
 
 # The state before the tokens, [B, H, M, P, 2], or a function that waits for it; None means zeros.
 Start = Tensor | Callable[[], Tensor] | None
-# Sends a gradient [B, H, M, P, 2], and returns a function that waits for another one.
+# Starts to send a gradient [B, H, M, P, 2] to other ranks, and returns a function that waits for
+# another gradient, of the same shape, from them.
 Exchange = Callable[[Tensor], Callable[[], Tensor]]
+
+
+class Chunks(NamedTuple):
+    """The chunks of a segment, with everything that needs no state of earlier tokens.
+
+    Attributes:
+        segment: The tokens of the chunks.
+        tables: Powers of Lambda for the length of the chunks.
+        masks: Masks for packed documents, or None.
+        z: The inputs of the state as columns, [H, B, N, P, L]: keys above values, or z.
+    """
+
+    segment: Segment
+    tables: Tables
+    masks: Masks | None
+    z: Tensor
+
+
+class _QueryReadout(NamedTuple):
+    """A segment in `scan_backward`, from pass 1 to the gradients of its states.
+
+    Attributes:
+        chunks: The chunks.
+        S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
+        rows: q as rows, [H, B, N, G L, R].
+        d_rows: The gradient of o as rows, [H, B, N, G L, D].
+        b: conj(E b), zeros for rows that do not read the state before the chunk.
+        e: conj(E e), likewise.
+        kernel_b: The scores of b, [H, B, N, G L, L], as in `_kernel`.
+        kernel_e: The scores of e, likewise.
+        d_theta: The gradient of log_decay by pairs of tokens of the same chunk, [H, M].
+        added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
+    """
+
+    chunks: Chunks
+    S: Tensor
+    rows: Tensor
+    d_rows: Tensor
+    b: Tensor
+    e: Tensor
+    kernel_b: Tensor
+    kernel_e: Tensor
+    d_theta: Tensor
+    added: Tensor
+
+
+class _LinearReadout(NamedTuple):
+    """A segment in `linear_backward`, before the gradients of its states are known.
+
+    Attributes:
+        chunks: The chunks.
+        S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
+        d_columns: The gradient of y as columns, [H, B, N, P, L].
+        reading: The same for tokens that read the state before the chunk, else zeros, [H, B N P,
+            L].
+        E_conj: conj(E) as pairs, [H, L, 2M].
+        sums: sum_i conj(E_i) dy_i of each chunk, [H, B, N, P, M] complex.
+        added: What each chunk adds to the gradient of the state before it, conj(w) sums.
+    """
+
+    chunks: Chunks
+    S: Tensor
+    d_columns: Tensor
+    reading: Tensor
+    E_conj: Tensor
+    sums: Tensor
+    added: Tensor
 
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Start, *,
     documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes the scan.
+    """Computes the scan with the query readout (paper eqs. 11 and 13).
 
     Args:
-        q: [B, T, Hq, R].
-        k: [B, T, H, R].
-        v: [B, T, H, D].
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
         log_decay: theta, [H, M, 2].
         mixing: W, [H, 2M, 2M].
         initial_state: The state before the tokens, or a function that waits for it.
@@ -82,112 +153,135 @@ def scan_forward(
         initial_state: The state before the tokens, or None.
     """
     B, T, H, R = k.shape
-    # Everything that needs no state, so that an exchange with other ranks can go on meanwhile.
+    D = v.shape[3]
     weights = _bilinear(mixing)
-    o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
-    loaded = []
-    for segment, tab, docs, z, local in _loaded((k, v), log_decay, documents):
-        rows = load_rows(q, H, segment, log_decay.dtype)
-        loaded.append(
-            (segment, tab, docs, z, local, rows, _within(_scores(rows, z[..., :R, :], docs), tab))
-        )
+    o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
 
-    # The states before the chunks, and the three factors of the output: pass 1, W, pass 2.
-    initial_state = initial_state() if callable(initial_state) else initial_state
-    X = load_state(initial_state, B, R + v.shape[3], log_decay)
-    for segment, tab, docs, z, local, rows, a in loaded:
-        S, X = _states(local, X, tab, docs)
-        b = _scale(_contract(a, rows, S[..., :R, :], tab, docs) @ weights.mT, conj_physical(tab.E))
+    # First everything that needs no state, so that an exchange with other ranks can go on
+    # meanwhile: the part of pass 1 within the chunks.
+    loaded = []
+    for chunks, local in _loaded((k, v), log_decay, documents):
+        rows = load_rows(q, H, chunks.segment, log_decay.dtype)
+        a = _within(_scores(rows, chunks.z[..., :R, :], chunks.masks), chunks.tables)
+        loaded.append((chunks, local, rows, a))
+
+    # Then the states before the chunks, and with them a (pass 1), b = W a, and o (pass 2).
+    if callable(initial_state):
+        initial_state = initial_state()
+    X = load_state(initial_state, B, R + D, log_decay)
+    for chunks, local, rows, a in loaded:
+        segment, tables, masks, z = chunks
+        S, X = _states(local, X, tables, masks)
+        a = _contract(a, rows, S[..., :R, :], tables, masks)
+        b = _scale(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
-            _kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :]
+            _kernel(b, tables, rows.shape, masks),
+            _reading(b, rows, masks),
+            z[..., R:, :],
+            S[..., R:, :],
         )
         store_rows(o, out, segment)
-    return o, store_state(X) if need_final else None, initial_state
+    final_state = None
+    if need_final:
+        final_state = store_state(X)
+    return o, final_state, initial_state
 
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
     initial_state: Tensor | None, *,
-    documents: Tensor | None = None, leave: Exchange | None = None,
+    documents: Tensor | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes the gradients of the scan.
+    """Computes the gradients of the scan with the query readout.
 
     Args:
         d_o: The gradient of o, [B, T, Hq, D].
-        d_final: The gradient of the final state, or None.
-        q: [B, T, Hq, R].
-        k: [B, T, H, R].
-        v: [B, T, H, D].
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None.
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
         log_decay: theta, [H, M, 2].
         mixing: W, [H, 2M, 2M].
-        initial_state: The state before the tokens, or None. With `leave`, the state that entered
-            the shard.
-        documents: As in `scan_forward`.
-        leave: The exchange with other ranks, or None.
+        initial_state: The state before the tokens, [B, H, M, P, 2], or None. With context
+            parallelism, the state that came from the ranks before.
+        documents: The document of each token, [B, T] int32, or None.
+        exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
         The gradients of q, k, v, log_decay, mixing and initial_state; None for a state that is not
         there.
     """
-    (H, R), dtype = k.shape[2:], log_decay.dtype
+    H, R = k.shape[2:]
+    dtype = log_decay.dtype
     weights = _bilinear(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_weights = torch.zeros_like(weights)
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
 
-    # The states before each segment, then the segments in reverse: first all that needs no costate.
-    read = []
-    for segment, tab, docs, z, S, _ in reversed(
-        [*_forward((k, v), log_decay, initial_state, documents)]
-    ):
-        kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
+    # Compute the states before all chunks once more. Then go through the segments in reverse, and
+    # do first everything that needs no gradient of a state.
+    forward = [*_forward((k, v), log_decay, initial_state, documents)]
+    parts = []
+    for chunks, S, _ in reversed(forward):
+        segment, tables, masks, z = chunks
+        keys = z[..., :R, :]
+        values = z[..., R:, :]
+
+        # Pass 1 of (q, k) and of (do, v): a and c.
         rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
-        scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
-        a = _contract(_within(scores_k, tab), rows, Sk, tab, docs)
-        c = _contract(_within(scores_v, tab), d_rows, Sv, tab, docs)
-        b, e = (
-            _scale(a @ weights.mT, conj_physical(tab.E)),
-            _scale(c @ weights, conj_physical(tab.E)),
-        )
+        scores_k = _scores(rows, keys, masks)
+        scores_v = _scores(d_rows, values, masks)
+        a = _contract(_within(scores_k, tables), rows, S[..., :R, :], tables, masks)
+        c = _contract(_within(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
+
+        # b and e, and the gradient of the one matrix that gives both.
+        b = _scale(a @ weights.mT, conj_physical(tables.E))
+        e = _scale(c @ weights, conj_physical(tables.E))
         d_weights.baddbmm_(c.mT, a)
         del a, c
 
-        kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
-        inside = _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
-        b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
-        sums = _outer(rows, e, d_rows, b)  # what the chunk adds to the costate
-        read.append(
-            (sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside)
+        # Scores of pass 3, and the gradient of log_decay within the chunks.
+        kernel_b = _kernel(b, tables, d_rows.shape, masks)
+        kernel_e = _kernel(e, tables, rows.shape, masks)
+        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(
+            scores_v, b, tables
         )
 
-    # Queries, while other ranks' gradients are on their way.
-    G = _left(d_final, log_decay, read, leave)
-    for (
-        *_,
-        segment,
-        z,
-        S,
-        _,
-        _,
-        _,
-        e,
-        _,
-        kernel_e,
-        _,
-    ) in read:
-        store_rows(dq, _expand(kernel_e, e, z[..., :R, :], S[..., :R, :]), segment)
+        # What the chunks add to the gradient of the state before them.
+        b = _reading(b, d_rows, masks)
+        e = _reading(e, rows, masks)
+        added = _outer(rows, e, d_rows, b)
+        parts.append(
+            _QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added)
+        )
 
-    # Keys and values, from the costates, and the decay.
-    G = G()
-    for sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside in read:
-        Z, G = _costates(sums, G, tab, docs)
-        store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
-        store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
-        # 1 .. L for each of the G heads.
-        position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]
-        weighted = _outer(position * rows, e, position * d_rows, b)
-        d_theta += inside + _decay_gradient_states(z, S, Z, weighted, tab, docs)
-    d_initial = None if initial_state is None else store_state(G)
+    # dq needs no gradient of a state: it is computed while other ranks' gradients are on their way.
+    wait = _start_exchange(
+        d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
+    )
+    for part in parts:
+        segment, _, _, z = part.chunks
+        S = part.S
+        store_rows(dq, _expand(part.kernel_e, part.e, z[..., :R, :], S[..., :R, :]), segment)
+
+    # dk and dv (pass 3) from the gradients of the states, and the gradient of log_decay across
+    # chunks.
+    d_X = wait()
+    for part in parts:
+        segment, tables, masks, z = part.chunks
+        Z, d_X = _costates(part.added, d_X, tables, masks)
+        store_columns(dk, _adjoint(part.kernel_e, part.rows, Z[..., :R, :], tables, masks), segment)
+        store_columns(
+            dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment
+        )
+        # The positions 1 to L, once for each of the G query heads.
+        heads = part.rows.shape[3] // segment.length
+        position = tables.position.repeat(heads)[:, None]
+        weighted = _outer(position * part.rows, part.e, position * part.d_rows, part.b)
+        d_theta += part.d_theta + _decay_gradient_states(z, part.S, Z, weighted, tables, masks)
+    d_initial = None
+    if initial_state is not None:
+        d_initial = store_state(d_X)
     return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
 
 
@@ -198,9 +292,9 @@ def linear_forward(
     """Computes the linear scan: pass 2 with the same weights for every token.
 
     Args:
-        z: [B, T, H, P].
+        z: Inputs, [B, T, H, P].
         log_decay: theta, [H, M, 2].
-        readout: w, [H, 2M].
+        readout: w as (Re w | Im w), [H, 2M].
         initial_state: As in `scan_forward`.
         documents: As in `scan_forward`.
         need_final: As in `scan_forward`.
@@ -210,46 +304,51 @@ def linear_forward(
         final_state: As in `scan_forward`.
         initial_state: As in `scan_forward`.
     """
-    # Within chunks: a product by the kernel D.
+    # First the part within the chunks, which needs no state: a product with the kernel D.
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     loaded = []
-    for segment, tab, docs, zT, local in _loaded((z,), log_decay, documents):
-        w, kernel = _linear_kernel(readout, tab)
-        out = (
-            zT.flatten(1, 3) @ kernel.mT
-            if docs is None
-            else zT @ (kernel[:, None, None] * docs.same).mT
-        )
-        loaded.append((segment, tab, docs, local, w, out))
+    for chunks, local in _loaded((z,), log_decay, documents):
+        _, tables, masks, columns = chunks
+        w, kernel = _linear_kernel(readout, tables)
+        if masks is None:
+            out = columns.flatten(1, 3) @ kernel.mT
+        else:
+            out = columns @ (kernel[:, None, None] * masks.same).mT
+        loaded.append((chunks, local, w, out))
 
-    # From the states before the chunks.
-    initial_state = initial_state() if callable(initial_state) else initial_state
+    # Then the part that reads the states before the chunks.
+    if callable(initial_state):
+        initial_state = initial_state()
     X = load_state(initial_state, z.shape[0], z.shape[3], log_decay)
-    for segment, tab, docs, local, w, out in loaded:
-        S, X = _states(local, X, tab, docs)
-        if docs is None:
+    for chunks, local, w, out in loaded:
+        segment, tables, masks, _ = chunks
+        S, X = _states(local, X, tables, masks)
+        if masks is None:
             out.baddbmm_(real_pairs(S).flatten(1, 3), real_pairs(w).mT)
         else:
-            out += docs.reads * (real_pairs(S).flatten(1, 3) @ real_pairs(w).mT).view(out.shape)
+            out += masks.reads * (real_pairs(S).flatten(1, 3) @ real_pairs(w).mT).view(out.shape)
         store_columns(y, out.view(*S.shape[:4], -1), segment)
-    return y, store_state(X) if need_final else None, initial_state
+    final_state = None
+    if need_final:
+        final_state = store_state(X)
+    return y, final_state, initial_state
 
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    *, documents: Tensor | None = None, leave: Exchange | None = None,
+    *, documents: Tensor | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Computes the gradients of the linear scan.
 
     Args:
         d_y: The gradient of y, [B, T, H, P].
-        d_final: The gradient of the final state, or None.
-        z: [B, T, H, P].
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None.
+        z: Inputs, [B, T, H, P].
         log_decay: theta, [H, M, 2].
-        readout: w, [H, 2M].
+        readout: w as (Re w | Im w), [H, 2M].
         initial_state: As in `scan_backward`.
-        documents: As in `scan_forward`.
-        leave: As in `scan_backward`.
+        documents: The document of each token, [B, T] int32, or None.
+        exchange: As in `scan_backward`.
 
     Returns:
         The gradients of z, log_decay, readout and initial_state; None for a state that is not
@@ -262,166 +361,72 @@ def linear_backward(
     )
     w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
-    def per_chunk(x, like):
-        return torch.view_as_complex(x.view(*like.shape, 2))
+    # Compute the states before all chunks once more. Then go through the segments in reverse, and
+    # do first everything that needs no gradient of a state.
+    forward = [*_forward((z,), log_decay, initial_state, documents)]
+    parts = []
+    for chunks, S, _ in reversed(forward):
+        masks = chunks.masks
+        d_columns = load_columns((d_y,), chunks.segment, dtype)
+        reading = d_columns
+        if masks is not None:
+            reading = masks.reads * d_columns
+        reading = reading.flatten(1, 3)
+        E_conj = real_pairs(conj_physical(chunks.tables.E))
+        sums = _complex_like(reading @ E_conj, S)
+        parts.append(_LinearReadout(chunks, S, d_columns, reading, E_conj, sums, w_conj * sums))
 
-    # The states before each segment, then the segments in reverse: first all that needs no costate.
-    read = []
-    for segment, tab, docs, zT, S, _ in reversed(
-        [*_forward((z,), log_decay, initial_state, documents)]
-    ):
-        dyT = load_columns((d_y,), segment, dtype)
-        read_dy = (dyT if docs is None else docs.reads * dyT).flatten(1, 3)
-        E_conj = real_pairs(conj_physical(tab.E))  # [H, L, 2M]
-        sums = per_chunk(read_dy @ E_conj, S)
-        read.append((w_conj * sums, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
+    # Then everything that needs the gradients of the states: dz, and those of readout and
+    # log_decay.
+    wait = _start_exchange(
+        d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
+    )
+    d_X = wait()
+    for part in parts:
+        segment, tables, masks, columns = part.chunks
+        S = part.S
+        w, kernel = _linear_kernel(readout, tables)
+        flat_z = columns.flatten(1, 3)  # [H, B N P, L]
+        flat_dy = part.d_columns.flatten(1, 3)
+        Z, d_X = _costates(part.added, d_X, tables, masks)
 
-    # What needs the costates: the inputs, the readout and the decay.
-    G = _left(d_final, log_decay, read, leave)()
-    for added, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums in read:
-        w, kernel = _linear_kernel(readout, tab)
-        flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
-        Z, G = _costates(added, G, tab, docs)
-        # Scores meet only per-head weights here, so they are summed over batch and chunks before
-        # anything else.
-        if docs is None:
-            out = (flat_dy @ kernel).baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tab.T).mT)
-            scores = (flat_dy.mT @ flat_z).tril_()  # [H, L, L]
+        # dz within the chunk and from later chunks. The scores dy_i . z_j are multiplied only by
+        # tables of the head, so they are summed over batch and chunks before anything else: [H, L,
+        # L].
+        if masks is None:
+            out = flat_dy @ kernel
+            out.baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tables.T).mT)
+            scores = (flat_dy.mT @ flat_z).tril_()
         else:
-            out = dyT @ (kernel[:, None, None] * docs.same)
-            out += docs.writes * (real_pairs(Z).flatten(1, 3) @ real_pairs(tab.T).mT).view(zT.shape)
-            scores = (docs.same * (dyT.mT @ zT)).sum((1, 2)).tril_()
-        store_columns(dz, out.view(zT.shape), segment)
-        c = torch.view_as_complex((scores @ real_pairs(tab.T)).unflatten(-1, (-1, 2)))
-        d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
-        weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj), S)
-        d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
-        c = torch.view_as_complex((scores * tab.lag @ real_pairs(tab.T)).unflatten(-1, (-1, 2)))
+            out = part.d_columns @ (kernel[:, None, None] * masks.same)
+            out += masks.writes * (real_pairs(Z).flatten(1, 3) @ real_pairs(tables.T).mT).view(
+                columns.shape
+            )
+            scores = (masks.same * (part.d_columns.mT @ columns)).sum((1, 2)).tril_()
+        store_columns(dz, out.view(columns.shape), segment)
+
+        # The readout: within the chunk, and from the states before it.
+        c = torch.view_as_complex((scores @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))
+        d_w += conj_physical(tables.E * c).sum(1) + (part.sums * conj_physical(S)).sum((1, 2, 3))
+
+        # log_decay: across chunks, and within the chunk.
+        weighted_E = tables.position[:, None] * part.E_conj
+        weighted = w_conj * _complex_like(part.reading @ weighted_E, S)
+        d_theta += _decay_gradient_states(columns, S, Z, weighted, tables, masks)
+        c = torch.view_as_complex(
+            (scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2))
+        )
         d_theta += (w * conj_physical(c)).sum(1)
-    d_initial = None if initial_state is None else store_state(G)
+    d_initial = None
+    if initial_state is not None:
+        d_initial = store_state(d_X)
     return dz, torch.view_as_real(d_theta), torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
-
-
-# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M],
-# states [H, B, N, P, M]. b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner
-# product of interleaved pairs.
-
-
-def _scores(rows: Tensor, columns: Tensor, docs: Masks | None) -> Tensor:
-    """tril(q k^T) per chunk, [H, B, N, G L, L]."""
-    return _causal(rows @ columns, docs)
-
-
-def _kernel(b: Tensor, tab: Tables, rows: torch.Size, docs: Masks | None) -> Tensor:
-    """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
-    return _causal((b @ real_pairs(tab.T).mT).view(*rows[:4], -1), docs)
-
-
-def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
-    """Writes zeros above the diagonal and between documents, in place."""
-    # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 /
-    # Lambda.
-    per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
-    if docs is not None:
-        per_head.mul_(docs.same[:, :, :, None])
-    return scores
-
-
-def _reading(b: Tensor, rows: Tensor, docs: Masks | None) -> Tensor:
-    """Rows of b [H, B N G L, 2M], zeros where they do not read the state before their chunk."""
-    if docs is None:
-        return b
-    return (b.view(*rows.shape[:4], -1) * docs.of_rows(rows)).view(b.shape)
-
-
-def _within(scores: Tensor, tab: Tables) -> Tensor:
-    """Computes sum_j tril(q k^T)_ij T_j, which the tokens of a chunk add to a."""
-    return scores.flatten(1, 3) @ real_pairs(tab.T)
-
-
-def _contract(a: Tensor, rows: Tensor, S: Tensor, tab: Tables, docs: Masks | None) -> Tensor:
-    """Pass 1: a_i = X^k_i q_i = E_i (`_within` + S q_i), in place."""
-    rows = rows if docs is None else rows * docs.of_rows(rows)
-    a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(
-        rows.flatten(0, 2), real_pairs(S).flatten(0, 2)
-    )
-    return _scale(a, tab.E)
-
-
-def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
-    """Pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S)."""
-    out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
-    out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), real_pairs(S).flatten(0, 2).mT)
-    return out.view(*kernel.shape[:-1], -1)
-
-
-def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: Tables, docs: Masks | None) -> Tensor:
-    """Pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z), as columns [H, B, N, D, L]."""
-    out = real_pairs(Z).flatten(1, 3) @ real_pairs(tab.T).mT
-    if docs is not None:
-        out = out.view(*Z.shape[:4], -1) * docs.writes
-    out = out.view(-1, rows.shape[-1], kernel.shape[-1])
-    return out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2)).view(
-        *rows.shape[:3], *out.shape[1:]
-    )
-
-
-def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
-    """Computes sum_i q_i conj(E e)_i^T and below it sum_i do_i conj(E b)_i^T, per chunk.
-
-    The result is [H, B, N, P, M] complex.
-    """
-    sums = [x.mT @ y.view(*x.shape[:4], -1) for x, y in ((rows, e), (d_rows, b))]
-    return torch.view_as_complex(torch.cat(sums, dim=-2).unflatten(-1, (-1, 2)))
-
-
-def _loaded(
-    parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
-) -> Iterator[tuple[Segment, Tables, Masks | None, Tensor, Tensor]]:  # fmt: skip
-    """Yields the segments in order, with everything of them that needs no state.
-
-    Args:
-        parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
-        documents: As in `scan_forward`.
-
-    Returns:
-        For each segment: the segment, its tables, its masks, the columns of `parts`, and sum_j T_j
-        z_j of its chunks.
-    """
-    for segment in segments(parts[0].shape[1]):
-        tab = make_tables(log_decay, segment.length)
-        z = load_columns(parts, segment, log_decay.dtype)
-        docs = Masks.of(documents, segment, log_decay.dtype)
-        local = (z if docs is None else z * docs.writes).flatten(1, 3) @ real_pairs(tab.T)
-        yield segment, tab, docs, z, torch.view_as_complex(local.view(*z.shape[:4], -1, 2))
-
-
-def _forward(
-    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
-) -> Iterator[tuple[Segment, Tables, Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Yields the segments in order, with their states.
-
-    Args:
-        parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
-        initial_state: The state before the tokens, or None.
-        documents: As in `scan_forward`.
-
-    Returns:
-        For each segment: the segment, its tables, its masks, the columns of `parts`, the states
-        before its chunks, and the state after it.
-    """
-    X = load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
-    for segment, tab, docs, z, local in _loaded(parts, log_decay, documents):
-        S, X = _states(local, X, tab, docs)
-        yield segment, tab, docs, z, S, X
 
 
 def final_state(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the state that these tokens alone leave.
+    """Computes the state that these tokens leave when they start from zero.
 
     Args:
         parts: k and v, or z.
@@ -432,145 +437,395 @@ def final_state(
         The state, [B, H, M, P, 2], and None: the form in Triton also returns the states of its
         segments.
     """
-    *_, (*_, X) = _forward(parts, log_decay, None, documents)
+    *_, (_, _, X) = _forward(parts, log_decay, None, documents)
     return store_state(X), None
 
 
-def _left(
-    d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None
+# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c and e [H, B N G L, 2M] in
+# interleaved pairs, states [H, B, N, P, M] complex. b and e are stored as conj(E b) and conj(E e):
+# Re(b^T x) is then the real inner product of two rows of pairs.
+
+
+def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
+    """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document."""
+    return _causal(rows @ columns, masks)
+
+
+def _kernel(b: Tensor, tables: Tables, rows: torch.Size, masks: Masks | None) -> Tensor:
+    """Computes D_ij = tril(Re(b_i^T Lambda^(i-j))) of each chunk, [H, B, N, G L, L].
+
+    Args:
+        b: conj(E b), [H, B N G L, 2M].
+        tables: Powers of Lambda.
+        rows: The shape of rows, [H, B, N, G L, d].
+        masks: Masks for packed documents, or None.
+    """
+    return _causal((b @ real_pairs(tables.T).mT).view(*rows[:4], -1), masks)
+
+
+def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
+    """Writes zeros above the diagonal and between documents, in place."""
+    # Above the diagonal D holds positive powers of 1 / Lambda, which may be huge. tril_ overwrites
+    # them with zeros instead of multiplying them by zeros.
+    per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
+    if masks is not None:
+        per_head.mul_(masks.same[:, :, :, None])
+    return scores
+
+
+def _reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor:
+    """Sets rows of b to zero that do not read the state before their chunk.
+
+    Args:
+        b: [H, B N G L, 2M].
+        rows: Rows of the same tokens, [H, B, N, G L, d]; only their shape is used.
+        masks: Masks for packed documents, or None.
+    """
+    if masks is None:
+        return b
+    return (b.view(*rows.shape[:4], -1) * masks.of_rows(rows)).view(b.shape)
+
+
+def _within(scores: Tensor, tables: Tables) -> Tensor:
+    """Computes sum_j tril(q k^T)_ij T_j: the part of a that comes from the tokens of the chunk."""
+    return scores.flatten(1, 3) @ real_pairs(tables.T)
+
+
+def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks | None) -> Tensor:
+    """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
+
+    Args:
+        a: The result of `_within`, [H, B N G L, 2M].
+        rows: q, [H, B, N, G L, R].
+        S: Key channels of the states before the chunks, [H, B, N, R, M].
+        tables: Powers of Lambda.
+        masks: Masks for packed documents, or None.
+    """
+    if masks is not None:
+        rows = rows * masks.of_rows(rows)
+    a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
+    a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
+    return _scale(a, tables.E)
+
+
+def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
+    """Computes pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S).
+
+    Args:
+        kernel: D, [H, B, N, G L, L].
+        b: conj(E b) with the zeros of `_reading`, [H, B N G L, 2M].
+        columns: v, [H, B, N, D, L].
+        S: Value channels of the states before the chunks, [H, B, N, D, M].
+
+    Returns:
+        o as rows, [H, B, N, G L, D].
+    """
+    out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
+    out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), real_pairs(S).flatten(0, 2).mT)
+    return out.view(*kernel.shape[:-1], -1)
+
+
+def _adjoint(
+    kernel: Tensor, rows: Tensor, Z: Tensor, tables: Tables, masks: Masks | None
+) -> Tensor:
+    """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z).
+
+    Args:
+        kernel: D, [H, B, N, G L, L].
+        rows: do, [H, B, N, G L, D].
+        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M], in the
+            frame of `_costates`.
+        tables: Powers of Lambda.
+        masks: Masks for packed documents, or None.
+
+    Returns:
+        dv as columns, [H, B, N, D, L].
+    """
+    out = real_pairs(Z).flatten(1, 3) @ real_pairs(tables.T).mT
+    if masks is not None:
+        out = out.view(*Z.shape[:4], -1) * masks.writes
+    out = out.view(-1, rows.shape[-1], kernel.shape[-1])
+    out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2))
+    return out.view(*rows.shape[:3], *out.shape[1:])
+
+
+def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
+    """Computes what each chunk adds to the gradient of the state before it.
+
+    Args:
+        rows: q, [H, B, N, G L, R].
+        e: conj(E e), [H, B N G L, 2M].
+        d_rows: do, [H, B, N, G L, D].
+        b: conj(E b), [H, B N G L, 2M].
+
+    Returns:
+        sum_i q_i conj(E e)_i^T for the key channels, and sum_i do_i conj(E b)_i^T for the value
+        channels, [H, B, N, P, M] complex.
+    """
+    keys = rows.mT @ e.view(*rows.shape[:4], -1)
+    values = d_rows.mT @ b.view(*d_rows.shape[:4], -1)
+    return torch.view_as_complex(torch.cat((keys, values), dim=-2).unflatten(-1, (-1, 2)))
+
+
+# The states between the chunks.
+
+
+def _loaded(
+    parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
+) -> Iterator[tuple[Chunks, Tensor]]:  # fmt: skip
+    """Yields the segments in order, with everything of them that needs no state.
+
+    Args:
+        parts: k and v, or z.
+        log_decay: theta, [H, M, 2].
+        documents: As in `scan_forward`.
+
+    Yields:
+        The chunks of a segment, and sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
+    """
+    for segment in segments(parts[0].shape[1]):
+        tables = make_tables(log_decay, segment.length)
+        z = load_columns(parts, segment, log_decay.dtype)
+        masks = Masks.of(documents, segment, log_decay.dtype)
+        if masks is None:
+            local = z.flatten(1, 3) @ real_pairs(tables.T)
+        else:
+            local = (z * masks.writes).flatten(1, 3) @ real_pairs(tables.T)
+        yield (
+            Chunks(segment, tables, masks, z),
+            torch.view_as_complex(local.view(*z.shape[:4], -1, 2)),
+        )
+
+
+def _forward(
+    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
+) -> Iterator[tuple[Chunks, Tensor, Tensor]]:  # fmt: skip
+    """Yields the segments in order, with their states.
+
+    Args:
+        parts: k and v, or z.
+        log_decay: theta, [H, M, 2].
+        initial_state: The state before the tokens, or None.
+        documents: As in `scan_forward`.
+
+    Yields:
+        The chunks of a segment, the states before them as in `_states`, and the state after the
+        segment, [H, B, P, M] complex.
+    """
+    X = load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
+    for chunks, local in _loaded(parts, log_decay, documents):
+        S, X = _states(local, X, chunks.tables, chunks.masks)
+        yield chunks, S, X
+
+
+def _start_exchange(
+    d_final: Tensor | None,
+    log_decay: Tensor,
+    parts: list[tuple[Chunks, Tensor]],
+    exchange: Exchange | None,
 ) -> Callable[[], Tensor]:
-    """Starts the exchange of gradients.
+    """Starts the exchange of the gradients of states with other ranks.
 
     Args:
         d_final: The gradient of the final state, or None.
         log_decay: theta, [H, M, 2].
-        read: For each segment from the last to the first: the sums that its chunks add to the
-            costate, its tables, its masks, and more.
-        leave: The exchange, or None.
+        parts: For each segment from the last to the first: its chunks, and what they add to the
+            gradient of the state before them.
+        exchange: The exchange, or None for a single rank.
 
     Returns:
-        A function that waits, and gives the conjugate G of the costate after the last token: dL =
-        Re(conj(G) dX).
+        A function that waits, and returns the gradient g of the state after the last token,
+        [H, B, P, M] complex: dL = Re(conj(g) dX).
     """
-    (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
-    if leave is not None:
-        costate = load_state(None, B, P, log_decay)  # of this shard alone
-        for sums, tab, docs, *_ in read:
-            _, costate = _costates(sums, costate, tab, docs)
-        wait = leave(store_state(costate))
-    return lambda: load_state(wait(), B, P, log_decay)
+    _, B, _, P, _ = parts[0][1].shape
+    wait = None
+    if exchange is not None:
+        # The other ranks need the gradient of the state before these tokens by their own outputs.
+        d_X = load_state(None, B, P, log_decay)
+        for chunks, added in parts:
+            _, d_X = _costates(added, d_X, chunks.tables, chunks.masks)
+        wait = exchange(store_state(d_X))
+
+    def finish() -> Tensor:
+        d_state = d_final
+        if wait is not None:
+            d_state = wait()
+        return load_state(d_state, B, P, log_decay)
+
+    return finish
 
 
-def _states(local: Tensor, X: Tensor, tab: Tables, docs: Masks | None) -> tuple[Tensor, Tensor]:
+def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tuple[Tensor, Tensor]:
     """Computes the states before every chunk, and the state after the last one.
 
-    S' = Lambda^L (S + local) with local = sum_j T_j z_j, and X' = Lambda^(L-1-r) of the same sum.
+    With local = sum_j T_j z_j of a chunk, the next state is S' = Lambda^L (S + local), and the
+    state itself is X' = Lambda^(L-1-r) (S + local).
 
     Args:
-        local: sum_j T_j z_j of each chunk, [H, B, N, P, M].
-        X: The state before the first chunk.
-        tab: Tables.
-        docs: Masks, or None.
+        local: sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
+        X: The state before the first chunk, [H, B, P, M] complex.
+        tables: Powers of Lambda.
+        masks: Masks for packed documents, or None.
 
     Returns:
-        The states in the frame S = Lambda^(r+1) X, and X itself after the last chunk.
+        The states before the chunks in the frame S = Lambda^(r+1) X, [H, B, N, P, M], and X after
+        the last chunk.
     """
     S = torch.empty_like(local)
-    current = tab.enter * X
+    current = tables.enter * X
     for n in range(local.shape[2]):
         S[:, :, n] = current
-        total = (current if docs is None else docs.keeps[:, :, n] * current) + local[:, :, n]
-        current = tab.carry * total
-    return S, tab.leave * total
+        # A state stops at the end of its document.
+        if masks is not None:
+            current = masks.keeps[:, :, n] * current
+        total = current + local[:, :, n]
+        current = tables.carry * total
+    return S, tables.leave * total
 
 
-def _costates(sums: Tensor, G: Tensor, tab: Tables, docs: Masks | None) -> tuple[Tensor, Tensor]:
-    """Computes `_states` in reverse, on conjugates.
+def _costates(
+    added: Tensor, d_X: Tensor, tables: Tables, masks: Masks | None
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of the states after every chunk: `_states` in reverse, on conjugates.
 
-    Z = conj(Lambda^(L-1-r)) G at the end, and Z' = conj(Lambda^L) (Z + sums).
+    Z = conj(Lambda^(L-1-r)) d_X for the last chunk, and Z' = conj(Lambda^L) (Z + added) for the one
+    before.
 
     Args:
-        sums: What each chunk adds to the costate, [H, B, N, P, M].
-        G: The conjugate of the costate after the last chunk.
-        tab: Tables.
-        docs: Masks, or None.
+        added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
+        d_X: The gradient of the state after the last chunk, [H, B, P, M] complex.
+        tables: Powers of Lambda.
+        masks: Masks for packed documents, or None.
 
     Returns:
-        The costates after every chunk in the frame Z, and G before the first chunk.
+        The gradients Z of the states after the chunks, in the frame conj(Lambda^(L-1-r)) of their
+        chunk, and the gradient of the state before the first chunk.
     """
-    Z = torch.empty_like(sums)
-    enter, carry, leave = (conj_physical(x) for x in (tab.leave, tab.carry, tab.enter))
-    current = enter * G
-    for n in reversed(range(sums.shape[2])):
+    Z = torch.empty_like(added)
+    enter = conj_physical(tables.leave)
+    carry = conj_physical(tables.carry)
+    leave = conj_physical(tables.enter)
+    current = enter * d_X
+    for n in reversed(range(added.shape[2])):
         Z[:, :, n] = current
-        total = (current if docs is None else docs.keeps[:, :, n] * current) + sums[:, :, n]
+        if masks is not None:
+            current = masks.keeps[:, :, n] * current
+        total = current + added[:, :, n]
         current = carry * total
     return Z, leave * total
 
 
-def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: Tables) -> Tensor:
-    """Computes the gradient of theta within chunks, conjugated. Overwrites scores.
+# The gradient of log_decay.
 
-    It is sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i.
+
+def _decay_gradient_scores(scores: Tensor, b: Tensor, tables: Tables) -> Tensor:
+    """Computes the gradient of theta by pairs of tokens of the same chunk. Overwrites the scores.
+
+    It is the conjugate of sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i.
+
+    Args:
+        scores: tril(q k^T), [H, B, N, G L, L].
+        b: conj(E b), [H, B N G L, 2M]; for (q, k) it is conj(E e).
+        tables: Powers of Lambda.
+
+    Returns:
+        [H, M] complex.
     """
-    scores.unflatten(-2, (-1, tab.lag.shape[-1])).mul_(tab.lag)
-    return _sum_over_tokens(tab.T, scores.flatten(1, 3).mT @ b)
+    scores.unflatten(-2, (-1, tables.lag.shape[-1])).mul_(tables.lag)
+    return _sum_over_tokens(tables.T, scores.flatten(1, 3).mT @ b)
 
 
 def _decay_gradient_states(
-    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: Tables, docs: Masks | None
+    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tables: Tables, masks: Masks | None
 ) -> Tensor:
-    """Computes the gradient of theta across chunks, conjugated.
+    """Computes the gradient of theta by the states before and after the chunks.
 
-    One part reads the state, sum_i (i + 1) (E b)_i (S do_i). The other part carries it over the
-    chunk, Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
+    One part reads the state, sum_i (i + 1) (E b)_i (S do_i). The other part carries the state over
+    the chunk, Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
+
+    Args:
+        z: Columns, [H, B, N, P, L].
+        S: States before the chunks, as in `_states`.
+        Z: Gradients of the states after the chunks, as in `_costates`.
+        weighted: `_outer` with rows that are multiplied by their position i + 1.
+        tables: Powers of Lambda.
+        masks: Masks for packed documents, or None.
+
+    Returns:
+        [H, M] complex.
     """
     L = z.shape[-1]
-    z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
+    carried = L
+    if masks is not None:
+        z = z * masks.writes
+        carried = L * masks.keeps
     written = _sum_over_tokens(
-        (L - tab.position)[:, None] * tab.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
+        (L - tables.position)[:, None] * tables.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
     )
-    return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + written
+    return ((weighted + carried * Z) * conj_physical(S)).sum((1, 2, 3)) + written
 
 
 def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
-    """Computes sum_j conj(T_j) x_j, [H, M].
+    """Computes sum_j conj(T_j) x_j, [H, M] complex.
 
-    The pairs x, [H, L, 2M], are summed over everything else.
+    Args:
+        T: [H, L, M] complex.
+        sums: x as pairs, [H, L, 2M], summed over batch, chunks and channels.
     """
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
 
-def _linear_kernel(readout: Tensor, tab: Tables) -> tuple[Tensor, Tensor]:
-    """conj(E w) [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))) [H, L, L]."""
-    w = conj_physical(tab.E * _complex(readout)[:, None])
-    return w, (real_pairs(w) @ real_pairs(tab.T).mT).tril_()
+# Weights of the readouts.
+
+
+def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Computes the linear readout's weights of a chunk, the same for every chunk.
+
+    Args:
+        readout: w as (Re w | Im w), [H, 2M].
+        tables: Powers of Lambda.
+
+    Returns:
+        conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
+    """
+    w = conj_physical(tables.E * _complex(readout)[:, None])
+    return w, (real_pairs(w) @ real_pairs(tables.T).mT).tril_()
 
 
 def _bilinear(mixing: Tensor) -> Tensor:
-    """Returns J W on interleaved pairs, J = diag(1, -1).
+    """Returns J W on interleaved pairs, [H, 2M, 2M], where J = diag(I, -I) conjugates.
 
-    conj(b) = J W a and conj(e) = (J W)^T c: one matrix for both ways.
+    conj(b) = J W a and conj(e) = (J W)^T c: one matrix serves forward and backward.
+
+    Args:
+        mixing: W on stacked [Re; Im], [H, 2M, 2M].
     """
-    H, M = mixing.shape[0], mixing.shape[1] // 2
+    H = mixing.shape[0]
+    M = mixing.shape[1] // 2
     w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
     return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
 
 
 def _bilinear_gradient(d_weights: Tensor) -> Tensor:
-    """Returns the gradient of W, [H, 2M, 2M], from that of `_bilinear`."""
-    H, M = d_weights.shape[0], d_weights.shape[1] // 2
+    """Returns the gradient of W, [H, 2M, 2M], from the gradient of `_bilinear`."""
+    H = d_weights.shape[0]
+    M = d_weights.shape[1] // 2
     upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
     return torch.cat((upper, -lower), dim=1)
 
 
 def _complex(readout: Tensor) -> Tensor:
-    """Returns [H, 2M] as (Re | Im) as complex numbers, [H, M]."""
+    """Returns (Re | Im), [H, 2M], as complex numbers, [H, M]."""
     return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
 
 
+def _complex_like(pairs: Tensor, states: Tensor) -> Tensor:
+    """Views pairs as complex numbers in the shape of `states`, [H, B, N, P, M]."""
+    return torch.view_as_complex(pairs.view(*states.shape, 2))
+
+
 def _scale(a: Tensor, E: Tensor) -> Tensor:
-    """Multiplies every row of [H, B N G L, 2M] by its E, in place."""
+    """Multiplies every row of a, [H, B N G L, 2M] in pairs, by E of its position, in place."""
     H, L, M = E.shape
     torch.view_as_complex(a.view(H, -1, L, M, 2)).mul_(E[:, None])
     return a

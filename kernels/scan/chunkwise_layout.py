@@ -1,4 +1,11 @@
-"""Tables, masks and layouts of the chunkwise form in plain PyTorch (shapes as in chunkwise.py)."""
+"""Tables, masks and layouts of the chunkwise form in plain PyTorch.
+
+Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, M
+basis functions, P channels of a state, d width of a token's vector.
+
+Rows are [H, B, N, G L, d]: the tokens of a chunk, one query head after the other. Columns are
+[H, B, N, d, L]. States are [H, B, P, M] complex inside, and [B, H, M, P, 2] outside.
+"""
 
 from typing import NamedTuple
 
@@ -50,7 +57,7 @@ class Segment(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Masks of zeros and ones for packed documents.
+    """Masks of zeros and ones for packed documents (docs/kernels.md, "Packed documents").
 
     d is a token's document, p the document of the token before the chunk (0 before the first chunk,
     as that of the initial state), l the document of the chunk's last token.
@@ -81,32 +88,47 @@ class Masks(NamedTuple):
         """
         if documents is None:
             return None
-        # The document of each token, of the token before each chunk, and of its last token.
+        # The document d of each token, [B, N, L]; l of each chunk's last token, and p of the token
+        # before each chunk, [B, N].
         d = segment.of(documents)
-        before = (
-            documents[:, segment.start - 1 : segment.start]
-            if segment.start
-            else torch.zeros_like(d[:, :1, 0])
-        )
+        if segment.start:
+            before = documents[:, segment.start - 1 : segment.start]
+        else:
+            before = torch.zeros_like(d[:, :1, 0])
         last = d[:, :, -1]
         p = torch.cat((before, last[:, :-1]), dim=1)
-        # The masks, in the order of the fields.
-        masks = (
-            d[..., None] == d[:, :, None],
-            (d == p[..., None])[:, :, None],
-            (d == last[..., None])[:, :, None],
+
+        # A leading axis of one stands for the heads.
+        same = d[..., None] == d[:, :, None]
+        reads = (d == p[..., None])[:, :, None]
+        writes = (d == last[..., None])[:, :, None]
+        keeps = (p == last)[..., None, None]
+        return cls(
+            same=same[None].to(dtype),
+            reads=reads[None].to(dtype),
+            writes=writes[None].to(dtype),
+            keeps=keeps[None].to(dtype),
         )
-        return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Returns `reads` for rows [H, B, N, G L, d], which hold G heads one after the other."""
+        """Returns `reads` for rows of G query heads: [1, B, N, G L, 1].
+
+        Args:
+            rows: [H, B, N, G L, d]; only their shape is used.
+        """
         return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
 
 
 def segments(T: int) -> list[Segment]:
     """Cuts T tokens into all full chunks at once, and the ragged tail as one shorter chunk."""
-    full, tail = T // CHUNK, T % CHUNK
-    return [s for s in (Segment(0, full, CHUNK), Segment(T - tail, 1, tail)) if s.chunks * s.length]
+    full = T // CHUNK
+    tail = T % CHUNK
+    result = []
+    if full:
+        result.append(Segment(0, full, CHUNK))
+    if tail:
+        result.append(Segment(T - tail, 1, tail))
+    return result
 
 
 def make_tables(log_decay: Tensor, L: int) -> Tables:
@@ -116,11 +138,11 @@ def make_tables(log_decay: Tensor, L: int) -> Tables:
         log_decay: theta, [H, M, 2].
         L: Tokens of a chunk.
     """
-    # All powers from Lambda^-r to Lambda^L; the tables are parts of them.
+    # All powers from Lambda^-r to Lambda^L, [H, L + r + 1, M]: Lambda^n is at n + r. The tables are
+    # parts of them.
     r = L // 2
-    table = torch.view_as_complex(
-        powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device))
-    )
+    exponents = torch.arange(-r, L + 1, device=log_decay.device)
+    table = torch.view_as_complex(powers(log_decay, exponents))
     position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
     return Tables(
         E=table[:, :L].contiguous(),
@@ -147,7 +169,7 @@ def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor
         segment: The segment.
         dtype: The dtype of the rows.
     """
-    x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)
+    x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)  # [H, B, N, G, L, d]
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
 
 
@@ -161,7 +183,7 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
     """Copies tokens into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
 
     Args:
-        parts: Tokens by head, such as keys and values.
+        parts: Tokens by head: k and v, or one tensor. Their columns are stacked.
         segment: The segment.
         dtype: The dtype of the columns.
     """

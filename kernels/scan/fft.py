@@ -1,16 +1,17 @@
 """backend="fft": FFT convolution in plain PyTorch, on every device (the paper's FFT path).
 
-Shapes: B batch, T time, N points of a transform, H state heads, G query heads per state head,
-R key features, D value width, P = R + D channels, M basis functions. Derivation: docs/kernels.md.
+Shapes: B batch, T time, N points of a transform, F its frequencies, H state heads, G query heads
+per state head, R key features, D value width, P = R + D channels of a state, M basis functions.
+Derivation: docs/kernels.md, "The FFT form".
 
-Every state is a causal convolution with Lambda^tau: in pairs (Re, Im) there are 2M real kernels,
-and all transforms are real. a = X^k q and o = b~ X^v with b~ = J W a are then inner products of
-pairs. The linear readout has one kernel per head for all channels, Re(w^T Lambda^tau), and forms no
-state but the last one.
+Every state is a causal convolution of the inputs with Lambda^tau. As pairs (Re, Im) these are 2M
+real kernels, and all transforms are real. a = X^k q and o = b~ X^v with b~ = J W a are then inner
+products of pairs, where J = diag(I, -I) conjugates. The linear readout has one kernel per head for
+all channels, Re(w^T Lambda^tau), and forms no state but the last one.
 
 Autograd differentiates it, one head at a time: the backward computes a head's states again
-(torch.utils.checkpoint). Tables of powers, products with W and the last state are in fp64: small
-beside the transforms, and out of reach of PyTorch's TF32 switch.
+(torch.utils.checkpoint). Tables of powers, products with W and the last state are in fp64, because
+they are small beside the transforms, and PyTorch's TF32 switch does not apply to fp64.
 """
 
 from collections.abc import Callable
@@ -77,25 +78,33 @@ def _by_document(
         tokens: q, k and v, or z.
         log_decay: theta, [H, M, 2].
         table: W or w.
-        initial_state: [B, H, M, P, 2], or None.
+        initial_state: [B, H, M, P, 2], or None for zeros.
         documents: The document of each token, [B, T], or None.
+
+    Returns:
+        The outputs and the final states of all sequences, as in `scan_fft`.
     """
     if documents is None:
         return _by_head(head, tokens, log_decay, table, initial_state)
-    rows, finals = [], []
-    for b, numbers in enumerate(documents.cpu()):
-        outputs, start, final = [], 0, None
-        for number, length in zip(
-            *(x.tolist() for x in numbers.unique_consecutive(return_counts=True)), strict=True
-        ):
-            state = None if initial_state is None else initial_state[b : b + 1] * (number == 0)
-            piece = tuple(x[b : b + 1, start : start + length] for x in tokens)
-            out, final = _by_head(head, piece, log_decay, table, state)
+    sequences = []
+    finals = []
+    for b, document_of_token in enumerate(documents.cpu()):
+        outputs = []
+        start = 0
+        final = None
+        ids, lengths = document_of_token.unique_consecutive(return_counts=True)
+        for document, length in zip(ids.tolist(), lengths.tolist(), strict=True):
+            state = None
+            if initial_state is not None:
+                state = initial_state[b : b + 1] * (document == 0)
+            inputs = tuple(x[b : b + 1, start : start + length] for x in tokens)
+            out, final = _by_head(head, inputs, log_decay, table, state)
             outputs.append(out)
             start += length
-        rows.append(torch.cat(outputs, dim=1))
+        # The final state of a sequence is that of its last document.
+        sequences.append(torch.cat(outputs, dim=1))
         finals.append(final)
-    return torch.cat(rows), torch.cat(finals)
+    return torch.cat(sequences), torch.cat(finals)
 
 
 def _by_head(
@@ -105,27 +114,36 @@ def _by_head(
     table: Tensor,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes every head by itself.
+    """Computes every state head by itself, and computes it again in the backward.
 
-    It calls `head` with rows [B, G, d, T], log_decay [M, 2], the head's table, and X before the
-    first token, [B, M, P] complex128.
+    Args:
+        head: `_query_head` or `_linear_head`. It is called with each of the tokens as [B, G, d, T],
+            and with log_decay [M, 2], table, and X before the first token, [B, M, P] complex128, of
+            the head.
+        tokens: q, k and v, or z.
+        log_decay: theta, [H, M, 2].
+        table: W or w of all heads.
+        initial_state: [B, H, M, P, 2], or None for zeros.
+
+    Returns:
+        The outputs and the final states of all heads, as in `scan_fft`.
     """
-    H, outputs, finals = log_decay.shape[0], [], []
+    H = log_decay.shape[0]
+    outputs = []
+    finals = []
     for h in range(H):
         rows = [
             x.unflatten(2, (H, -1))[:, :, h].permute(0, 2, 3, 1).to(log_decay.dtype) for x in tokens
         ]
-        X0 = (
-            None
-            if initial_state is None
-            else torch.view_as_complex(initial_state[:, h].double().contiguous())
-        )
+        X0 = None
+        if initial_state is not None:
+            X0 = torch.view_as_complex(initial_state[:, h].double().contiguous())
         out, final = checkpoint(head, *rows, log_decay[h], table[h], X0, use_reentrant=False)
         outputs.append(out.permute(0, 3, 1, 2))  # [B, T, G, d]
         finals.append(final)
-    return torch.cat(outputs, dim=2).to(tokens[-1].dtype), torch.stack(finals, dim=1).to(
-        log_decay.dtype
-    )
+    out = torch.cat(outputs, dim=2).to(tokens[-1].dtype)
+    final = torch.stack(finals, dim=1).to(log_decay.dtype)
+    return out, final
 
 
 def _query_head(
@@ -144,16 +162,28 @@ def _query_head(
     Returns:
         o [B, G, D, T], and the last state [B, M, P, 2].
     """
-    (M, _), R, T = theta.shape, k.shape[2], k.shape[3]
-    table, k, v = _table(theta, T), k[:, 0], v[:, 0]
+    M = theta.shape[0]
+    R, T = k.shape[2:]
+    k = k[:, 0]
+    v = v[:, 0]
+    X0_keys = None
+    X0_values = None
+    if X0 is not None:
+        X0_keys = X0[:, :, :R]
+        X0_values = X0[:, :, R:]
+
+    # The spectrum of the 2M kernels Re and Im of Lambda^tau.
+    table = _table(theta, T)
     spectrum = rfft(torch.stack((table[:, :T].real, table[:, :T].imag)), _transform_length(T))
-    X = _states(k, spectrum, table, X0 if X0 is None else X0[:, :, :R])
-    a = torch.stack(
-        [(X * row[:, None, None]).sum(3) for row in q.unbind(1)], dim=1
-    )  # X q, [B, G, 2, M, T]
-    weights = torch.cat((mixing[:M], -mixing[M:])).double()  # J W
+
+    # a = X^k q, [B, G, 2, M, T], and conj(b) = J W a.
+    X = _states(k, spectrum, table, X0_keys)
+    a = torch.stack([(X * row[:, None, None]).sum(3) for row in q.unbind(1)], dim=1)
+    weights = torch.cat((mixing[:M], -mixing[M:])).double()
     b = (weights @ a.flatten(2, 3).double()).to(a.dtype).view_as(a)
-    X = _states(v, spectrum, table, X0 if X0 is None else X0[:, :, R:])
+
+    # o = Re(b^T X^v), the inner product of the pairs.
+    X = _states(v, spectrum, table, X0_values)
     out = torch.stack([(X * row[:, :, :, None]).sum((1, 2)) for row in b.unbind(1)], dim=1)
     return out, _last_state(torch.cat((k, v), dim=1), table, X0)
 
@@ -168,9 +198,9 @@ def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Te
         X0: The state before the first token, or None.
     """
     T = z.shape[-1]
-    X = irfft(rfft(z, _transform_length(T))[:, None, None] * _rounded(spectrum, z)[:, :, None])[
-        ..., :T
-    ]
+    N = _transform_length(T)
+    X = irfft(rfft(z, N)[:, None, None] * _rounded(spectrum, z)[:, :, None])[..., :T]
+    # The initial state decays: Lambda^(t+1) X0.
     if X0 is not None:
         carried = _rounded(table[:, None, 1:], z) * _rounded(X0[..., None], z)
         X = X + torch.stack((carried.real, carried.imag), dim=1)
@@ -191,8 +221,10 @@ def _linear_head(
     Returns:
         y [B, 1, P, T], and the last state [B, M, P, 2].
     """
-    T, N = z.shape[-1], _transform_length(z.shape[-1])
+    T = z.shape[-1]
+    N = _transform_length(T)
     table = _table(theta, T)
+    # w Lambda^tau; the sum over basis functions is the one kernel of all channels.
     weighted = torch.complex(*readout.double().chunk(2))[:, None] * table
     response = _rounded(rfft(weighted[:, :T].real.sum(0), N), z)
     y = irfft(rfft(z, N) * response)[..., :T]
@@ -204,11 +236,18 @@ def _linear_head(
 def _last_state(z: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
     """Computes sum_t Lambda^(T-1-t) z_t + Lambda^T X0 as a plain sum, [B, M, P, 2].
 
-    The rounding of the transforms spreads the largest value of the sequence over all of it. The
-    state that is handed on has no part in that.
+    Transforms spread the rounding error of the largest value over the whole sequence. The state
+    that goes on to later tokens shall not have that error.
+
+    Args:
+        z: [B, P, T].
+        table: Lambda^tau, [M, T + 1] complex128.
+        X0: The state before the first token, [B, M, P] complex128, or None.
     """
     last = torch.einsum("bpt,mtc->bmpc", z.double(), torch.view_as_real(table[:, :-1].flip(1)))
-    return last if X0 is None else last + torch.view_as_real(table[:, -1:] * X0)
+    if X0 is None:
+        return last
+    return last + torch.view_as_real(table[:, -1:] * X0)
 
 
 def _table(theta: Tensor, T: int) -> Tensor:
@@ -223,5 +262,7 @@ def _rounded(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _transform_length(T: int) -> int:
-    """Returns an even length of small prime factors, at least 2 T so that nothing wraps around."""
+    """Returns an even length with prime factors 2, 3 and 5, at least 2 T so that nothing wraps."""
+    # For each odd factor, the smallest power of two with odd * power >= T; then the shortest of
+    # them.
     return 2 * min(odd << (-(-T // odd) - 1).bit_length() for odd in (1, 3, 5, 9, 15, 25, 27, 45))

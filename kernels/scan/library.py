@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def log_once(line: str) -> None:
-    """Logs "MODULE: ..." under that module's name, once per process.
+    """Logs a line once per process.
 
-    torch.compile runs it while it traces: no graph has it.
+    torch.compile runs it while it traces, so that it is in no graph.
+
+    Args:
+        line: "MODULE: text". The name of the logger is MODULE.
     """
     _log_once(line)
 
@@ -27,15 +30,18 @@ def _log_once(line: str) -> None:
     logging.getLogger(line.partition(":")[0]).info(line)
 
 
-# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as
-# long again as torch itself.
+# This is what torch.compiler.assume_constant_result sets. The function itself would import
+# torch.compile's front end, which takes as long as importing torch.
 log_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def first_derivatives_only(*tensors: Tensor | None) -> None:
-    """Refuses tensors of forward mode and of torch.func.grad.
+    """Checks that no tensor takes part in forward mode or in torch.func.grad.
 
-    An op would drop a tangent silently.
+    An op would silently drop a tangent.
+
+    Args:
+        *tensors: The op's inputs; None is left out.
 
     Raises:
         NotImplementedError: One of the tensors has a tangent or is tracked by torch.func.
@@ -73,10 +79,11 @@ def no_second_derivative(backward: Any) -> None:
 
 
 def only_values(*tensors: Tensor | None) -> bool:
-    """Returns True if nobody would see an op.
+    """Returns True if an op and a direct call of its function cannot be told apart.
 
-    No gradient is recorded, and nothing traces, transforms or listens. The first op of a process
-    imports torch.compile's front end, which takes long.
+    That is so if no gradient is recorded, and no tracer, transform or dispatch mode is active. A
+    direct call saves the import of torch.compile's front end, which the first op of a process
+    needs.
 
     Args:
         *tensors: The op's inputs.
@@ -93,8 +100,8 @@ def only_values(*tensors: Tensor | None) -> bool:
 def tag_caches(module: str) -> None:
     """Keeps torch.compile from loading code that it compiled for other versions of a module's ops.
 
-    Its caches on disk know an op by its name only: a backward that was compiled last week would be
-    called with the arguments of today.
+    Its caches on disk know an op by its name only. Without the tag, a backward that was compiled
+    for an earlier version would be called with the arguments of the present one.
 
     Args:
         module: The name of the module.

@@ -13,10 +13,10 @@ not change with it. The ops trust their inputs; `interdomain.scan` checks them.
 Ops return a fixed number of tensors; optional outputs (no state asked for, nothing saved) are
 empty.
 
-`group` names the process group whose ranks hold shards of the sequences, "" for none. `sent` is
-then the result of `send_state`, which starts the exchange and does not wait: only the scan may read
-it. The state that enters this shard is an output, which the backward saves: if activation
-checkpointing keeps the ops' outputs, the exchange runs once.
+Context parallelism: `group` names the process group whose ranks share the sequences, "" for none.
+`sent` is then the result of `send_state`, which starts the exchange and does not wait: only the
+scan may read it. The state that enters this rank's tokens is an output, which the backward saves.
+If activation checkpointing keeps the ops' outputs, the exchange runs once.
 
 Shapes: B batch, T time, H state heads, Hq query heads, R key features, D value width,
 P = R + D channels, M basis functions, S segments.
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import chunkwise, shards
+from . import chunkwise, context_parallel
 from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
@@ -72,7 +72,8 @@ def implementation(backend: str, device: torch.device) -> ModuleType:
     """
     if runs_as(backend, device) == "plain":
         return chunkwise
-    from . import triton_chunkwise  # when it runs: a machine without a GPU has no Triton
+    # Imported only if it runs: a machine without a GPU has no Triton.
+    from . import triton_chunkwise
 
     return triton_chunkwise
 
@@ -90,13 +91,13 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
 
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
-        function, plain = (
-            getattr(implementation(backend, device), name),
-            runs_as(backend, device) == "plain",
-        )
-        # An exchange is for all heads together.
-        exchanged = any(callable(x) for x in args) or kw.get("leave") is not None
-        # float64 is the judge of other backends, also on small GPUs: it has to save memory there.
+        function = getattr(implementation(backend, device), name)
+        plain = runs_as(backend, device) == "plain"
+        # An exchange with other ranks is for all heads together: the state before the tokens is
+        # then a function, or the backward has an exchange.
+        exchanged = any(callable(x) for x in args) or kw.get("exchange") is not None
+        # On a CPU it is faster. In float64, with which other backends are compared, it saves memory
+        # on small GPUs.
         by_head = device.type == "cpu" or args[0].dtype == torch.float64
         if plain and by_head and not exchanged and args[0].shape[:2].numel() >= BY_HEAD:
             return _by_head(function, *args, **kw)
@@ -106,8 +107,8 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
 def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
     """Calls `function` for each state head by itself.
 
-    All that it computes in between stays in the processor's caches. The next head reuses the
-    memory, which at the size of all heads would be new pages of the system in every call.
+    Intermediate results of one head stay in the processor's caches, and the next head reuses their
+    memory. Those of all heads would be so large that the system maps new pages in every call.
 
     Args:
         function: One of the functions of `chunkwise`.
@@ -119,20 +120,27 @@ def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
     """
     # log_decay is the first table, and says how many heads there are.
     H = next(len(x) for x in args if x is not None and x.ndim == 3)
-    outputs: list[Tensor | None] = []
-    heads = ([None] * H if x is None else x.chunk(H, HEAD_AXIS[x.ndim]) for x in args)
+    heads = []
+    for x in args:
+        if x is None:
+            heads.append([None] * H)
+        else:
+            heads.append(x.chunk(H, HEAD_AXIS[x.ndim]))
+
     # Each head's results are copied to their place in those of all heads.
+    outputs: list[Tensor | None] = []
     for h, inputs in enumerate(zip(*heads, strict=True)):
         results = function(*inputs, **kw)
-        outputs = outputs or [_times(x, H) for x in results]
+        if not outputs:
+            outputs = [_empty_for_heads(x, H) for x in results]
         for out, x in zip(outputs, results, strict=True):
             if out is not None:
                 out.chunk(H, HEAD_AXIS[out.ndim])[h].copy_(x)
     return tuple(outputs)
 
 
-def _times(x: Tensor | None, H: int) -> Tensor | None:
-    """Allocates memory for H tensors like x along the axis of the heads."""
+def _empty_for_heads(x: Tensor | None, H: int) -> Tensor | None:
+    """Allocates memory for H tensors like x, one after the other along the axis of the heads."""
     if x is None:
         return None
     shape = list(x.shape)
@@ -144,51 +152,56 @@ def _times(x: Tensor | None, H: int) -> Tensor | None:
 def send_state(
     parts: list[Tensor], log_decay: Tensor, backend: str, documents: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Starts the exchange of the state that the shard's own tokens leave. Collective.
+    """Starts the exchange of the state that this rank's own tokens leave. Collective.
 
     Args:
         parts: k and v, or z.
         log_decay: theta, [H, M, 2].
         backend: A resolved backend.
-        documents: As in the scan.
+        documents: The document of each token, [B, T] int32, or None.
         group: Name of the process group.
 
     Returns:
-        The message on its way, and the second result of `final_state`: the states of segments.
+        The message that is on its way, and the states that each segment leaves by itself,
+        [B, H, S, M, P, 2], empty for one segment and in plain PyTorch.
     """
     with torch.autocast(log_decay.device.type, enabled=False):
-        local, segments = implementation(backend, log_decay.device).final_state(
-            tuple(parts), log_decay, documents
-        )
-        return _no_none(
-            shards.send(local, log_decay, parts[0].shape[1], documents, group), segments
-        )
+        module = implementation(backend, log_decay.device)
+        local, segments = module.final_state(tuple(parts), log_decay, documents)
+        T = parts[0].shape[1]
+        sent = context_parallel.send(local, log_decay, T, documents, group)
+        return _empty_for_none(sent, segments)
 
 
 @send_state.register_fake
 def _(parts, log_decay, backend, documents, group):
-    (B, _, H, _), M, P = parts[0].shape, log_decay.shape[1], sum(x.shape[3] for x in parts)
+    B, _, H, _ = parts[0].shape
+    M = log_decay.shape[1]
+    P = sum(x.shape[3] for x in parts)
     S = 1
     if runs_as(backend, log_decay.device) == "triton":
         S = implementation(backend, log_decay.device).segments(tuple(parts), log_decay)
-    segments = (B, H, S, M, P, 2) if S > 1 else (0,)
-    return log_decay.new_empty(shards.message(group, (B, H, M, P, 2))), log_decay.new_empty(
-        segments
-    )
+    segments = (0,)
+    if S > 1:
+        segments = (B, H, S, M, P, 2)
+    message = context_parallel.message(group, (B, H, M, P, 2))
+    return log_decay.new_empty(message), log_decay.new_empty(segments)
 
 
-def _received(sent: Tensor | None, state: Tensor | None, shape: tuple[int, ...]) -> Start:
-    """Returns the state before the tokens: the given one, or a function that waits for it.
+def _start_state(sent: Tensor | None, state: Tensor | None, shape: tuple[int, ...]) -> Start:
+    """Returns the state before the tokens, or a function that waits for it.
 
     Args:
         sent: The message of `send_state`, or None.
-        state: The given state, or None for zeros.
+        state: The initial state of a scan without a group, or None for zeros.
         shape: The state's shape.
     """
-    return state if sent is None else partial(shards.receive, sent, shape)
+    if sent is None:
+        return state
+    return partial(context_parallel.receive, sent, shape)
 
 
-def _leave(
+def _gradient_exchange(
     group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, d_final: Tensor | None
 ) -> Exchange | None:
     """Returns the exchange of the backward: None without a group.
@@ -197,39 +210,49 @@ def _leave(
         group: Name of the process group; "" for none.
         tokens: k or z.
         log_decay: theta, [H, M, 2].
-        documents: As in the scan.
-        d_final: The gradient of this shard's final state, if it was used.
+        documents: The document of each token, [B, T] int32, or None.
+        d_final: The gradient of this rank's final state if its caller used that state, else None.
 
     Returns:
-        A function that starts the exchange and returns another one, which waits for the gradient of
-        the state after this shard.
+        A function that takes the gradient of the state before this rank's tokens by their own
+        outputs and starts the exchange. It returns another function, which waits for the gradient
+        of the state after this rank's tokens.
     """
     if not group:
         return None
 
-    def leave(local: Tensor) -> Callable[[], Tensor]:
-        sent = shards.send(
+    def exchange(local: Tensor) -> Callable[[], Tensor]:
+        sent = context_parallel.send(
             local, log_decay, tokens.shape[1], documents, group, reverse=True, d_final=d_final
         )
 
         def wait() -> Tensor:
-            after = shards.receive(sent, local.shape)
-            return after if d_final is None else after + d_final
+            after = context_parallel.receive(sent, local.shape)
+            if d_final is None:
+                return after
+            return after + d_final
 
         return wait
 
-    return leave
+    return exchange
 
 
-def _present(local: Tensor | None) -> dict[str, Tensor]:
-    """Returns the states of segments as a keyword argument. Plain PyTorch has none."""
-    return {} if local is None or local.numel() == 0 else {"local": local}
+def _segment_states(local: Tensor | None) -> dict[str, Tensor]:
+    """Returns the states of segments as a keyword argument, which plain PyTorch does not take."""
+    if local is None or local.numel() == 0:
+        return {}
+    return {"local": local}
 
 
-def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Returns the tensors, with empty ones in place of None."""
+def _empty_for_none(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Returns the tensors, with empty ones in place of None: an op cannot return None."""
     like = next(x for x in tensors if x is not None)
-    return tuple(like.new_empty(0) if x is None else x for x in tensors)
+    outputs = []
+    for x in tensors:
+        if x is None:
+            x = like.new_empty(0)
+        outputs.append(x)
+    return tuple(outputs)
 
 
 # Query readout
@@ -250,7 +273,7 @@ def run_scan(
         mixing: [H, 2M, 2M].
         initial_state: [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
-        save: True to keep `a` for the backward.
+        save: True to return a, the result of pass 1, for the backward.
         documents: As in `interdomain_scan`.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
@@ -258,16 +281,22 @@ def run_scan(
         local: The states of segments of `send_state`, with a group.
 
     Returns:
-        o, the final state, and for the backward `a` (with `save`) and the state that enters the
-        shard (with `group`).
+        o, the final state, and for the backward a (with `save`) and the state that entered this
+        rank's tokens (with `group`). A tensor that is not wanted is empty.
     """
     B, _, H, R = k.shape
-    start = _received(sent, initial_state, (B, H, log_decay.shape[1], R + v.shape[3], 2))
-    o, final, entered, *a = _call(
+    start = _start_state(sent, initial_state, (B, H, log_decay.shape[1], R + v.shape[3], 2))
+    # Only the form in Triton returns a.
+    o, final, entered, *pass_1 = _call(
         backend, "scan_forward", q, k, v, log_decay, mixing, start, documents=documents, need_final=need_final,
-        **_present(local),
+        **_segment_states(local),
     )  # fmt: skip
-    return _no_none(o, final, a[0] if save else None, entered if group else None)
+    a = None
+    if save:
+        a = pass_1[0]
+    if not group:
+        entered = None
+    return _empty_for_none(o, final, a, entered)
 
 
 scan = torch.library.custom_op("interdomain::scan", run_scan, mutates_args=())
@@ -289,11 +318,18 @@ def _(
     *sent,
 ):
     B, T, H, R = k.shape
-    Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
-    a = q.new_empty((B, Hq, T, 2 * M), dtype=operand_dtype(q, k, v)) if save else v.new_empty(0)
-    final, entered = (
-        log_decay.new_empty(B, H, M, R + D, 2) if x else v.new_empty(0) for x in (need_final, group)
-    )
+    Hq = q.shape[2]
+    D = v.shape[3]
+    M = log_decay.shape[1]
+    a = v.new_empty(0)
+    if save:
+        a = q.new_empty((B, Hq, T, 2 * M), dtype=operand_dtype(q, k, v))
+    final = v.new_empty(0)
+    if need_final:
+        final = log_decay.new_empty(B, H, M, R + D, 2)
+    entered = v.new_empty(0)
+    if group:
+        entered = log_decay.new_empty(B, H, M, R + D, 2)
     return v.new_empty(B, T, Hq, D), final, a, entered
 
 
@@ -313,7 +349,8 @@ def scan_backward(
         v: [B, T, H, D].
         log_decay: [H, M, 2].
         mixing: [H, 2M, 2M].
-        initial_state: The state before the tokens; with a group the one that entered the shard.
+        initial_state: The state before the tokens, or None; with a group, the state that entered
+            this rank's tokens.
         backend: A resolved backend.
         a: The result of pass 1, if it was saved.
         documents: As in `interdomain_scan`.
@@ -322,21 +359,26 @@ def scan_backward(
     Returns:
         The gradients of q, k, v, log_decay, mixing and initial_state.
     """
-    inputs = q, k, v, log_decay, mixing, initial_state
-    saved = {} if a is None else {"a": a}
-    leave = _leave(group, k, log_decay, documents, d_final)
-    return _no_none(
-        *_call(
-            backend,
-            "scan_backward",
-            d_o,
-            d_final,
-            *inputs,
-            documents=documents,
-            leave=leave,
-            **saved,
-        )
+    # Only the form in Triton takes a.
+    saved = {}
+    if a is not None:
+        saved["a"] = a
+    gradients = _call(
+        backend,
+        "scan_backward",
+        d_o,
+        d_final,
+        q,
+        k,
+        v,
+        log_decay,
+        mixing,
+        initial_state,
+        documents=documents,
+        exchange=_gradient_exchange(group, k, log_decay, documents, d_final),
+        **saved,
     )
+    return _empty_for_none(*gradients)
 
 
 @scan_backward.register_fake
@@ -359,7 +401,12 @@ def _(
 
 def _fake_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Returns tensors in the shapes of the inputs, empty for None."""
-    return _no_none(*(None if x is None else x.new_empty(x.shape) for x in inputs))
+    gradients = []
+    for x in inputs:
+        if x is not None:
+            x = x.new_empty(x.shape)
+        gradients.append(x)
+    return _empty_for_none(*gradients)
 
 
 # Linear readout
@@ -385,15 +432,18 @@ def run_linear_scan(
         local: The states of segments of `send_state`.
 
     Returns:
-        y, the final state, and the state that enters the shard (with `group`).
+        y, the final state, and the state that entered this rank's tokens (with `group`). A tensor
+        that is not wanted is empty.
     """
     B, _, H, P = z.shape
-    start = _received(sent, initial_state, (B, H, log_decay.shape[1], P, 2))
+    start = _start_state(sent, initial_state, (B, H, log_decay.shape[1], P, 2))
     y, final, entered = _call(
         backend, "linear_forward", z, log_decay, readout, start, documents=documents, need_final=need_final,
-        **_present(local),
+        **_segment_states(local),
     )  # fmt: skip
-    return _no_none(y, final, entered if group else None)
+    if not group:
+        entered = None
+    return _empty_for_none(y, final, entered)
 
 
 linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_scan, mutates_args=())
@@ -403,11 +453,15 @@ linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_sca
 def _(
     z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group="", *sent
 ):
-    (B, _, H, P), M = z.shape, log_decay.shape[1]
-    states = (
-        log_decay.new_empty(B, H, M, P, 2) if x else z.new_empty(0) for x in (need_final, group)
-    )
-    return z.new_empty(z.shape), *states
+    B, _, H, P = z.shape
+    M = log_decay.shape[1]
+    final = z.new_empty(0)
+    if need_final:
+        final = log_decay.new_empty(B, H, M, P, 2)
+    entered = z.new_empty(0)
+    if group:
+        entered = log_decay.new_empty(B, H, M, P, 2)
+    return z.new_empty(z.shape), final, entered
 
 
 @torch.library.custom_op("interdomain::linear_scan_backward", mutates_args=())
@@ -431,11 +485,19 @@ def linear_scan_backward(
     Returns:
         The gradients of z, log_decay, readout and initial_state.
     """
-    inputs = z, log_decay, readout, initial_state
-    leave = _leave(group, z, log_decay, documents, d_final)
-    return _no_none(
-        *_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents, leave=leave)
+    gradients = _call(
+        backend,
+        "linear_backward",
+        d_y,
+        d_final,
+        z,
+        log_decay,
+        readout,
+        initial_state,
+        documents=documents,
+        exchange=_gradient_exchange(group, z, log_decay, documents, d_final),
     )
+    return _empty_for_none(*gradients)
 
 
 @linear_scan_backward.register_fake
@@ -511,15 +573,24 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
     """
 
     def setup(ctx, inputs, output):
-        # What the backward needs: the tensors, `a` if it was saved, and the state before the
-        # tokens.
+        # `save` and a exist for `scan` only: the lists have one element, or none.
         ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n + 3 :]
         out, final, *a, entered = output
-        state = entered if ctx.group else inputs[n + 2]
-        ctx.save_for_backward(
-            documents, *inputs[: n + 2], state, *(x if any(save) else None for x in a)
-        )
-        ctx.mark_non_differentiable(*a, entered, *(() if need_final else (final,)))
+
+        # Save the tensors, a if it was computed to be saved, and the state before the tokens.
+        state = inputs[n + 2]
+        if ctx.group:
+            state = entered
+        saved_a = a
+        if not any(save):
+            saved_a = [None] * len(a)
+        ctx.save_for_backward(documents, *inputs[: n + 2], state, *saved_a)
+
+        # Only o, and the final state if it is wanted, have gradients.
+        no_gradient = [*a, entered]
+        if not need_final:
+            no_gradient.append(final)
+        ctx.mark_non_differentiable(*no_gradient)
         ctx.set_materialize_grads(False)
         ctx.output_shape = out.shape
 
@@ -527,14 +598,17 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         # Tokens, tables and the state; `a` comes after them.
         documents, *saved = ctx.saved_tensors
         tensors = saved[: n + 3]
-        if d_out is None:  # only the state was used
+        # d_out is None if only the final state was used.
+        if d_out is None:
             d_out = tensors[n - 1].new_zeros(ctx.output_shape)
         *grads, d_initial = backward(
             d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents, ctx.group
         )
-        # The state before a shard is no input. Backend and flags have no gradient.
-        d_initial = None if tensors[-1] is None or ctx.group else d_initial
-        return *grads, d_initial, *(None,) * (len(ctx.needs_input_grad) - n - 3)
+        # With a group, the state before the tokens is no input. Backend and flags have no gradient.
+        if tensors[-1] is None or ctx.group:
+            d_initial = None
+        flags = (None,) * (len(ctx.needs_input_grad) - n - 3)
+        return *grads, d_initial, *flags
 
     op.register_autograd(gradient, setup_context=setup)
     no_second_derivative(backward)

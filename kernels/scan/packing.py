@@ -1,4 +1,7 @@
-"""Documents packed into one sequence: a state stops at the end of its document.
+"""Documents that are packed into one sequence: a state stops at the end of its document.
+
+`documents` gives each token an id, which is the same for all tokens of a document and never falls
+along the sequence.
 
 Shapes: B batch, T time.
 """
@@ -15,21 +18,21 @@ ALLOWED = (
 def checked_documents(
     documents: Tensor | None, tokens: Tensor, check_numbers: bool = True
 ) -> Tensor | None:
-    """Checks the documents of tokens.
+    """Checks the ids of tokens' documents.
 
     Args:
-        documents: The document of each token, [B, T], or None.
-        tokens: [B, T, ...].
-        check_numbers: False leaves out the check of the numbers.
+        documents: The id of each token's document, [B, T] int32 or int64, or None.
+        tokens: The tokens, [B, T, ...].
+        check_numbers: False leaves out the check of the values.
 
     Returns:
-        The documents as contiguous int32; None for None.
+        The ids as contiguous int32; None for None.
 
     Raises:
-        ValueError: The shape, dtype or device is wrong, or on a CPU a number. Elsewhere, and under
-            torch.compile, wrong numbers fail an asynchronous assertion: the host waits for nothing,
-            and CUDA ends the process with the message at the next synchronisation (a compiled CPU
-            raises RuntimeError).
+        ValueError: The shape, dtype or device is wrong, or on a CPU a value. On a GPU and under
+            torch.compile, wrong values fail an asynchronous assertion, for which the host does not
+            wait: CUDA ends the process with the message at the next synchronisation, and a compiled
+            graph on a CPU raises RuntimeError.
     """
     if documents is None:
         return None
@@ -48,13 +51,13 @@ def checked_documents(
 
 
 def _check_numbers(documents: Tensor) -> None:
-    """Checks that the numbers are from 0 to 2^31 - 1 and never fall along T."""
-    # Before the first number stands 0: it must not be negative.
+    """Checks that the ids are from 0 to 2^31 - 1 and never fall along T."""
+    # A 0 before the first id makes a negative first id an id that falls.
     before = F.pad(documents, (1, 0))[:, :-1]
     wrong = documents < before
     if documents.dtype == torch.int64:
         wrong = wrong | (documents >= 2**31)
-    # The host does not wait for a GPU, and reads no number of a graph.
+    # The host waits for no GPU, and a graph has no values to read while it is traced.
     right = ~wrong.any()
     if (
         torch.compiler.is_compiling()
@@ -64,8 +67,10 @@ def _check_numbers(documents: Tensor) -> None:
         torch._assert_async(right, ALLOWED)  # pyright: ignore[reportPrivateImportUsage]
     elif not right:
         b, t = wrong.nonzero()[0].tolist()
-        number, last = documents[b, t].item(), before[b, t].item()
-        got = f"{number} at the first token" if t == 0 else f"{number} after {last} at token {t}"
+        number = documents[b, t].item()
+        got = f"{number} after {before[b, t].item()} at token {t}"
+        if t == 0:
+            got = f"{number} at the first token"
         raise ValueError(
             f"{ALLOWED}: got {got} of sequence {b}. Sort the documents, or number them in their order."
         )

@@ -1,12 +1,12 @@
-"""The scan by chunks in operations that autograd records: no complex numbers.
+"""The scan by chunks in real operations that autograd records.
 
-Every runtime of an exported graph has these operations. Exported models compute with it if the
-package is not installed, and so does torch.export. On CPUs and GPUs the package has chunkwise.py,
-which needs less memory in training.
+Every runtime of an exported graph has these operations; complex numbers are missing in some.
+Exported models use it if the package is not installed, and so does torch.export. Otherwise the
+package uses chunkwise.py, which needs less memory in training.
 
-Shapes: B batch, T tokens, H heads of state, G query heads of each, R key features, D value width,
-P = R + D channels, M basis functions, L tokens of a chunk, N chunks. Complex vectors are pairs,
-[..., M, 2] or [..., 2M].
+Shapes: B batch, T tokens, H state heads, G query heads per state head, R key features, D value
+width, P = R + D channels of a state, M basis functions, L tokens of a chunk, N chunks. Complex
+vectors are pairs, [..., M, 2] or [..., 2M].
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ def is_exporting() -> bool:
 def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Runs a loop over inputs.
 
-    It is exported as one operation for any number of inputs, without gradients: those of a symbolic
-    number of tokens cannot be translated to ONNX.
+    Under torch.export the loop is one operation for any number of inputs. It then has no gradients:
+    gradients for a symbolic number of tokens cannot be translated to ONNX.
 
     Args:
         step: step(state, inputs[n]) -> (state, o).
@@ -41,7 +41,8 @@ def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tenso
         The last state, and all o, stacked.
     """
     if is_exporting():
-        from torch._higher_order_ops import scan  # late: it is slow to import
+        # Imported here, because it takes long.
+        from torch._higher_order_ops import scan
 
         return scan(step, state.detach(), [x.detach() for x in inputs])
     outputs = []
@@ -54,68 +55,86 @@ def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tenso
 def plain_scan(
     q: Tensor | None, k: Tensor, v: Tensor, theta: Tensor, table: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes all tokens by chunks of L.
+    """Computes `interdomain_scan` or `linear_scan` by chunks of L tokens.
 
-    A chunk starts with S = Lambda^h X, h = L / 2. Its token i reads Lambda^(i + 1 - h) (S + sum_j
-    Lambda^(h - 1 - j) z_j) of all tokens j up to its own: no power leaves the range of float32.
+    A chunk starts with S = Lambda^h X, h = L / 2, where X is the state before it. Its token i reads
+    Lambda^(i + 1 - h) (S + sum_j Lambda^(h - 1 - j) z_j) over the tokens j up to itself. So no
+    power leaves the range of float32.
 
     Args:
-        q: [B, T, H G, R], or None for the linear readout.
-        k: [B, T, H, R].
-        v: [B, T, H, D].
+        q: Query features, [B, T, H G, R], or None for the linear readout.
+        k: Key features, [B, T, H, R]. For the linear readout, k and v are the two parts of z.
+        v: Values, [B, T, H, D].
         theta: log Lambda, [H, M, 2].
         table: W [H, 2M, 2M], or w [H, 2M] for the linear readout.
-        state: [B, H, M, P, 2], or None for zeros.
+        state: The state before the tokens, [B, H, M, P, 2], or None for zeros.
 
     Returns:
         o [B, T, H G, D], or [B, T, H, P] for the linear readout; and the state after the last
         token.
     """
-    (B, T, H, R), M = k.shape, theta.shape[1]
+    B, T, H, R = k.shape
+    M = theta.shape[1]
+    # One token is a chunk of its own.
     L = 1 if T == 1 else CHUNK
-    N, h, i = (T + L - 1) // L, L // 2, torch.arange(L, device=k.device)
+    N = (T + L - 1) // L
+    h = L // 2
+    i = torch.arange(L, device=k.device)
+    # Zeros before the first token fill the first chunk.
     missing = N * L - T
-    # A chunk of zeros behind an exported graph's tokens: one chunk alone would make N a constant of
-    # that graph.
-    more = int(is_exporting() and T > 1)
+    # An exported graph has one more chunk, of zeros, after the last token. With one chunk only, N
+    # would be a constant of the graph.
+    extra = int(is_exporting() and T > 1)
 
-    def chunked(x: Tensor) -> Tensor:  # [B, T, H G, C] -> [N, B, H, G, L, C], zeros in front
-        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, more * L)).unflatten(2, (H, -1))
-        return x.unflatten(1, (N + more, L)).permute(1, 0, 3, 4, 2, 5)
+    def by_chunk(x: Tensor) -> Tensor:
+        # [B, T, H G, C] -> [N, B, H, G, L, C]
+        x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, extra * L)).unflatten(2, (H, -1))
+        return x.unflatten(1, (N + extra, L)).permute(1, 0, 3, 4, 2, 5)
 
-    def decayed(x: Tensor, read: Tensor) -> Tensor:
-        return multiply(read, x.unflatten(-1, (M, 2))).flatten(-2)
+    def decayed(x: Tensor, factors: Tensor) -> Tensor:
+        return multiply(factors, x.unflatten(-1, (M, 2))).flatten(-2)
 
-    # Powers for reading, writing and keeping, and for the state at the ends of a chunk.
-    read = powers(theta, i + 1 - h)[:, None]  # [H, 1, L, M, 2]
-    written, kept = (
-        powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i)
-    )  # [H, 1, L, 2M]
-    enter, passed, leave = (powers(theta, i[:1] + n) for n in (h - missing, L, -h))  # [H, 1, M, 2]
+    # Powers of Lambda: with which a token reads S, is added to S, and is added to the S of the next
+    # chunk. [H, 1, L, M, 2] for reading, else [H, 1, L, 2M].
+    read = powers(theta, i + 1 - h)[:, None]
+    write, write_next = (powers(theta, j).flatten(2)[:, None] for j in (h - 1 - i, L + h - 1 - i))
+    # From X before the zeros to the first S, from S to S over a chunk, and from S to X, [H, 1, M,
+    # 2].
+    enter, carry, leave = (powers(theta, i[:1] + n) for n in (h - missing, L, -h))
 
-    # The state before every chunk.
-    z = chunked(torch.cat((k, v), dim=-1))
-    sums = (z.mT @ kept).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
-    state = theta.new_zeros(B, H, M, z.shape[-1], 2) if state is None else state
-    start, each = multiply(enter, state.transpose(2, 3)), passed.expand(N + more, *passed.shape)
-    last, S = in_order(
-        lambda S, chunk: (multiply(chunk[0], S) + chunk[1], S.clone()), start, [each, sums]
-    )
-    last = S[-1] if more else last
+    # S before every chunk, in a loop over chunks, and S after the last token.
+    z = by_chunk(torch.cat((k, v), dim=-1))
+    added = (z.mT @ write_next).squeeze(3).unflatten(-1, (M, 2))  # [N, B, H, P, M, 2]
+    if state is None:
+        state = theta.new_zeros(B, H, M, z.shape[-1], 2)
+    first_S = multiply(enter, state.transpose(2, 3))
+    carries = carry.expand(N + extra, *carry.shape)
+
+    def next_state(S: Tensor, chunk: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return multiply(chunk[0], S) + chunk[1], S.clone()
+
+    last, S = in_order(next_state, first_S, [carries, added])
+    if extra:
+        last = S[-1]
     S = S.flatten(-2)[:, :, :, None]  # [N, B, H, 1, P, 2M]
 
-    # The conjugate of b, for a real part is the product of pairs with conjugates; of (real parts |
-    # imaginary parts), pairs.
+    # conj(b), as pairs: the real part of a product is then the inner product of the pairs. The
+    # table is stacked as (Re | Im), and becomes pairs with negative imaginary parts.
     table = torch.stack((table[:, :M], -table[:, M:]), dim=2).flatten(1, 2)
     if q is None:
-        b, first = table[:, None, None], 0  # channels from `first` on are read
+        # The linear readout has b = w, and reads all channels.
+        b = table[:, None, None]
+        first = 0
     else:
-        q, first = chunked(q), R
-        a = (q @ z[..., :R].mT).tril() @ written + q @ S[..., :R, :]
+        # a = X^k q, b = W a, and b reads the channels of the values.
+        q = by_chunk(q)
+        first = R
+        a = (q @ z[..., :R].mT).tril() @ write + q @ S[..., :R, :]
         W = table.unflatten(2, (2, M)).transpose(2, 3).flatten(2)
         b = decayed(a, read) @ W.mT[:, None]
-    # The outputs, without the tokens that were added.
     b = decayed(b, torch.stack((read[..., 0], -read[..., 1]), dim=-1))
-    o = (b @ written.mT).tril() @ z[..., first:] + b @ S[..., first:, :].mT
+
+    # The outputs, without the tokens that were added.
+    o = (b @ write.mT).tril() @ z[..., first:] + b @ S[..., first:, :].mT
     o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)[:, missing : missing + T]
     return o.to(v.dtype), multiply(leave, last).transpose(2, 3)

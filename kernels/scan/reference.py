@@ -1,7 +1,7 @@
-"""The reference: loops over time that follow the paper, and the same loop in the (Lambda, W) form.
+"""The reference: loops over time as in the paper, and the same loops in the backends' form.
 
-Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width,
-P = R + D channels, M basis functions.
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H query heads, R key
+features, D value width, P = R + D channels of a state, M basis functions.
 
 It is slow, and differentiable, also in fp64. It shares no helper with the backends that tests
 compare with it, and is tested itself against its T x T matrix form (tests/scan/test_reference.py).
@@ -19,13 +19,16 @@ def paper_scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes the mixer's core as the paper writes it: U and Gamma are formed at every step.
 
+    The recurrence is eq. 11 of the paper and the readout its eq. 13, or eqs. 8 and 9 if `normalize`
+    is set.
+
     Args:
-        q: [B, T, Hq, R], real.
-        k: [B, T, H, R], real.
-        v: [B, T, H, D], real.
-        dt: Delta, [H].
-        A: [H, M] complex.
-        C: [H, M, M] complex.
+        q: Query features, [B, T, Hq, R], real.
+        k: Key features, [B, T, H, R], real.
+        v: Values, [B, T, H, D], real.
+        dt: Delta, the step size, [H].
+        A: Diagonal of the state matrix, [H, M] complex.
+        C: Projection onto the basis, [H, M, M] complex.
         readout: `complex`, `hermitian` or `real`: how the complex U and Gamma become a real output.
         normalize: True to divide by q^T U^T eta (Nadaraya-Watson); eta is a ones channel appended
             to v.
@@ -42,16 +45,17 @@ def paper_scan(
     Lambda = torch.exp(dt[:, None] * A)  # [H, M]
     beta = (Lambda - 1) / A
 
-    # 2. The input is keys beside values; with normalisation, beside a channel of ones that becomes
-    # eta.
-    z = torch.cat(
-        [k, v, torch.ones_like(v[..., :1])] if normalize else [k, v], dim=-1
-    )  # [B, T, H, P]
+    # 2. The input is keys beside values, [B, T, H, P]. With normalisation there is one more
+    # channel, of ones, which becomes eta.
+    inputs = [k, v]
+    if normalize:
+        inputs.append(torch.ones_like(v[..., :1]))
+    z = torch.cat(inputs, dim=-1)
 
-    # 3. The state carries the input gain; callers speak unit gain, x = beta X.
-    x = torch.zeros(
-        *k.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device
-    )  # [B, H, M, P]
+    # 3. The state x, [B, H, M, P], has the input gain in it. Callers give and take X with unit
+    # gain: x = beta X.
+    B = k.shape[0]
+    x = torch.zeros(B, *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)
     if initial_state is not None:
         x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
 
@@ -65,18 +69,18 @@ def paper_scan(
         U = projected[..., :R].repeat_interleave(group, dim=1)
         Gamma = projected[..., R:].repeat_interleave(group, dim=1)
 
-        # 6. o_t = Re(q_t^T U_t^T Gamma_t), the transpose without conjugation unless `hermitian`
-        # asks for it.
+        # 6. o_t = Re(q_t^T U_t^T Gamma_t). U_t is transposed without conjugation, except for
+        # `hermitian`; `real` takes the real parts of U_t and Gamma_t.
         qU = torch.einsum("bhr,bhmr->bhm", q[:, t].to(U.dtype), U)
         if readout == "complex":
             o = torch.einsum("bhm,bhmd->bhd", qU, Gamma).real
         elif readout == "hermitian":
             o = torch.einsum("bhm,bhmd->bhd", qU.conj(), Gamma).real
-        else:  # real
+        else:
             o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
 
-        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t. An output of more than 16 times the size
-        # of v_t is cut to that size.
+        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t. If the mean absolute value of the output
+        # is more than 16 times that of v_t, the output is scaled down to that bound.
         if normalize:
             o = o[..., :D] / o[..., D:]
             largest = 16 * v[:, t].abs().mean(-1, keepdim=True).repeat_interleave(group, dim=1)
@@ -92,11 +96,11 @@ def paper_linear(
     """Computes the linear readout y_t = Re(sum_m c_m (C x_t)_m) as the paper writes it.
 
     Args:
-        z: [B, T, H, P].
-        dt: Delta, [H].
-        A: [H, M] complex.
-        C: [H, M, M] complex.
-        c: [H, M] real.
+        z: Inputs, [B, T, H, P].
+        dt: Delta, the step size, [H].
+        A: Diagonal of the state matrix, [H, M] complex.
+        C: Projection onto the basis, [H, M, M] complex.
+        c: Weights of the basis functions, [H, M] real.
         initial_state: [B, H, M, P, 2], unit gain. None means zeros.
 
     Returns:
@@ -105,7 +109,8 @@ def paper_linear(
     # Zero-order hold, and the state with the input gain.
     Lambda = torch.exp(dt[:, None] * A)
     beta = (Lambda - 1) / A
-    x = torch.zeros(*z.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)
+    B = z.shape[0]
+    x = torch.zeros(B, *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)
     if initial_state is not None:
         x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
 
@@ -136,11 +141,13 @@ def scan_reference(
     Returns:
         o [B, T, Hq, D] in v's dtype, and the final state.
     """
-    dtype, R, M = log_decay.dtype, q.shape[-1], log_decay.shape[1]
+    dtype = log_decay.dtype
+    R = q.shape[-1]
+    M = log_decay.shape[1]
     q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # [B, T, H, G, R]
     z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
 
-    # a = X^k q, b = W a, o = Re(b^T X^v).
+    # Per token: a = X^k q, b = W a on stacked (Re | Im), and o = Re(b^T X^v).
     outputs = []
     for t, X in enumerate(_states(z, log_decay, initial_state, documents)):
         a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
@@ -169,6 +176,7 @@ def linear_reference(
     Returns:
         y [B, T, H, P] in z's dtype, and the final state.
     """
+    # y = Re(w^T X) per token.
     M = log_decay.shape[1]
     w = torch.complex(readout[:, :M], readout[:, M:])
     outputs = []
@@ -180,21 +188,28 @@ def linear_reference(
 def _states(
     z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yields X_t = Lambda X_(t-1) + z_t^T for z [B, T, H, P], each [B, H, M, P]."""
-    # Rounded once: the loop multiplies this rounding error T times.
+    """Yields X_t = Lambda X_(t-1) + z_t^T, each [B, H, M, P] complex.
+
+    Args:
+        z: Inputs, [B, T, H, P], in log_decay's dtype.
+        log_decay: theta, [H, M, 2].
+        initial_state: [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None.
+    """
+    # Lambda, [H, M, 1], is rounded only once, because the loop multiplies this rounding error T
+    # times.
     Lambda = torch.exp(torch.view_as_complex(log_decay.double().contiguous()))
-    Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[
-        :, :, None
-    ]  # [H, M, 1]
-    X = (
-        torch.zeros_like(Lambda)
-        if initial_state is None
-        else torch.view_as_complex(initial_state.contiguous())
-    )
+    Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[:, :, None]
+    if initial_state is None:
+        X = torch.zeros_like(Lambda)
+    else:
+        X = torch.view_as_complex(initial_state.contiguous())
     for t in range(z.shape[1]):
-        # The state is zero if the token begins a document. The initial state is that of document 0.
+        # A token that begins a document starts from a state of zero. The initial state belongs to
+        # document 0.
         if documents is not None:
-            same = documents[:, t] == (documents[:, t - 1] if t else 0)
+            before = documents[:, t - 1] if t else 0
+            same = documents[:, t] == before
             X = same[:, None, None, None] * X
         X = Lambda * X + z[:, t, :, None, :]
         yield X

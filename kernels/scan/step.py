@@ -1,13 +1,12 @@
-"""One token at a time: O(M (R + D) + M^2) work per head.
+"""One token at a time in plain PyTorch: O(M (R + D) + M^2) work per head.
 
-There is no position anywhere, because the recurrence is time-invariant.
+It is the recurrence (paper eq. 11) and the readout (paper eq. 13) of one token. No function takes a
+position, because the recurrence is the same at all positions.
 
-Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R +
-D channels, M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half
-[H, M, 2M] (see `interdomain_step`).
+Shapes: B batch, H state heads, G query heads per state head, Hq = G H query heads, R key features,
+D value width, P = R + D channels of a state, M basis functions.
 
-This is plain PyTorch, differentiable, and overwrites the state. The fused kernels are in
-triton_step.py.
+The functions are differentiable, and overwrite the state. The fused kernels are in triton_step.py.
 """
 
 import torch
@@ -25,7 +24,7 @@ def decay_factor(log_decay: Tensor) -> Tensor:
     Returns:
         Lambda, [H, M, 2].
     """
-    # Made on the device: a copy from the host would break the capture of a CUDA graph.
+    # The exponent is created on the device: a copy from the host would break CUDA graph capture.
     one = torch.ones(1, device=log_decay.device)
     return powers(log_decay, one)[:, 0]
 
@@ -46,16 +45,23 @@ def scan_step(
     Returns:
         o, [B, Hq, D] in v's dtype.
     """
-    (B, H, M, _, _), R = state.shape, q.shape[-1]
+    B, H, M, _, _ = state.shape
+    R = q.shape[-1]
     X = _advanced(torch.cat((k, v), dim=-1), decay, state)
-    a = q.to(X.dtype).unflatten(1, (H, -1)) @ X[..., :R].mT  # [B, H, G, M]
+
+    # a = X^k q, [B, H, G, M], stacked as (Re | Im).
+    a = q.to(X.dtype).unflatten(1, (H, -1)) @ X[..., :R].mT
     a = torch.cat((a.real, a.imag), dim=-1)
-    # The upper half of W serves for both halves: the lower half of W a is the upper one of i a.
+
+    # b = W a. The upper half of W = [[V, -Y], [Y, V]] is enough: applied to a and to -i a, it gives
+    # the real and the imaginary part of b.
     if mixing.shape[1] == M:
         a = torch.stack((a, torch.cat((a[..., M:], -a[..., :M]), dim=-1)), dim=-2)
-    # One product for all sequences: W is read once.
+    # One product for all sequences, so that W is read once.
     b = a.transpose(0, 1).reshape(H, -1, 2 * M) @ mixing.mT
     b = torch.complex(*b.view(H, B, -1, 2, M).transpose(0, 1).unbind(-2))
+
+    # o = Re(b^T X^v).
     return (b @ X[..., R:]).real.flatten(1, 2).to(v.dtype)
 
 
@@ -76,9 +82,15 @@ def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) ->
 
 
 def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> Tensor:
-    """Writes X = Lambda X + z^T over the state, for z [B, H, P].
+    """Updates the state in place: X = Lambda X + z^T.
 
-    Returns it as [B, H, M, P] complex.
+    Args:
+        z: The token's inputs, [B, H, P].
+        decay: Lambda, [H, M, 2].
+        state: X before the token, [B, H, M, P, 2], contiguous.
+
+    Returns:
+        The new X, a view of the state as [B, H, M, P] complex.
     """
     X = torch.view_as_complex(state)
     return X.mul_(torch.view_as_complex(decay)[:, :, None]).add_(z.to(X.dtype)[:, :, None])

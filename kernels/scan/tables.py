@@ -1,9 +1,10 @@
 """Small per-head tables: log-decay, input gain, mixing matrix, readout vector, powers of the decay.
 
-Shapes: H heads, M basis functions, J exponents. Complex numbers are real pairs [..., 2]:
-optimisers, FSDP and inductor handle those everywhere, complex dtypes only in places. All of it is
-differentiable by autograd and cheap: it runs once per step, for the heads of all layers, not once
-per token. Inputs fp32 or fp64; outputs in the same dtype. Derivation in docs/kernels.md.
+Shapes: H heads, M basis functions, J exponents. Complex numbers are real pairs [..., 2], because
+some parts of optimisers, FSDP and inductor do not handle complex dtypes. All functions but
+`initial_A` are differentiable by autograd. They are cheap: they run once per training step for the
+heads of all layers, not once per token. Inputs are fp32 or fp64, and outputs have the same dtype.
+Derivation: docs/kernels.md.
 """
 
 import math
@@ -11,13 +12,15 @@ import math
 import torch
 from torch import Tensor
 
-# |Lambda| >= e^-1: the shortest memory is about one token. It keeps every power that a chunk of 64
-# tokens needs inside e^64, far from fp32 overflow (e^88), and lies 20 times above the fastest decay
-# of the S4D-Inv initialisation (0.05).
+# The largest -Re(theta) per token: |Lambda| >= e^-1, so the shortest memory is about one token. It
+# keeps every power that a chunk of 64 tokens needs below e^64, far from fp32 overflow (e^88). It is
+# 20 times the fastest decay of the S4D-Inv initialisation (0.05).
 MAX_DECAY_PER_TOKEN = 1.0
 
-CHUNK = 64  # tokens of a chunk
+# Tokens of a chunk in plain PyTorch.
+CHUNK = 64
 
+# How the complex U and Gamma become a real output; see `mixing_matrix`.
 READOUTS = ("complex", "hermitian", "real")
 
 
@@ -55,9 +58,10 @@ def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
     """
     x = dt[:, None] * log_A_real.exp()
     bound = torch.full_like(x, MAX_DECAY_PER_TOKEN)
-    # The function is symmetric in x and b; scaled by the larger of the two, the eighth power cannot
-    # overflow.
-    low, high = torch.minimum(x, bound), torch.maximum(x, bound)
+    # The function is symmetric in x and b. The quotient by the larger of the two is at most 1, so
+    # that its eighth power cannot overflow.
+    low = torch.minimum(x, bound)
+    high = torch.maximum(x, bound)
     decay = low * (1 + (low / high) ** 8) ** -0.125
     return torch.stack((-decay, dt[:, None] * A_imag), dim=-1)
 
@@ -75,21 +79,28 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
         beta, [H, M, 2].
     """
     re, im = log_decay.unbind(-1)
-    # exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
+    # The numerator exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
     num_re = torch.expm1(re) * torch.cos(im) - 2 * torch.sin(im / 2) ** 2
     num_im = torch.exp(re) * torch.sin(im)
-    # The quotient does not depend on `scale` (so it needs no gradient); it keeps |theta|^2 from
-    # underflowing.
+    # Divide both by `scale`, so that |theta|^2 does not underflow. The quotient does not depend on
+    # it, and so it needs no gradient.
     scale = torch.maximum(re.abs(), im.abs()).detach().clamp_min(torch.finfo(re.dtype).tiny)
-    re, im, num_re, num_im = re / scale, im / scale, num_re / scale, num_im / scale
+    re = re / scale
+    im = im / scale
+    num_re = num_re / scale
+    num_im = num_im / scale
+    # dt (exp(theta) - 1) / theta, as a product with conj(theta) / |theta|^2.
     factor = dt[:, None] / (re * re + im * im)
-    return torch.stack(
-        ((num_re * re + num_im * im) * factor, (num_im * re - num_re * im) * factor), dim=-1
-    )
+    beta_re = (num_re * re + num_im * im) * factor
+    beta_im = (num_im * re - num_re * im) * factor
+    return torch.stack((beta_re, beta_im), dim=-1)
 
 
 def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> Tensor:
     """Computes W = G(Cb^T) P G(Cb): gain, C and readout in one real matrix per head.
+
+    With it, the readout Re(q^T U^T Gamma) (paper eq. 13) is Re(b^T X^v), where b = W a and a = X^k
+    q.
 
     Cb = C diag(gain), G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], and P = I (`complex`), diag(I, -I)
     (`hermitian`) or diag(I, 0) (`real`).
@@ -106,12 +117,12 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     Raises:
         ValueError: The readout is another one, or C has none of these shapes.
     """
-    # Cb, with the gain folded in.
+    # Cb = C diag(gain) as real and imaginary parts, [2, H, M, M].
     if readout not in READOUTS:
         raise ValueError(f"readout is {readout!r}; allowed: {', '.join(READOUTS)}")
     M = gain.shape[1]
     if C is None:
-        cb = torch.diag_embed(gain.movedim(-1, 0))  # [2, H, M, M]
+        cb = torch.diag_embed(gain.movedim(-1, 0))
     elif C.shape == gain.shape:
         cb = torch.diag_embed(multiply(C, gain).movedim(-1, 0))
     elif C.shape == (*gain.shape[:2], M, 2):
@@ -122,7 +133,7 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
                 got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)
             )
         )
-    # P, as its diagonal.
+    # The diagonal of P.
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
     projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
     # Autocast would round these products to bf16, and with them every weight of C.
@@ -175,21 +186,23 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
     re, im = log_decay.double().unbind(-1)
     magnitude = torch.exp(re[:, None] * j)
     phase = torch.remainder(im[:, None] * j, 2 * math.pi)
-    return torch.stack((magnitude * torch.cos(phase), magnitude * torch.sin(phase)), dim=-1).to(
-        log_decay.dtype
-    )
+    pairs = torch.stack((magnitude * torch.cos(phase), magnitude * torch.sin(phase)), dim=-1)
+    return pairs.to(log_decay.dtype)
 
 
 _C_SHAPE = "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or None (identity)"
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
-    """Multiplies two complex tensors given as real pairs."""
-    (x_re, x_im), (y_re, y_im) = x.unbind(-1), y.unbind(-1)
+    """Multiplies two complex tensors that are real pairs, [..., 2]."""
+    x_re, x_im = x.unbind(-1)
+    y_re, y_im = y.unbind(-1)
     return torch.stack((x_re * y_re - x_im * y_im, x_re * y_im + x_im * y_re), dim=-1)
 
 
 def _real_form(z: Tensor) -> Tensor:
     """Returns G(Z) of z = (Re Z, Im Z): [2, H, M, M] -> [H, 2M, 2M]."""
     re, im = z.unbind(0)
-    return torch.cat((torch.cat((re, -im), dim=-1), torch.cat((im, re), dim=-1)), dim=-2)
+    upper = torch.cat((re, -im), dim=-1)
+    lower = torch.cat((im, re), dim=-1)
+    return torch.cat((upper, lower), dim=-2)

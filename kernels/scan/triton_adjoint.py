@@ -1,6 +1,18 @@
-"""Pass 3 of the chunkwise scan and the gradient of the decay, in one Triton kernel. Notation as in triton_passes.py;
-derivation in docs/kernels.md."""
-# Triton compiles these functions: their types are not what Python sees.
+"""Pass 3 of the chunkwise scan and the gradient of the decay, in one Triton kernel.
+
+Both are part of the backward only. They walk the chunks of a segment from the last to the first.
+Derivation: docs/kernels.md, "The backward pass".
+
+Shapes, names of variables and the table of pointers are those of triton_passes.py. In short: B
+batch, T time, H state heads, G query heads per state head, Hq = G H, D width of the values (or of
+the keys, where k takes the place of v), P channels of a state, M basis functions, L chunk length, S
+segments, r = L // 2.
+
+The costate of a state X is the conjugate of the gradient of X. Inside a chunk of n tokens the
+kernels use Z = Lambda^(n-1-r) times the costate after the chunk: token j reads it as Re(T_j^T Z).
+The forward uses S = Lambda^(r+1) X in the same way.
+"""
+# Triton compiles these functions, so that their types differ from those that Python sees.
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
@@ -16,16 +28,54 @@ def adjoint_pass(
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Pass 3, chunks in reverse: dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z); dk likewise from (e~, q).
+    """Pass 3: the gradient of the values, from the chunks in reverse.
 
-    Z, the costate, collects b~_i do_i^T of later tokens and is the conjugate of the gradient of the state.
-    i_p: one of B H S ceil(D / BD); each adds up the G query heads of its state head. Tiles: costate [2M, BD] fp32 as
-    (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed scores [L, L]. Bytes per token and query head: b~
-    and the scores once per block of D, do once; dv once per state head.
-    p_g: gradient of the state after each segment. With p_dv, the gradient of the initial state goes to p_y [B, H, M, P, 2].
-    Without it only costates are wanted: the gradient of the state before every segment, from zero after it, goes to p_y
-    [B, H, S, M, P, 2]. p_d: as in `expand_kernel`. HELD: T stays in registers.
+    dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z), where the costate Z collects b~_i do_i^T of
+    later chunks. dk comes in the same way from (e~, q). The sums go over the G query heads that
+    share a state head.
+
+    Tiles: costate [2M, BD] fp32 as (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed
+    scores [L, L]. Bytes per token and query head: b~ and the scores once per block of D, do once;
+    dv once per state head.
+
+    Args:
+        i_p: This program, one of B H S ceil(D / BD).
+        p_b: b~, [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
+        p_do: The rows do, [B, T, Hq, D], the last dimension dense.
+        p_d: Scores of the linear readout, [H, L, L], as in `expand_kernel`; None for the query
+            readout.
+        p_tc: conj(T).
+        p_e: E.
+        p_step: enter and carry.
+        p_g: Gradients of the states after each segment, or None for zeros.
+        p_dv: Filled with dv, [B, T, H, D], the last dimension dense. None if only costates are
+            wanted.
+        p_y: With p_dv, filled with the gradient of the initial state in channels first to first +
+            D, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
+            before the segments when each starts from zero after it, [B, H, S, M, P, 2].
+        p_n: The document of each token, or None.
+        T: Tokens of a sequence.
+        S: Segments.
+        chunks: Chunks of a segment; the last segment may have fewer.
+        H: State heads.
+        P: Channels of a state.
+        first: The channel of the state at which v begins.
+        stride_db: Stride of do over sequences.
+        stride_dt: Stride of do over tokens.
+        stride_dh: Stride of do over heads.
+        stride_gb: Stride of dv over sequences.
+        stride_gt: Stride of dv over tokens.
+        stride_gh: Stride of dv over heads.
+        D: Width of do and dv.
+        G: Query heads per state head.
+        M: Basis functions.
+        L: Chunk length.
+        BD: Channels of a program.
+        PRECISION: Precision of fp32 products.
+        HELD: True to keep T in registers.
+        EVEN: True if every chunk has L tokens.
     """
+    # This program's block of channels, segment, sequence and state head.
     DTYPE = p_tc.dtype.element_ty
     OUTPUT: tl.constexpr = p_dv is not None
     LINEAR: tl.constexpr = p_d is not None
@@ -43,16 +93,20 @@ def adjoint_pass(
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
 
+    # Load the tables. The product with the identity brings T into the layout in which it can be a
+    # first operand from registers.
     b_tc = tl.load(p_tc + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
     if HELD and OUTPUT:
         b_tc = tl.dot(identity(L, DTYPE), b_tc).to(DTYPE)
     p_f = p_step + i_h * (4 * M) + o_m
     b_cr = tl.load(p_f + 2 * M)
     b_ci = tl.load(p_f + 3 * M)
-    # The costate enters the last chunk, n tokens long, with Lambda^(n-1-r).
+    # The costate enters the last chunk, which has n tokens, times Lambda^(n-1-r): row n - 1 of E.
     p_l = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
     b_lr = tl.load(p_l)
     b_li = tl.load(p_l + M)
+    # The costate after the segment is the conjugate of the gradient: the sign of the imaginary
+    # rows.
     b_sign = tl.where(o_n < M, 1.0, -1.0)[:, None]
     b_z = tl.zeros([2 * M, BD], dtype=tl.float32)
     if p_g is not None:
@@ -61,6 +115,7 @@ def adjoint_pass(
             p_g + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0
         )
 
+    # Pointers to the tokens of chunk 0 and the first query head; the loops add the offsets.
     p_dt = p_do + i_b * stride_db + i_h * G * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
     if OUTPUT:
         p_gt = p_dv + i_b * stride_gb + i_h * stride_gh + o_l[:, None] * stride_gt + o_d[None, :]
@@ -72,17 +127,24 @@ def adjoint_pass(
         i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
         m_t = (i_c * L + o_l < T) | EVEN
+        # The costate enters the chunk: times Lambda^(n-1-r) the last one, times Lambda^L the
+        # others.
         b_re = tl.where(i == 0, b_lr, b_cr)[:, None]
         b_im = tl.where(i == 0, b_li, b_ci)[:, None]
         b_z = scale_rows(b_z, b_re, b_im, M, BD)
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
+        # The part of dv that comes from later chunks. In packed documents, only tokens of the
+        # chunk's last document have reached the state after the chunk.
         if OUTPUT:
             b_dv = tl.dot(b_tc, b_z.to(DTYPE), input_precision=PRECISION)
             if p_n is not None:
                 b_dv = tl.where((b_n == n_last)[:, None], b_dv, 0.0)
+        # The costate passes to the state before the chunk only if the chunk and the token before it
+        # share one document.
         if p_n is not None:
             b_z = tl.where(n_before == n_last, b_z, 0.0)
+        # Add up the query heads that share the state head.
         for i_g in range(0, G):
             p_dg = p_dt + i_t * stride_dt + tl.cast(i_g, tl.int64) * stride_dh
             b_do = tl.load(p_dg, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
@@ -92,6 +154,7 @@ def adjoint_pass(
                     mask=m_t[:, None],
                     other=0.0,
                 )
+            # The part of dv from tokens i >= j of the same chunk, by scores [j, i] of one document.
             if OUTPUT:
                 if not LINEAR:
                     b_p = tl.dot(b_tc, tl.trans(b_b), input_precision=PRECISION)
@@ -100,6 +163,8 @@ def adjoint_pass(
                 if p_n is not None:
                     b_d = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
                 b_dv = tl.dot(b_d, b_do, b_dv, input_precision=PRECISION)
+            # Add this chunk's tokens to the costate: those that have read the state before the
+            # chunk.
             if p_n is not None:
                 b_do = tl.where((b_n == n_before)[:, None], b_do, 0.0)
             b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
@@ -110,6 +175,8 @@ def adjoint_pass(
                 mask=m_t[:, None] & m_d[None, :],
             )
 
+    # Store the gradient of the initial state (the first segment only), or of the state before each
+    # segment: the conjugate of enter Z, where enter = Lambda^(r+1) leads from S back to X.
     if p_y is not None:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
         if (not OUTPUT) | (i_s == 0):
             b_z = b_sign * scale_rows(b_z, tl.load(p_f)[:, None], tl.load(p_f + M)[:, None], M, BD)
@@ -120,13 +187,28 @@ def adjoint_pass(
 
 @triton.jit
 def split_pairs(b_x, BM: tl.constexpr, N: tl.constexpr):
-    """Real and imaginary parts [BM / 8, 8, N] of b_x [2 BM, N], whose rows come in turns of eight."""
+    """Splits a tile into real and imaginary parts, [BM / 8, 8, N] each.
+
+    Args:
+        b_x: The tile, [2 BM, N]. Its rows alternate in groups of eight: 8 real parts, then the 8
+            imaginary parts that belong to them.
+        BM: Complex rows of the tile.
+        N: Columns of the tile.
+    """
     return tl.split(tl.permute(tl.reshape(b_x, [BM // 8, 2, 8, N]), (0, 2, 3, 1)))
 
 
 @triton.jit
 def scale_pairs(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
-    """Rows of b_x [2 BM, N], in turns of eight, times the complex numbers (b_re, b_im), [BM]."""
+    """Multiplies the rows of a tile by complex numbers.
+
+    Args:
+        b_x: The tile, [2 BM, N], its rows in groups of eight as in `split_pairs`.
+        b_re: Real parts of the factors, [BM].
+        b_im: Imaginary parts of the factors, likewise.
+        BM: Complex rows of the tile.
+        N: Columns of the tile.
+    """
     b_u, b_w = split_pairs(b_x, BM, N)
     b_re = tl.reshape(b_re, [BM // 8, 8, 1])
     b_im = tl.reshape(b_im, [BM // 8, 8, 1])
@@ -141,22 +223,66 @@ def decay_pass(
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
     PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """g = sum_j T_j y_j + Y X, the part of dL/dtheta that (b~; do, v) carries, or (e~; q, k). Chunks in reverse.
+    """The part of the gradient of theta = log_decay that (b~; do, v) carries, or (e~; q, k).
 
-    y_j = sum_(i>=j) (i - j) (do_i . v_j) b~_i + (n - 1 - j) Z v_j + Y v_j is over T_j the derivative by theta of what
-    v_j meets, Z the costate as in `adjoint_pass` and Y its derivative, which the kernel carries beside it:
-    Y' = Lambda^n (Y + n Z) + sum_i (i + 1) b~_i do_i over a chunk of n tokens. Y starts at zero in every segment; what leaves
-    the segment meets the state X before it. So weights grow with the length of a segment at most, and no two large sums are
-    subtracted. T is the same in every chunk: y_j is summed over chunks in the accumulator of its products.
+    It computes g = sum_j T_j y_j + Y X, from the chunks in reverse. The gradient is conj(g).
 
-    i_p: one of B Hq S ceil(D / BD) (M / BM). Tiles: costate and its derivative [2 BM, BD] fp32, y [2 BM, L] fp32,
-    do and v [L, BD], b~ [L, 2 BM], scores [L, L]. Bytes per token and query head: b~ once per block of D, do and v once per
-    block of M. p_out: [programs of all (b, h), 2M] fp32 as (Re g | Im g), summed outside in a fixed order.
+    y_j = sum_(i>=j) (i - j) (do_i . v_j) b~_i + (n - 1 - j) Z v_j + Y v_j belongs to token j of a
+    chunk of n tokens: T_j y_j is the derivative by theta of everything that v_j contributes to. Z
+    is the costate as in `adjoint_pass`. Y is the derivative of Z by theta, which the kernel carries
+    beside Z. Without the change of frame, a chunk maps Y to Lambda^n (Y + n Z) + sum_i (i + 1) b~_i
+    do_i^T.
 
-    Tokens are columns here: costate and derivative are first operands, which stay in registers. Rows come in turns of eight:
-    8 real parts, their 8 imaginary parts. A thread has rows r and r + 8 of a product, so that a complex number is in one thread
-    at any BM. HELD: so does b~^T, by a product with the identity.
+    Y starts at zero after every segment, and X is the state before the segment. So a weight is at
+    most the length of a segment, and no two large sums are subtracted from one another. T is the
+    same in every chunk, so that y_j can be summed over chunks in the accumulator of its products.
+
+    Tiles: costate Z and its derivative Y [2 BM, BD] fp32, y [2 BM, L] fp32, do and v [L, BD], b~
+    [L, 2 BM], scores [L, L]. Bytes per token and query head: b~ once per block of D, do and v once
+    per block of M.
+
+    Tokens are the columns of y, so that Z and Y are first operands of products and stay in
+    registers. Their rows alternate in groups of eight: 8 real parts, then their 8 imaginary parts.
+    A thread has rows r and r + 8 of a product's result, so that both parts of a complex number are
+    in one thread at any BM.
+
+    Args:
+        i_p: This program, one of B Hq S ceil(D / BD) (M / BM).
+        p_b: b~, [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
+        p_do: The rows do, [B, T, Hq, D], the last dimension dense.
+        p_v: The columns v, [B, T, H, D], the last dimension dense.
+        p_d: Not None in the linear readout; it is not read here.
+        p_tt: conj(T) transposed.
+        p_e: E.
+        p_step: enter and carry.
+        p_x: States before each segment, or None for zeros.
+        p_g: Gradients of the states after each segment, or None for zeros.
+        p_out: Filled with parts of g as (Re g | Im g), [B Hq S ceil(D / BD), 2M] fp32. `sum_kernel`
+            adds them in a fixed order.
+        p_n: The document of each token, or None.
+        T: Tokens of a sequence.
+        S: Segments.
+        chunks: Chunks of a segment; the last segment may have fewer.
+        Hq: Query heads.
+        P: Channels of a state.
+        first: The channel of the state at which v begins.
+        stride_db: Stride of do over sequences.
+        stride_dt: Stride of do over tokens.
+        stride_dh: Stride of do over heads.
+        stride_vb: Stride of v over sequences.
+        stride_vt: Stride of v over tokens.
+        stride_vh: Stride of v over heads.
+        D: Width of do and v.
+        G: Query heads per state head.
+        M: Basis functions.
+        L: Chunk length.
+        BD: Channels of a program.
+        BM: Basis functions of a program, a multiple of 8.
+        PRECISION: Precision of fp32 products.
+        HELD: True to keep b~^T in registers, too, by a product with the identity.
+        EVEN: True if every chunk has L tokens.
     """
+    # This program's block of basis functions, block of channels, segment, query head and sequence.
     DTYPE = p_tt.dtype.element_ty
     LINEAR: tl.constexpr = p_d is not None
     NM: tl.constexpr = M // BM
@@ -171,14 +297,15 @@ def decay_pass(
     o_d = i_d * BD + tl.arange(0, BD)
     o_m = i_m * BM + tl.arange(0, BM)
     o_2 = tl.arange(0, 2 * BM)
-    o_i = o_2 // 8 % 2  # 1 where a row holds an imaginary part
-    o_n = i_m * BM + o_2 // 16 * 8 + o_2 % 8 + o_i * M  # a row's place in (Re | Im)
+    # o_i is 1 if a row holds an imaginary part, else 0. o_n is the position of a row in (Re | Im).
+    o_i = o_2 // 8 % 2
+    o_n = i_m * BM + o_2 // 16 * 8 + o_2 % 8 + o_i * M
     m_d = (o_d < D) | (EVEN and D % BD == 0)
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
 
+    # Load the factors of the costate, as in `adjoint_pass`, and the costate after the segment.
     p_f = p_step + i_h * (4 * M) + o_m
-    # The costate enters the last chunk, n tokens long, with Lambda^(n-1-r).
     p_l = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
     b_lr = tl.load(p_l)
     b_li = tl.load(p_l + M)
@@ -188,7 +315,8 @@ def decay_pass(
     b_z = tl.zeros([2 * BM, BD], dtype=tl.float32)
     b_t = tl.zeros([2 * BM, BD], dtype=tl.float32)
     if p_g is not None:
-        # One query head of a group stands for the state that they share.
+        # The query heads of a group share the state: only the first of them starts from its
+        # gradient.
         m_g = m_d & (i_q % G == 0)
         o_x = (o_n % M)[:, None] * (2 * P) + o_i[:, None] + 2 * (first + o_d)[None, :]
         b_z = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(
@@ -199,6 +327,7 @@ def decay_pass(
         b_eye = identity(L, DTYPE)
     b_y = tl.zeros([2 * BM, L], dtype=tl.float32)
 
+    # Pointers to the tokens of chunk 0; the loop adds the chunk's offset.
     p_dt = (
         p_do
         + i_b * stride_db
@@ -229,13 +358,18 @@ def decay_pass(
         b_v = tl.load(p_vt + i_t * stride_vt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
         b_re = tl.where(i == 0, b_lr, b_cr)
         b_im = tl.where(i == 0, b_li, b_ci)
+        # The costate and its derivative (b_t) enter the chunk.
         b_z = scale_pairs(b_z, b_re, b_im, BM, BD)
         b_t = scale_pairs(b_t, b_re, b_im, BM, BD)
 
-        # The integer weights multiply fp32 numbers, before those are rounded to the operands' dtype.
+        # Scores (do_i . v_j) (i - j) within the chunk. Here and below, the integer weights multiply
+        # fp32 values, before those are rounded to the operands' dtype.
         b_p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-        # b_p * (i - j), spelled so that no [L, L] tile of weights stays in registers.
+        # It is b_p * (i - j), written so that no [L, L] tile of weights stays in registers.
         b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p * b_i[:, None] - b_p * b_i[None, :], 0.0)
+        # Packed documents: only tokens of the chunk's last document reach the state after the
+        # chunk, and only tokens of the document before the chunk read the state before it. v and do
+        # are loaded once more with these masks.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             b_p = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
@@ -243,10 +377,12 @@ def decay_pass(
             b_v = tl.load(p_vt + i_t * stride_vt, mask=m_v, other=0.0).to(DTYPE)
             m_o = (m_t & (b_n == n_before))[:, None] & m_d[None, :]
             b_do = tl.load(p_dt + i_t * stride_dt, mask=m_o, other=0.0).to(DTYPE)
+        # y += (n - 1 - j) Z v_j + Y v_j.
         b_x = tl.dot(b_z.to(DTYPE), tl.trans(b_v), input_precision=PRECISION)
         b_y += b_x * (n - 1 - o_l).to(tl.float32)[None, :]
         b_y = tl.dot(b_t.to(DTYPE), tl.trans(b_v), b_y, input_precision=PRECISION)
-        # b~^T is the first operand of three products; the weight i + 1 is on it where it is held, else on do.
+        # y += sum_i (i - j) (do_i . v_j) b~_i. b~^T is the first operand of three products. If it
+        # stays in registers, it takes the weight i + 1 of the second one; else do takes the weight.
         b_bt = tl.trans(b_b)
         b_bw = b_bt
         if HELD:
@@ -254,28 +390,35 @@ def decay_pass(
             b_bw = (b_bt * (b_i + 1.0)[None, :]).to(DTYPE)
             b_bt = b_bt.to(DTYPE)
         b_y = tl.dot(b_bt, b_p.to(DTYPE), b_y, input_precision=PRECISION)
+        # Z and Y pass to the state before the chunk only if both share one document.
         if p_n is not None:
             b_z = tl.where(n_before == n_last, b_z, 0.0)
             b_t = tl.where(n_before == n_last, b_t, 0.0)
         b_w = b_do
         if not HELD:
             if L < 64 and p_n is None:
-                # `mma.sync`: what meets products and other arithmetic, too, would lie in shared memory with eight rows in a
-                # bank. So do is read once more, at an address that the compiler cannot know to be the same (i_c // T is 0).
+                # These GPUs multiply by `mma.sync`. A tile that goes both into products and into
+                # other arithmetic would lie in shared memory with eight rows in one bank. So do is
+                # loaded once more, at an address that the compiler cannot know to be the same (i_c
+                # // T is 0).
                 b_w = tl.load(
                     p_dt + (i_t * stride_dt + i_c // T), mask=m_t[:, None] & m_d[None, :], other=0.0
                 )
             b_w = (b_w.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
+        # Y += n Z + sum_i (i + 1) b~_i do_i^T, and then Z += sum_i b~_i do_i^T.
         b_t = tl.dot(b_bw, b_w, b_t + b_z * tl.cast(n, tl.float32), input_precision=PRECISION)
         b_z = tl.dot(b_bt, b_do, b_z, input_precision=PRECISION)
 
+    # g = sum_j T_j y_j, complex. The table holds conjugates of T.
     o_8 = tl.reshape(o_m, [BM // 8, 8, 1])
     b_yr, b_yi = split_pairs(b_y, BM, L)
     p_tt += i_h * (2 * M) * L + o_8 * L + tl.reshape(o_l, [1, 1, L])
     b_tr = tl.load(p_tt).to(tl.float32)
-    b_ti = -tl.load(p_tt + M * L).to(tl.float32)  # the table holds conjugates
+    b_ti = -tl.load(p_tt + M * L).to(tl.float32)
     b_gr = tl.reshape(tl.sum(b_tr * b_yr - b_ti * b_yi, axis=2), [BM])
     b_gi = tl.reshape(tl.sum(b_tr * b_yi + b_ti * b_yr, axis=2), [BM])
+    # g += Y X with the state before the segment; enter = Lambda^(r+1) leads from the chunk's frame
+    # to X.
     if p_x is not None:
         b_dr, b_di = split_pairs(scale_pairs(b_t, tl.load(p_f), tl.load(p_f + M), BM, BD), BM, BD)
         o_s = o_8 * (2 * P) + 2 * tl.reshape(first + o_d, [1, 1, BD])
@@ -296,14 +439,57 @@ def adjoint_kernel(
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Pass 3 (to p_dv, p_y) and, with p_out, beside it the part of the decay's gradient that the same tensors carry.
+    """Pass 3 and, if there is p_out, the part of the decay's gradient that the same tensors carry.
 
-    Both walk the chunks of a segment in reverse and read b~ and do. The programs of one (batch, state head, segment) have
-    consecutive numbers: they run at the same time, and what one has fetched the others find in L2. Bytes from memory per
-    token and query head then: b~, do, v in and dv out, each once.
+    Some programs run `adjoint_pass`, the others `decay_pass`. Both walk the chunks of a segment in
+    reverse and read b~ and do. The programs of one (batch, state head, segment) have consecutive
+    ids, so that they run at the same time and find in the L2 cache what one of them has loaded.
+    Then b~, do and v are read from memory once, and dv is written once, per token and query head.
 
     Grid: B H S (ceil(D / BD) + DECAY G ceil(D / BK) (M / BM)) programs.
+
+    Args:
+        p_b: b~, [B, Hq, T, 2M], or e~. With p_d it is [H, L, 2M], the same for every chunk.
+        p_do: The rows do, [B, T, Hq, D], or q.
+        p_v: The columns v, [B, T, H, D], or k. It is read only if there is p_out.
+        p_d: Scores of the linear readout, [H, L, L]; None for the query readout.
+        p_tc: conj(T).
+        p_tt: conj(T) transposed.
+        p_e: E.
+        p_step: enter and carry.
+        p_x: States before each segment, or None for zeros. It is read only if there is p_out.
+        p_g: Gradients of the states after each segment, or None for zeros.
+        p_dv: Filled as in `adjoint_pass`, or None.
+        p_y: Filled as in `adjoint_pass`, or None.
+        p_out: Filled as in `decay_pass`, or None if the decay's gradient is not wanted.
+        p_n: The document of each token, or None.
+        T: Tokens of a sequence.
+        S: Segments.
+        chunks: Chunks of a segment; the last segment may have fewer.
+        H: State heads.
+        P: Channels of a state.
+        first: The channel of the state at which v begins.
+        stride_db: Stride of do over sequences.
+        stride_dt: Stride of do over tokens.
+        stride_dh: Stride of do over heads.
+        stride_vb: Stride of v over sequences.
+        stride_vt: Stride of v over tokens.
+        stride_vh: Stride of v over heads.
+        stride_gb: Stride of dv over sequences.
+        stride_gt: Stride of dv over tokens.
+        stride_gh: Stride of dv over heads.
+        D: Width of do, v and dv.
+        G: Query heads per state head.
+        M: Basis functions.
+        L: Chunk length.
+        BD: Channels of a program of `adjoint_pass`.
+        BK: Channels of a program of `decay_pass`.
+        BM: Basis functions of a program of `decay_pass`.
+        PRECISION: Precision of fp32 products.
+        HELD: True to keep first operands of several products in registers.
+        EVEN: True if every chunk has L tokens.
     """
+    # N programs for each (batch, state head, segment): NA of pass 3, then G ND of the decay.
     DECAY: tl.constexpr = p_out is not None
     NA: tl.constexpr = (D + BD - 1) // BD
     ND: tl.constexpr = (D + BK - 1) // BK * (M // BM)
@@ -318,7 +504,9 @@ def adjoint_kernel(
         )  # fmt: skip
     elif DECAY:
         i_d = i_n - NA
-        i_q = i_g // S * G + i_d // ND  # over B Hq; the segments of a query head follow one another
+        # The query head, of all sequences. decay_pass counts its programs by query head, then
+        # segment.
+        i_q = i_g // S * G + i_d // ND
         decay_pass(
             (i_q * S + i_g % S) * ND + i_d % ND, p_b, p_do, p_v, p_d, p_tt, p_e, p_step, p_x, p_g, p_out, p_n,
             T, S, chunks, H * G, P, first, stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh,

@@ -11,12 +11,13 @@ docs/kernels.md.
                beside them dtheta = decay(e~; q, k) + decay(b~; do, v)
 
 If there are too few sequences and heads to fill the GPU (`segment_count`), time is cut into
-segments. A first sweep gives the state that each segment alone would leave, an associative scan
+segments. A first sweep gives the state that each segment leaves by itself, an associative scan
 chains them, and the passes start every segment from its true state. Backwards the same is done with
 costates.
 
-A shard of longer sequences (`final_state`, `leave`, as in chunkwise.py) is one more level of
-segments: the end of the chain is handed over, and the state that comes back starts it.
+Context parallelism (`final_state` and `exchange`, as in chunkwise.py) is one more level of
+segments: the state at the end of the chain is sent to other ranks, and the state that comes back
+starts the chain.
 
 Nothing uses atomics; every sum has one order.
 """
@@ -54,17 +55,26 @@ def scan_forward(
         a: The result of pass 1, [B, Hq, T, 2M], which the backward takes.
     """
     with torch.cuda.device_of(q):
-        # The states before the segments.
         q, k, v = (aligned(x) for x in (q, k, v))
-        (B, _, H, R), P = k.shape, k.shape[3] + v.shape[3]
+        B, _, H, R = k.shape
+        M = log_decay.shape[1]
+        P = R + v.shape[3]
         launches = _launches((q, k, v), log_decay, documents)
-        initial_state = initial_state() if callable(initial_state) else initial_state
+
+        # The states before the segments.
+        if callable(initial_state):
+            initial_state = initial_state()
         states = launches.states(initial_state, k, v, local=local)
-        # Pass 1, W and pass 2.
+
+        # Pass 1: a. Keys are the first R channels of a state, values the other ones.
         o = padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
-        final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
+        final = None
+        if need_final:
+            final = log_decay.new_empty(B, H, M, P, 2)
         a = launches.contract(q, k, states, (0, P), final)
-        # Documents need more registers: fused, 372 bytes are spilled (Triton 3.7.1).
+
+        # b = W a and pass 2, in one kernel if registers allow. Documents need more registers: in
+        # one kernel, 372 bytes would be spilled (Triton 3.7.1).
         if launches.plan.fused and documents is None:
             launches.expand(a, v, states, (R, P), o, final, mixing=mixing)
         else:
@@ -75,7 +85,7 @@ def scan_forward(
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
     initial_state: Tensor | None, a: Tensor | None = None, *, documents: Tensor | None = None,
-    leave: Exchange | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Computes the gradients of the scan.
 
@@ -87,36 +97,46 @@ def scan_backward(
         v: [B, T, H, D].
         log_decay: theta, [H, M, 2].
         mixing: W, [H, 2M, 2M].
-        initial_state: The state before the tokens, or None. With `leave`, the state that entered
-            the shard.
+        initial_state: The state before the tokens, [B, H, M, P, 2], or None. With context
+            parallelism, the state that came from the ranks before.
         a: The result of pass 1, or None to compute it again.
         documents: The document of each token, [B, T] int32, or None.
-        leave: The exchange with other ranks, or None.
+        exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
         The gradients of q, k, v, log_decay, mixing and initial_state; None for a state that is not
         there.
     """
     with torch.cuda.device_of(q):
-        # Pass 1 of the forward, and of the gradient of o.
         q, k, v, d_o = (aligned(x) for x in (q, k, v, d_o))
-        P = k.shape[3] + v.shape[3]
-        keys, values = (0, P), (k.shape[3], P)
+        R = k.shape[3]
+        P = R + v.shape[3]
         launches = _launches((q, k, v), log_decay, documents)
         states = launches.states(initial_state, k, v)
-        a = launches.contract(q, k, states, keys) if a is None else dense(a)
-        # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies
-        # by W^T.
+
+        # Pass 1 of (q, k) gives a, and pass 1 of (do, v) gives c. The conjugate of c is stored,
+        # because dW and e = conj(W^T conj(c)) both need conj(c). Then b, e and dW.
+        keys = (0, P)
+        values = (R, P)
+        if a is None:
+            a = launches.contract(q, k, states, keys)
+        else:
+            a = dense(a)
         c = launches.contract(d_o, v, states, values, conj=True)
         b, e, d_mixing = launches.mix(a, mixing, c)
         del a, c
 
-        # Pass 2 gives the gradient of q, and pass 3 the others.
+        # dq is pass 2 of (e, k). It needs no gradient of a state: it is computed while other ranks'
+        # gradients are on their way.
         dq, dk, dv = (padded_empty(x) for x in (q, k, v))
-        d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
-        costates = launches.costates(d_final, (e, q, keys), (b, d_o, values), leave=leave)
-        launches.expand(e, k, states, keys, dq)  # while other ranks' gradients are on their way
-        costates = costates()
+        d_initial = None
+        if initial_state is not None:
+            d_initial = initial_state.new_empty(initial_state.shape)
+        wait = launches.costates(d_final, (e, q, keys), (b, d_o, values), exchange=exchange)
+        launches.expand(e, k, states, keys, dq)
+
+        # Pass 3 gives dk and dv, and beside them the parts of the gradient of log_decay.
+        costates = wait()
         parts_k = launches.adjoint(e, q, costates, keys, dk, d_initial, v=k, state=states)
         parts_v = launches.adjoint(b, d_o, costates, values, dv, d_initial, v=v, state=states)
         d_log_decay = conj_sum(parts_k, parts_v)
@@ -147,17 +167,24 @@ def linear_forward(
         z = aligned(z)
         B, _, H, P = z.shape
         launches = _launches((z,), log_decay, documents, readout)
-        initial_state = initial_state() if callable(initial_state) else initial_state
+
+        # The states before the segments.
+        if callable(initial_state):
+            initial_state = initial_state()
         states = launches.states(initial_state, z, local=local)
+
+        # Pass 2 with the readout's weights.
         y = padded_empty(z)
-        final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
+        final = None
+        if need_final:
+            final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
         launches.expand(None, z, states, (0, P), y, final)
         return y.contiguous(), final, initial_state
 
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    *, documents: Tensor | None = None, leave: Exchange | None = None,
+    *, documents: Tensor | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Computes the gradients of the linear scan.
 
@@ -171,20 +198,26 @@ def linear_backward(
         readout: w, [H, 2M] as (Re w | Im w).
         initial_state: As in `scan_backward`.
         documents: The document of each token, [B, T] int32, or None.
-        leave: The exchange with other ranks, or None.
+        exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
         The gradients of z, log_decay, readout and initial_state.
     """
     with torch.cuda.device_of(z):
-        z, d_y = aligned(z), aligned(d_y)
+        z = aligned(z)
+        d_y = aligned(d_y)
         channels = (0, z.shape[3])
         launches = _launches((z,), log_decay, documents, readout)
         states = launches.states(initial_state, z)
+
+        # Pass 3 gives dz, and beside it the parts of the gradient of log_decay.
         dz = padded_empty(z)
-        d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
-        costates = launches.costates(d_final, (None, d_y, channels), leave=leave)()
+        d_initial = None
+        if initial_state is not None:
+            d_initial = initial_state.new_empty(initial_state.shape)
+        costates = launches.costates(d_final, (None, d_y, channels), exchange=exchange)()
         parts = launches.adjoint(None, d_y, costates, channels, dz, d_initial, v=z, state=states)
+        # Pass 1 of (dy, z), summed over time, gives the gradient of w.
         d_readout = conj_sum(launches.contract(d_y, z, states, channels, total=True), pairs=False)
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
 
@@ -192,21 +225,24 @@ def linear_backward(
 def final_state(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the state that these tokens alone leave.
+    """Computes the state that these tokens leave when they start from zero.
 
     Args:
         parts: k and v, or z.
         log_decay: theta, [H, M, 2].
-        documents: As in `scan_forward`.
+        documents: The document of each token, [B, T] int32, or None.
 
     Returns:
-        The state, [B, H, M, P, 2], and those of each segment alone, [B, H, S, M, P, 2]; None for
-        one segment.
+        The state, [B, H, M, P, 2], and the states that each segment leaves when it starts from
+        zero, [B, H, S, M, P, 2]; None for one segment.
     """
     with torch.cuda.device_of(log_decay):
         launches = _launches(parts, log_decay, documents)
         local = launches.local_states(*(aligned(x) for x in parts))
-        return launches.end(local), local if launches.segments > 1 else None
+        state = launches.end(local)
+        if launches.segments == 1:
+            return state, None
+        return state, local
 
 
 def segments(parts: tuple[Tensor, ...], log_decay: Tensor) -> int:
@@ -221,12 +257,24 @@ def segments(parts: tuple[Tensor, ...], log_decay: Tensor) -> int:
 
 
 def _cut(inputs: tuple[Tensor, ...], log_decay: Tensor) -> tuple[Plan, int]:
-    """Returns tile sizes, and the number of chunks of a segment."""
-    B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
-    width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
+    """Cuts time into segments.
+
+    Args:
+        inputs: q, k and v, or k and v, or z. The last one has the state heads.
+        log_decay: theta, [H, M, 2].
+
+    Returns:
+        The tile sizes, and the number of chunks of a segment.
+    """
+    B, T, H = inputs[-1].shape[:3]
+    # The linear readout has no limit on the width, and its plan does not depend on it.
+    width = 0
+    if len(inputs) > 1:
+        width = max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
-    total = -(-T // plan.chunk)
-    return plan, -(-total // segment_count(B * H, total, log_decay.device))
+    # Both quotients are rounded up.
+    chunks = -(-T // plan.chunk)
+    return plan, -(-chunks // segment_count(B * H, chunks, log_decay.device))
 
 
 def _launches(

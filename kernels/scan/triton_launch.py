@@ -26,10 +26,10 @@ from .triton_tables import chain_kernel, sum_kernel, tables_kernel
 
 
 class Launches(NamedTuple):
-    """The passes over one set of sequences.
+    """The passes over one set of sequences, with the tables that they share.
 
-    Time is cut into segments that run side by side. Powers of Lambda are rounded once from fp64. r
-    = L // 2 balances their range: |Lambda|^-32 .. |Lambda|^32 at L = 64.
+    Time is cut into segments that run side by side. Powers of Lambda are rounded once from fp64.
+    r = L // 2 balances their range: |Lambda|^-32 to |Lambda|^32 at L = 64.
 
     Attributes:
         plan: Tile sizes.
@@ -37,17 +37,17 @@ class Launches(NamedTuple):
         segments: S.
         chunks: Chunks of a segment; the last segment may be shorter.
         documents: The document of each token, [B, T] int32, dense, or None.
-        t: Lambda^(r-j) as (Re | Im), [H, L, 2M].
-        t_conj: The same as (Re | -Im).
+        t: T_j = Lambda^(r-j) as (Re | Im), [H, L, 2M] in the operands' dtype.
+        t_conj: conj(T_j), that is (Re | -Im), likewise.
         t_conj_T: t_conj transposed, [H, 2M, L].
-        E: Lambda^(i-r), [H, L, 2M] fp32.
-        step: Lambda^(r+1) and Lambda^L, [H, 2, 2M] fp32.
-        power: If S > 1: Lambda^n for the n tokens of a segment and of the last one, [2, H, M, 2]
-            fp32.
-        rows: In the linear readout in place of b~, the same in every chunk: E w, [H, L, 2M] in the
-            operands' dtype.
-        scores: Likewise D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L], summed over M before it
-            is rounded.
+        E: E_i = Lambda^(i-r) as (Re | Im), [H, L, 2M] fp32.
+        step: Lambda^(r+1) and Lambda^L as (Re | Im), [H, 2, 2M] fp32.
+        power: Lambda^n as real pairs for the n tokens of a segment, and for those of the last
+            segment, [2, H, M, 2] fp32. None for one segment.
+        rows: E w for the linear readout w, [H, L, 2M] in the operands' dtype. It takes the place of
+            b~, and is the same for every chunk. None for the query readout.
+        scores: D_ij = Re(w^T Lambda^(i-j)) for j <= i of the linear readout, [H, L, L] in the
+            operands' dtype, summed over M before it is rounded. None for the query readout.
     """
 
     plan: Plan
@@ -69,7 +69,7 @@ class Launches(NamedTuple):
         cls, plan: Plan, log_decay: Tensor, T: int, chunks: int, documents: Tensor | None = None,
         readout: Tensor | None = None,
     ) -> "Launches":  # fmt: skip
-        """Computes the tables.
+        """Allocates the tables and launches the kernel that computes them.
 
         Args:
             plan: Tile sizes.
@@ -79,18 +79,24 @@ class Launches(NamedTuple):
             documents: The document of each token, [B, T], or None.
             readout: w, [H, 2M], for the linear readout; None for the other one.
         """
-        (H, M, _), L, length = log_decay.shape, plan.chunk, chunks * plan.chunk
+        H, M, _ = log_decay.shape
+        L = plan.chunk
+        length = chunks * L
         segments = triton.cdiv(T, length)
-        t, t_conj, t_conj_T = (
-            torch.empty(shape, dtype=plan.dtype, device=log_decay.device)
-            for shape in ((H, L, 2 * M), (H, L, 2 * M), (H, 2 * M, L))
-        )
-        E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
-        power = log_decay.new_empty(2, H, M, 2) if segments > 1 else None
-        rows, scores = (
-            (None, None) if readout is None else (torch.empty_like(t), t.new_empty(H, L, L))
-        )
-        # Sines in fp64 are long programs: each thread has few numbers.
+        t = torch.empty(H, L, 2 * M, dtype=plan.dtype, device=log_decay.device)
+        t_conj = torch.empty_like(t)
+        t_conj_T = torch.empty(H, 2 * M, L, dtype=plan.dtype, device=log_decay.device)
+        E = log_decay.new_empty(H, L, 2 * M)
+        step = log_decay.new_empty(H, 2, 2 * M)
+        power = None
+        if segments > 1:
+            power = log_decay.new_empty(2, H, M, 2)
+        rows = None
+        scores = None
+        if readout is not None:
+            rows = torch.empty_like(t)
+            scores = t.new_empty(H, L, L)
+        # Sines in fp64 take many instructions: a thread computes few elements.
         BL = max(1, min(L, 256 // M))
         tables_kernel[(H * L // BL,)](
             dense(log_decay), t, t_conj, t_conj_T, E, step, power, dense(readout), rows, scores,
@@ -124,7 +130,7 @@ class Launches(NamedTuple):
         """Returns the constants and launch options of a pass.
 
         Args:
-            tile: (block size, warps, stages), from the plan.
+            tile: (elements of a tile, warps, stages), from the plan.
         """
         _, warps, stages = tile
         sizes = dict(M=self.E.shape[2] // 2, L=self.plan.chunk, PRECISION=self.plan.precision)
@@ -134,57 +140,74 @@ class Launches(NamedTuple):
         self, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int], final: Tensor | None = None, *,
         total: bool = False, conj: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Runs pass 1.
+        """Runs pass 1: a_t = X^k_t q_t.
 
         Args:
-            q: Rows, [B, T, Hq, R].
-            k: Columns, [B, T, H, R].
+            q: Rows, [B, T, Hq, R]: q, or the gradient of o.
+            k: Columns, [B, T, H, R]: k, or v.
             state: States before every segment, [B, H, S, M, P, 2], or None for zeros.
-            channels: (the first channel of k in the state, P).
-            final: Filled with the last state, [B, H, M, P, 2], if given.
-            total: True for parts of sum_t a_t, for `conj_sum` (then Hq = H).
-            conj: True for conjugates.
+            channels: (the channel of the state at which k begins, P).
+            final: Filled with the last state, [B, H, M, P, 2], if it is not None.
+            total: True to sum over time instead, in parts for `conj_sum` (then Hq = H).
+            conj: True to return conj(a).
 
         Returns:
-            a, [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total` the parts of
-            the sum.
+            a, [B, Hq, T, 2M] in the operands' dtype, or its conjugate. With `total`, parts of sum_t
+            a_t, [B, H, n, 2M] fp32.
         """
         B, T, Hq, R = q.shape
-        H, N = k.shape[2], self.E.shape[2]
-        # A sum over time splits the width of a key, too.
-        BR = min(_power_of_two(R), 64) if total else _power_of_two(R)
-        BM = _block(N // 2, self.plan.contract[0] // (4 * BR if total else 2 * BR))
+        H = k.shape[2]
+        N = self.E.shape[2]
+        M = N // 2
+        first, P = channels
+
+        # Tiles: a program has all channels of a key, but for a sum over time, which has an
+        # accumulator of its own and splits the channels.
+        BR = _power_of_two(R)
+        elements_per_mode = 2 * BR
+        if total:
+            BR = min(BR, 64)
+            elements_per_mode = 4 * BR
+        BM = _block(M, self.plan.contract[0] // elements_per_mode)
         blocks = triton.cdiv(R, BR)
+
         if total:
             out = torch.empty(B, H, self.segments * blocks, N, dtype=torch.float32, device=q.device)
         else:
             out = torch.empty(B, Hq, T, N, dtype=self.plan.dtype, device=q.device)
-        contract_kernel[(B * Hq * self.segments * blocks * (N // 2 // BM),)](
+        contract_kernel[(B * Hq * self.segments * blocks * (M // BM),)](
             q, k, self.t, self.E, self.step, state, out, final, self.documents,
-            T, self.segments, self.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(q), *_strides(k),
+            T, self.segments, self.chunks, Hq, Hq // H, P, first, *_strides(q), *_strides(k),
             R=R, BR=BR, BM=BM, SUM=total, CONJ=conj, EVEN=self.even, **self.options(self.plan.contract),
         )  # fmt: skip
         return out
 
     def mix(self, a: Tensor, mixing: Tensor, c: Tensor | None = None) -> tuple:
-        """Computes b~ = E (W a) for every token.
+        """Computes b~ = E (W a) for every token; in the backward, also e~ and the gradient of W.
 
         Args:
             a: The result of pass 1, [B, Hq, T, 2M].
             mixing: W, [H, 2M, 2M].
-            c: conj(c) of the backward, or None.
+            c: conj(c) in the backward, [B, Hq, T, 2M]; None in the forward.
 
         Returns:
-            b~, and with c also e~ = E conj(W^T conj(c)) and the gradient of W in fp32; None
-            without.
+            b~, [B, Hq, T, 2M]. With c also e~ = E conj(W^T conj(c)), likewise, and the gradient of
+            W, [H, 2M, 2M] fp32; else None and None.
         """
-        (B, Hq, T, N), H = a.shape, mixing.shape[0]
-        BM = min(N // 2, max(8, self.plan.mix[0] // (2 * N)))
-        chunks, programs = triton.cdiv(T, self.plan.chunk), N // 2 // BM
-        b, blocks, e, parts = torch.empty_like(a), 4, None, None
+        B, Hq, T, N = a.shape
+        H = mixing.shape[0]
+        M = N // 2
+        BM = min(M, max(8, self.plan.mix[0] // (2 * N)))
+        programs = M // BM
+        chunks = triton.cdiv(T, self.plan.chunk)
+
+        # A program of the forward has four chunks. In the backward, the programs of each span of
+        # time write a part of dW, 16 M^2 bytes: there are only as many spans as fill the GPU.
+        b = torch.empty_like(a)
+        blocks = 4
+        e = None
+        parts = None
         if c is not None:
-            # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few
-            # as fill the GPU.
             blocks = triton.cdiv(chunks, segment_count(B * Hq * programs, chunks, a.device))
             e = torch.empty_like(c)
             parts = self.E.new_empty(B, H, Hq // H * triton.cdiv(chunks, blocks), N, N)
@@ -192,34 +215,52 @@ class Launches(NamedTuple):
             a, c, dense(mixing.to(self.plan.dtype)), self.E, b, e, parts, T, blocks, Hq, Hq // H,
             BM=BM, EVEN=T % self.plan.chunk == 0, **self.options(self.plan.mix),
         )  # fmt: skip
-        return b, e, None if parts is None else parts.sum((0, 2))
+        if parts is None:
+            return b, None, None
+        return b, e, parts.sum((0, 2))
 
     def expand(
         self, b: Tensor | None, v: Tensor, state: Tensor | None, channels: tuple[int, int], out: Tensor | None,
         final: Tensor | None = None, *, mixing: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Runs pass 2 of (b~, v).
+        """Runs pass 2 of (b~, v): o_t = Re(b_t^T X^v_t).
 
         Args:
-            b: [B, Hq, T, 2M]; None for the linear readout. With `mixing` it is a, and b~ = E (W a).
-            v: Columns, [B, T, H, D].
-            state: States before every segment, or None for zeros.
-            channels: (the first channel of v in the state, P).
+            b: b~, [B, Hq, T, 2M]; None for the linear readout, whose weights are in the tables.
+                With `mixing` it is a, and the kernel computes b~ = E (W a).
+            v: Columns, [B, T, H, D]: v, or k.
+            state: States before every segment, [B, H, S, M, P, 2], or None for zeros.
+            channels: (the channel of the state at which v begins, P).
             out: Filled with o, [B, T, Hq, D]. If it is None, only states are computed.
-            final: Filled with the last state, [B, H, M, P, 2]. Without `out` it is [B, H, S, M, P,
-                2] and takes the states after the segments, each started from zero.
-            mixing: W, [H, 2M, 2M], to mix here.
+            final: Filled with the last state, [B, H, M, P, 2], or None. Without `out` it is
+                [B, H, S, M, P, 2], filled with the states after the segments, each started from
+                zero.
+            mixing: W, [H, 2M, 2M], to compute b~ in the kernel, or None.
         """
-        # Without an output the readout does not matter, and time is cut by state heads.
         B, T, H, D = v.shape
-        Hq, N = (H if out is None else out.shape[2]), self.E.shape[2]
-        rows, scores = (b, None) if b is not None or out is None else (self.rows, self.scores)
-        tile = self.plan.fused if mixing is not None and self.plan.fused else self.plan.expand
+        N = self.E.shape[2]
+        first, P = channels
+
+        # If only states are computed, there are no query heads and no readout.
+        Hq = H
+        rows = b
+        scores = None
+        if out is not None:
+            Hq = out.shape[2]
+            if b is None:
+                rows = self.rows
+                scores = self.scores
+
+        # Tiles: W takes space on the chip, so that a program that multiplies by it has a smaller state.
+        tile = self.plan.expand
+        W = None
+        if mixing is not None:
+            tile = self.plan.fused or self.plan.expand
+            W = dense(mixing.to(self.plan.dtype))
         BD = _block(min(_power_of_two(D), 64), tile[0] // N)
-        W = None if mixing is None else dense(mixing.to(self.plan.dtype))
         expand_kernel[(B * Hq * self.segments * triton.cdiv(D, BD),)](
             rows, v, scores, W, self.t_conj_T, self.E, self.step, state, out, final, self.documents,
-            T, self.segments, self.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(v), *_strides(out, like=v),
+            T, self.segments, self.chunks, Hq, Hq // H, P, first, *_strides(v), *_strides(out, like=v),
             D=D, BD=BD, EVEN=self.even, **self.options(tile),
         )  # fmt: skip
 
@@ -227,41 +268,57 @@ class Launches(NamedTuple):
         self, b: Tensor | None, d_o: Tensor, costate: Tensor | None, channels: tuple[int, int], out: Tensor | None = None,
         initial: Tensor | None = None, *, v: Tensor | None = None, state: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        """Runs pass 3 of (b~, do).
+        """Runs pass 3 of (b~, do), the gradient of v; and with `v` a part of that of log_decay.
 
         Args:
-            b: As in `expand`.
-            d_o: [B, T, Hq, D].
+            b: b~, or e~, [B, Hq, T, 2M]; None for the linear readout.
+            d_o: Rows, [B, T, Hq, D]: the gradient of o, or q.
             costate: Gradients of the states after every segment, [B, H, S, M, P, 2], or None for
                 zeros.
-            channels: (the first channel of the result in the state, P).
-            out: Filled with the result, [B, T, H, D]. If it is None, only costates are computed.
-            initial: Filled with the gradient of the initial state, [B, H, M, P, 2]. Without `out`
-                it is [B, H, S, M, P, 2] and takes the gradients of the states before the segments,
-                each from zero after it.
-            v: The columns that (b~, do) belong to, to compute the gradient of log_decay too.
-            state: States before every segment, [B, H, S, M, P, 2], with `v`.
+            channels: (the channel of the state at which v begins, P).
+            out: Filled with the gradient of v, [B, T, H, D]. If it is None, only gradients of
+                states are computed.
+            initial: Filled with the gradient of the initial state, [B, H, M, P, 2], or None.
+                Without `out` it is [B, H, S, M, P, 2], filled with the gradients of the states
+                before the segments, each from a gradient of zero after it.
+            v: Columns, [B, T, H, D]: v, or k, to compute the gradient of log_decay, too; or None.
+            state: With `v`, the states before every segment, [B, H, S, M, P, 2], or None for zeros.
 
         Returns:
             With `v`, the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k),
-            in parts for `conj_sum`; else None.
+            in parts for `conj_sum`, [B, H, n, 2M] fp32; else None.
         """
         B, T, Hq, D = d_o.shape
         H, _, N = self.E.shape
-        G, decay = Hq // H, self.plan.decay
-        rows, scores = (self.rows, self.scores) if b is None else (b, None)
-        # Programs of the pass itself, and beside them those of the gradient of log_decay.
+        M = N // 2
+        G = Hq // H
+        first, P = channels
+        if b is None:
+            rows = self.rows
+            scores = self.scores
+        else:
+            rows = b
+            scores = None
+
+        # Programs of pass 3 have BD channels and all basis functions.
         BD = _block(min(_power_of_two(D), 64), self.plan.expand[0] // N)
-        BK = min(_power_of_two(D), 64, decay // 32)
-        BM = _block(N // 2, decay // (2 * BK))
-        blocks = triton.cdiv(D, BK)
-        programs = triton.cdiv(D, BD) + (0 if v is None else G * blocks * (N // 2 // BM))
-        parts = None if v is None else self.E.new_empty(B, H, G * self.segments * blocks, N)
+        programs = triton.cdiv(D, BD)
+        # Beside them are those of the gradient of log_decay, for BK channels and BM basis
+        # functions.
+        BK = min(_power_of_two(D), 64, self.plan.decay // 32)
+        BM = _block(M, self.plan.decay // (2 * BK))
+        parts = None
+        if v is not None:
+            blocks = triton.cdiv(D, BK)
+            programs += G * blocks * (M // BM)
+            parts = self.E.new_empty(B, H, G * self.segments * blocks, N)
+        # With documents there are too few registers to keep operands in.
+        in_registers = self.plan.operands_in_registers and self.documents is None
         adjoint_kernel[(B * H * self.segments * programs,)](
             rows, d_o, v, scores, self.t_conj, self.t_conj_T, self.E, self.step, state, costate, out, initial, parts,
-            self.documents, T, self.segments, self.chunks, H, channels[1], channels[0],
+            self.documents, T, self.segments, self.chunks, H, P, first,
             *_strides(d_o), *_strides(v, like=d_o), *_strides(out, like=d_o),
-            D=D, G=G, BD=BD, BK=BK, BM=BM, HELD=self.plan.held and self.documents is None, EVEN=self.even,
+            D=D, G=G, BD=BD, BK=BK, BM=BM, HELD=in_registers, EVEN=self.even,
             **self.options(self.plan.expand),
         )  # fmt: skip
         return parts
@@ -274,23 +331,30 @@ class Launches(NamedTuple):
         Args:
             initial: The state before the tokens, [B, H, M, P, 2], or None for zeros.
             *parts: k and v, or z.
-            local: The result of `local_states`, if it was computed before.
+            local: The result of `local_states` if it was computed before, else None.
 
         Returns:
             [B, H, S, M, P, 2]; None for one segment from zero.
         """
         if self.segments == 1:
             return dense(initial)
-        return self.chain(self.local_states(*parts) if local is None else local, initial)
+        if local is None:
+            local = self.local_states(*parts)
+        return self.chain(local, initial)
 
     def local_states(self, *parts: Tensor) -> Tensor:
-        """Computes the states that every segment leaves by itself, [B, H, S, M, P, 2].
+        """Computes the states that the segments leave when each starts from zero.
 
         Args:
             *parts: k and v, or z.
+
+        Returns:
+            [B, H, S, M, P, 2].
         """
-        P, first = sum(x.shape[3] for x in parts), 0
-        local = self._local(parts[0].shape[0], P)
+        P = sum(x.shape[3] for x in parts)
+        local = self._empty_states(parts[0].shape[0], P)
+        # Pass 2 without an output fills the channels of one input after the other.
+        first = 0
         for x in parts:
             self.expand(None, x, None, (first, P), None, local)
             first += x.shape[3]
@@ -300,64 +364,99 @@ class Launches(NamedTuple):
         self,
         d_final: Tensor | None,
         *pairs: tuple[Tensor | None, Tensor, tuple[int, int]],
-        leave: Exchange | None = None,
+        exchange: Exchange | None = None,
     ) -> Callable[[], Tensor | None]:
         """Computes the gradients of the states after every segment.
 
         Args:
-            d_final: The gradient of the final state, or None.
+            d_final: The gradient of the final state, [B, H, M, P, 2], or None.
             *pairs: (b, d_o, channels), each as in `adjoint`.
-            leave: The exchange with other ranks, or None.
+            exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
         Returns:
-            A function that waits for `leave` and gives the gradients; they are None for one segment
-            and no gradient.
+            A function that waits for the exchange and returns the gradients, [B, H, S, M, P, 2].
+            For one segment it returns d_final, or None.
         """
-        if self.segments == 1 and leave is None:
-            return lambda: dense(d_final)
+        if self.segments == 1 and exchange is None:
+
+            def finish() -> Tensor | None:
+                return dense(d_final)
+
+            return finish
+
+        # Pass 3 without an output: each segment's own gradient of the state before it.
         _, rows, (_, P) = pairs[0]
-        local = self._local(rows.shape[0], P)
+        local = self._empty_states(rows.shape[0], P)
         for b, rows, channels in pairs:
             self.adjoint(b, rows, None, channels, None, local)
-        pending = None if leave is None else leave(self.end(local, reverse=True))
-        return lambda: self.chain(local, pending() if pending else d_final, reverse=True)
+        # The other ranks need what all segments together add to the state before them.
+        wait = None
+        if exchange is not None:
+            wait = exchange(self.end(local, reverse=True))
+
+        def finish_chain() -> Tensor | None:
+            start = d_final
+            if wait is not None:
+                start = wait()
+            return self.chain(local, start, reverse=True)
+
+        return finish_chain
 
     def end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
-        """Computes the state that all segments together leave, [B, H, M, P, 2].
+        """Computes the state that all segments together leave when the first one starts from zero.
 
         Args:
-            local: The states that each leaves by itself.
-            reverse: True for costates.
+            local: The states that the segments leave when each starts from zero, [B, H, S, M, P,
+                2].
+            reverse: True for gradients of states: that of the state before the first segment.
+
+        Returns:
+            [B, H, M, P, 2].
         """
-        # The state before the last segment, carried over it, and the segment's own.
-        last, chained = 0 if reverse else -1, self.chain(local, None, reverse=reverse)
-        if self.power is None or chained is None:  # one segment
+        # The last segment in the direction of the chain.
+        last = -1
+        if reverse:
+            last = 0
+        chained = self.chain(local, None, reverse=reverse)
+        # One segment has no chain.
+        if self.power is None or chained is None:
             return local[:, :, last]
+
+        # Carry the state before the last segment over its tokens.
         state = torch.view_as_complex(chained[:, :, last])
-        step = torch.view_as_complex(self.power[0 if reverse else 1])[:, :, None]
-        state = (torch.conj_physical(step) if reverse else step) * state
-        # A document that begins in the last segment cuts off the states before it.
+        if reverse:
+            step = torch.conj_physical(torch.view_as_complex(self.power[0])[:, :, None])
+        else:
+            step = torch.view_as_complex(self.power[1])[:, :, None]
+        state = step * state
+
+        # It passes only if the token before the segment and the segment's last token share a
+        # document. Before the first segment it is document 0.
         if self.documents is not None:
             length = self.chunks * self.plan.chunk
-            before = self.documents[:, (self.segments - 1) * length - 1]
-            passes = (
-                self.documents[:, length - 1] == 0 if reverse else before == self.documents[:, -1]
-            )
+            if reverse:
+                passes = self.documents[:, length - 1] == 0
+            else:
+                before = self.documents[:, (self.segments - 1) * length - 1]
+                passes = before == self.documents[:, -1]
             state = state * passes[:, None, None, None]
         return local[:, :, last] + torch.view_as_real(state)
 
-    def _local(self, B: int, P: int) -> Tensor:
-        """Allocates a state of P channels for each segment."""
+    def _empty_states(self, B: int, P: int) -> Tensor:
+        """Allocates a state of P channels for each segment, [B, H, S, M, P, 2]."""
         H, _, N = self.E.shape
         return self.E.new_empty(B, H, self.segments, N // 2, P, 2)
 
     def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor | None:
-        """Computes states before (in reverse: costates after) every segment.
+        """Computes the states before every segment, or the gradients of those after every one.
 
         Args:
-            local: States by each segment alone, [B, H, S, M, P, 2].
-            start: [B, H, M, P, 2] before the first segment (after the last one). None means zeros.
-            reverse: True for costates.
+            local: The states that the segments leave when each starts from zero, [B, H, S, M, P,
+                2]. In reverse, the gradients of the states before the segments, each from zero
+                after it.
+            start: The state before the first segment, [B, H, M, P, 2]. In reverse, the gradient of
+                the state after the last one. None means zeros.
+            reverse: True for gradients.
 
         Returns:
             [B, H, S, M, P, 2]; for one segment, `start` itself.
@@ -375,23 +474,35 @@ class Launches(NamedTuple):
 
 
 def conj_sum(*parts, pairs: bool = True) -> Tensor:
-    """Sums over everything but heads, and conjugates.
+    """Sums parts of a gradient over all but heads and basis functions, and conjugates.
 
     Args:
-        *parts: One or two tensors, [B, H, n, 2M] fp32.
-        pairs: True for [H, M, 2]; False for [H, 2M] as (Re | Im).
+        *parts: One or two tensors as (Re | Im), [B, H, n, 2M] fp32.
+        pairs: True for real pairs in the last axis; False for (Re | Im).
+
+    Returns:
+        [H, M, 2], or [H, 2M] without `pairs`.
     """
-    x, y = parts[0], parts[-1]
-    B, H, n, N = x.shape
-    out = x.new_empty((H, N // 2, 2) if pairs else (H, N))
+    x = parts[0]
+    B, H, n_x, N = x.shape
+    # The kernel takes two tensors. With one, it reads no part of the second.
+    y = x
+    n_y = 0
+    if len(parts) == 2:
+        y = parts[1]
+        n_y = y.shape[2]
+    if pairs:
+        out = x.new_empty(H, N // 2, 2)
+    else:
+        out = x.new_empty(H, N)
     sum_kernel[(H * N // 32,)](
         x,
         y,
         out,
         B,
         H,
-        n,
-        y.shape[2] if len(parts) == 2 else 0,
+        n_x,
+        n_y,
         M=N // 2,
         BN=32,
         BR=32,
@@ -404,11 +515,12 @@ def conj_sum(*parts, pairs: bool = True) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """Returns x if its rows can be read 16 bytes at a time, else a copy with padded rows.
 
-    The rows of a projection can be read in this way. Copied are widths that are no multiple of 16
-    (values with a column of ones) and views that start between two 16-byte words. Read as they are,
-    every number would be an access of its own, and its address in a register (up to 2,488 bytes
-    spilled).
+    The rows of a projection can be read in this way. Rows whose width is no multiple of 16 (values
+    with a column of ones) and views that start between two 16-byte words are copied. Otherwise
+    every element would be one access to memory, with its address in a register (up to 2,488 bytes
+    would be spilled).
     """
+    # The stride of a dimension of one does not matter.
     strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides):
         return x
@@ -423,19 +535,23 @@ def dense(x):
 
 
 def padded_empty(x: Tensor) -> Tensor:
-    """Allocates memory in x's shape, with rows padded to a multiple of 16."""
+    """Allocates memory in x's shape and dtype, with rows padded to a multiple of 16 elements."""
     width = x.shape[-1]
-    return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[
-        ..., :width
-    ]
+    padded = -(-width // 16) * 16
+    out = torch.empty(*x.shape[:-1], padded, dtype=x.dtype, device=x.device)
+    return out[..., :width]
 
 
 def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
     """Returns the strides of x without the last one.
 
-    `like` takes the place of a tensor that is not there: the same sizes need no other compilation.
+    Args:
+        x: The tensor, or None if there is none.
+        like: The tensor whose strides are passed then. Strides of the same kind need no further
+            compilation of the kernel.
     """
-    x = like if x is None else x
+    if x is None:
+        x = like
     assert x is not None
     # The stride of a dimension of one may be anything: 0 keeps it from asking for another
     # compilation.

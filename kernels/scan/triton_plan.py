@@ -8,33 +8,38 @@ from typing import NamedTuple
 
 import torch
 
-# The least chunks of a segment: shorter ones pay more for the extra sweep than they gain.
+# The least number of chunks of a segment: shorter segments lose more by the extra sweep than they
+# gain.
 _MIN_SEGMENT = 8
-# The part that the sweeps for the states between segments add to the passes: 1,280 bytes to 4,864
-# per token at 64 x 64 x 64.
+# The cost of the extra sweeps for the states between segments, relative to that of the passes:
+# 1,280 bytes per token beside 4,864, at M = R = D = 64.
 _SWEEPS = 0.25
 # Assumed if there is no GPU to ask, as in Triton's interpreter.
 _MULTIPROCESSORS = 132
 
 
 class Plan(NamedTuple):
-    """Tile sizes.
+    """Tile sizes and launch options of the passes.
 
-    The budget behind them, checked by compilation in tests/ptx/test_ptx.py: at most 255 registers
-    and 256 bytes of spills per thread, and shared memory for two programs per multiprocessor on
-    sm_90 (113 KB each), for one on sm_80 and sm_89 (99 KB).
+    A tile is given as (its number of elements, warps of a program, stages of the loop). The budget
+    behind them, checked by compilation in tests/ptx/test_ptx.py: at most 255 registers and 256
+    bytes of spills per thread, and shared memory for two programs per multiprocessor on sm_90 (113
+    KB each), for one on sm_80 and sm_89 (99 KB).
 
     Attributes:
-        chunk: L.
+        chunk: L, tokens of a chunk.
         dtype: The dtype of the operands of every product.
-        precision: The precision of fp32 products; bf16 ones have no choice.
-        contract: (state numbers of a program, 2 BM BR; warps; stages).
-        expand: (state numbers of a program, 2M BD; warps; stages), also for adjoint.
-        decay: Costate numbers of a program (2 BM BD, twice). Its launch is adjoint's.
-        mix: (numbers of W in a program, 2M 2BM; warps; stages).
-        fused: As expand, for a pass that multiplies by W itself. None leaves that to mix.
-        registers: Registers that a thread may have; None lets ptxas choose.
-        held: True if adjoint and decay keep the first operands of several products in registers.
+        precision: Triton's `input_precision` of fp32 products; bf16 products have no choice.
+        contract: The tile of the state in pass 1, 2 BM BR elements.
+        expand: The tile of the state in passes 2 and 3, 2M BD elements.
+        decay: Elements of the tile of the costate, 2 BM BK, in the programs of the gradient of
+            log_decay. They have a second tile of this size, and share their launch with pass 3.
+        mix: The tile of W, 2M 2BM elements.
+        fused: The tile of the state in a pass 2 that multiplies by W itself. None means that `mix`
+            does it.
+        registers: The most registers of a thread; None lets ptxas choose.
+        operands_in_registers: True if pass 3 and the gradient of log_decay keep the first operands
+            of several products in registers.
     """
 
     chunk: int
@@ -46,18 +51,17 @@ class Plan(NamedTuple):
     mix: tuple[int, int, int]
     fused: tuple[int, int, int] | None = None
     registers: int | None = None
-    held: bool = False
+    operands_in_registers: bool = False
 
 
 def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> Plan:
-    """Returns fixed sizes by architecture, dtype, M and width.
+    """Returns fixed tile sizes for an architecture, a dtype, M and a width.
 
-    There is no autotuning, so there are no first-call storms and no run-to-run drift.
+    There is no autotuning: the first call is not slow, and all runs use the same sizes.
 
-    bf16: chunks of 64 if the tensor cores take 64-row tiles (sm_90 and sm_100), of 32 elsewhere.
-
-    fp32: chunks of 16 and a quarter of the state per program, to check with and not to train with.
-    `tf32x3` is fp32 arithmetic to about 2^-21 on tensor cores.
+    In bf16, chunks have 64 tokens if the tensor cores take tiles of 64 rows (sm_90 and sm_100), and
+    32 elsewhere. In fp32, chunks have 16 tokens and a program has a quarter of the state: fp32 is
+    meant for checks, not for training. `tf32x3` is fp32 arithmetic to about 2^-21 on tensor cores.
 
     Args:
         device: The device that runs the passes.
@@ -68,48 +72,69 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
     major = capability(device)[0]
     wide = major in (9, 10)
     if dtype == torch.float32:
-        # Two warps keep Hopper on mma.sync: its own instruction takes fp32 operands in one
+        # With two warps, Hopper uses mma.sync: its own instruction takes fp32 operands in one
         # orientation only.
-        tile = (2048, 2 if wide else 4, 1)
-        # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not
-        # told that it may have more.
+        warps = 4
+        if wide:
+            warps = 2
+        tile = (2048, warps, 1)
+        # At M = 128 not everything fits into registers. ptxas would then use 32 of them, unless it
+        # is told that it may use more.
         return Plan(16, dtype, "tf32x3", tile, tile, 1024, tile, registers=255)
     # On sm_100, sm_103 and sm_110 a state is an accumulator in tensor memory, which is scaled in
     # every chunk and read by other products: Triton miscompiles that with more than one stage
     # (triton-lang/triton #10590, #10993).
-    tile = (8192, 4, 1 if major in (10, 11) else 2)
     one_stage = (8192, 4, 1)
+    tile = (8192, 4, 2)
+    if major in (10, 11):
+        tile = one_stage
+    chunk = 64 if wide else 32
+    # Pass 1 has the whole width of a key in one tile.
+    contract = tile
+    if width > 128:
+        contract = one_stage
+    # At M = 128 a tile of b~ has 32 KB: two of them would leave room for one program only.
+    expand = tile
+    if wide and M == 128:
+        expand = one_stage
+    # On Hopper there are registers left below M = 128. Each block of values multiplies by W, so
+    # that pays for one or two blocks only.
     hopper = major == 9 and M < 128
+    fused = None
+    if hopper and width <= 64:
+        fused = (4096, 4, 2)
+    # `wgmma` reads operands from shared memory for each product, unless they are in registers.
+    operands_in_registers = hopper and M > 16
     return Plan(
-        64 if wide else 32, dtype, "ieee",
-        contract=one_stage if width > 128 else tile,
-        # b~ tiles of 32 KB at M = 128: two of them would leave room for one program only.
-        expand=one_stage if wide and M == 128 else tile,
+        chunk,
+        dtype,
+        "ieee",
+        contract=contract,
+        expand=expand,
         decay=4096,
         mix=tile,
-        # Every block of values multiplies by W: two blocks at most.
-        fused=(4096, 4, 2) if hopper and width <= 64 else None,
-        # Where products are `wgmma`, which reads them from shared memory every time, and where
-        # registers are left.
-        held=hopper and M > 16,
-    )  # fmt: skip
+        fused=fused,
+        operands_in_registers=operands_in_registers,
+    )
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of a device.
 
-    Tensors on the CPU only ever meet Triton's interpreter: the plan is that of Hopper then.
+    On a CPU, kernels run only in Triton's interpreter. The plan is then that of Hopper.
     """
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return (9, 0)
 
 
 def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
-    """Returns the number of parts to cut time into.
+    """Returns the number of segments to cut time into.
 
-    No part is shorter than 8 chunks.
+    No segment is shorter than 8 chunks.
 
     Args:
-        sequences: B H.
+        sequences: Sequences of all heads, B H.
         chunks: Chunks of a sequence.
         device: The device that runs the passes.
     """
@@ -122,20 +147,25 @@ def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
 
 @functools.lru_cache
 def _segments(sequences: int, chunks: int, slots: int) -> int:
-    """Returns the smallest of the counts within a twentieth of the best one.
+    """Returns the smallest number of segments that costs at most 5 % more than the best one.
 
-    A count is judged by the chunks that a slot walks, one wave of programs after the other: a last
-    wave that is nearly empty takes as long as a full one.
+    The cost is the number of chunks that a slot computes one after the other. Programs run in waves
+    of `slots`, and a last wave that is nearly empty takes as long as a full one.
 
     Args:
-        sequences: B H.
+        sequences: Sequences of all heads, B H.
         chunks: Chunks of a sequence.
         slots: Programs that run side by side.
     """
-    walked = {}
+    costs = {}
     for count in range(1, max(1, chunks // _MIN_SEGMENT) + 1):
+        # All three quotients are rounded up.
         length = -(-chunks // count)
-        waves = -(-sequences * -(-chunks // length) // slots)
-        walked[count] = waves * length * (1 if count == 1 else 1 + _SWEEPS)
-    best = min(walked.values())
-    return next(count for count, cost in walked.items() if cost <= 1.05 * best)
+        segments = -(-chunks // length)
+        waves = -(-sequences * segments // slots)
+        cost = waves * length
+        if count > 1:
+            cost *= 1 + _SWEEPS
+        costs[count] = cost
+    best = min(costs.values())
+    return next(count for count, cost in costs.items() if cost <= 1.05 * best)

@@ -1,17 +1,24 @@
-"""One token as two kernels (the linear readout: as the second): every state is read once and written once, in place.
-Semantics as in step.py.
+"""One token of the scan as two Triton kernels, which update the state in place.
 
-Shapes: B batch, H state heads, G query heads per state head, Hq = G H, R key features, D value width, P = R + D
-channels, M basis functions, S blocks of them.
+The function is that of step.py: the recurrence (paper eq. 11) and the readout (paper eq. 13) of one
+token. The linear readout needs the second kernel only. No gradient is recorded.
 
-    contract   X^k = Lambda X^k + k^T    a = X^k q    b_s = W[:, s] a[s]     a program per block s of a head's modes
-    expand     X^v = Lambda X^v + v^T    b = sum_s b_s    o = Re(b^T X^v)    a program per block of a head's values
-    linear readout: expand alone, over all channels, with b = w
+Shapes: B batch, H state heads, G query heads per state head, Hq = G H, R key features, D value
+width, P = R + D channels of a state, M basis functions, S blocks of basis functions.
 
-Decoding is bound by reading and writing the states: 16 M P bytes per state head and token, fp32. A head is many programs, so
-that one sequence fills a GPU. W is read once per batch row, mostly from the L2 cache: 16 M^2 bytes per head, or half of that
-(see `interdomain_step`). Nothing is decided on the host: a step can be captured in a CUDA graph. There is no autotuning, which
-would run the update in place many times, and no atomics: results repeat bit for bit. These functions record no gradient.
+    contract   X^k = Lambda X^k + k^T    a = X^k q        b_s = W[:, s] a[s]
+    expand     X^v = Lambda X^v + v^T    b = sum_s b_s    o = Re(b^T X^v)
+
+A program of `contract` computes one block s of a head's basis functions, one of `expand` a block of
+a head's values. The linear readout is `expand` over all channels, with b = w. Names of variables
+are as in triton_passes.py.
+
+Decoding is bound by reading and writing the states: 16 M P bytes per state head and token, fp32. A
+head has many programs, so that one sequence fills a GPU. W is read once per sequence, mostly from
+the L2
+cache: 16 M^2 bytes per head, or half of that (see `interdomain_step`). Nothing is decided on the
+host, so a step can be captured in a CUDA graph. There is no autotuning, which would update the
+state many times, and there are no atomics, so results are bitwise reproducible.
 """
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -21,18 +28,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # numbers of X in a tile: 32 registers of each of 128 threads
+# The most elements of a tile of the state: 32 registers in each of 128 threads.
+TILE = 4096
 
 
 @triton.jit
 def _advance(
     p_x, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
 ):
-    """X = Lambda X + z^T, in memory, of the channels o_c [2 BC] of modes o_m [BM], a channel being a pair of numbers, C numbers
-    in all. Returns (Re, Im), each [BM, BC].
+    """Updates a tile of the state in memory: X = Lambda X + z^T (paper eq. 11, with unit gain).
 
-    Loaded as rows of numbers, 16 bytes at a time: as pairs [BM, BC, 2] it would be 8.
+    Args:
+        p_x: Pointer to the head's state [M, P, 2], at the first channel of its keys or values.
+        o_m: Basis functions, [BM].
+        o_c: Positions of the real and imaginary parts in a row of the state, [2 BC]; channel c is
+            at 2 c and 2 c + 1.
+        m_m: Mask of the basis functions, [BM].
+        C: Positions that exist: twice the number of channels.
+        b_lr: Real part of Lambda, [BM].
+        b_li: Imaginary part of Lambda, [BM].
+        b_z: The token's keys or values, [BC].
+        P: Channels of a state.
+        BM: Basis functions of the tile.
+        BC: Channels of the tile.
+
+    Returns:
+        The real and the imaginary part of the new X, [BM, BC] each.
     """
+    # A row is loaded as 2 BC real numbers, 16 bytes at a time. Addressed as pairs [BM, BC, 2] it
+    # would be 8 bytes at a time.
     o_x = o_m[:, None] * (2 * P) + o_c[None, :]
     m_x = m_m[:, None] & (o_c < C)[None, :]
     b_re, b_im = tl.split(tl.reshape(tl.load(p_x + o_x, mask=m_x, other=0.0), [BM, BC, 2]))
@@ -48,11 +72,34 @@ def contract_step_kernel(
     G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, UPPER: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and two of W [BN, BM], or four; BC >= R, BN >= M.
+    """Updates the keys' part of the state, reads it by the queries, and multiplies by columns of W.
 
-    p_lam [H, M, 2], p_w [H, 2M, 2M] or, UPPER, [H, M, 2M]; p_x [B, H, M, P, 2]: a program reads and
-    writes no state of another program, each number before it writes it. p_b [B, H, G, S, 2M].
+    Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and four of W [BN, BM], or two with
+    UPPER.
+
+    Args:
+        p_q: Query features, [B, Hq, R], the last dimension dense.
+        p_k: Key features, [B, H, R], the last dimension dense.
+        p_lam: Lambda, [H, M, 2].
+        p_w: W, [H, 2M, 2M]; with UPPER its upper half [H, M, 2M].
+        p_x: The state, [B, H, M, P, 2], updated in place. A program reads and writes its own part
+            only, and each element is read before it is written.
+        p_b: Filled with b_s = W[:, s] a[s], [B, H, G, S, 2M].
+        H: State heads.
+        stride_qb: Stride of q over sequences.
+        stride_qh: Stride of q over heads.
+        stride_kb: Stride of k over sequences.
+        stride_kh: Stride of k over heads.
+        G: Query heads per state head.
+        R: Width of q and k.
+        P: Channels of a state.
+        M: Basis functions.
+        UPPER: True if W = [[V, -Y], [Y, V]] is given by its upper half [V | -Y].
+        BM: Basis functions of a program.
+        BC: Width of the tile of keys, at least R.
+        BN: Rows of the tiles of W, at least M.
     """
+    # This program's block of basis functions, sequence and head.
     DTYPE = p_x.dtype.element_ty
     S: tl.constexpr = (M + BM - 1) // BM
     i_p = tl.program_id(0)
@@ -72,10 +119,13 @@ def contract_step_kernel(
     m_c = o_c < R
     m_n = o_n < M
 
+    # Update the state: its first R channels are the keys.
     b_lr = tl.load(p_lam + 2 * o_m, mask=m_m, other=0.0)
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_k = tl.load(p_k + i_b * stride_kb + i_h * stride_kh + o_c, mask=m_c, other=0.0).to(DTYPE)
     b_xr, b_xi = _advance(p_x, o_m, tl.arange(0, 2 * BC), m_m, 2 * R, b_lr, b_li, b_k, P, BM, BC)
+    # Load this block's columns of the four quarters of W: b_wri maps imaginary to real parts. The
+    # lower half follows from the upper one with UPPER.
     p_wt = p_w + o_n[:, None] * (2 * M) + o_m[None, :]
     m_w = m_n[:, None] & m_m[None, :]
     b_wrr = tl.load(p_wt, mask=m_w, other=0.0)
@@ -85,6 +135,7 @@ def contract_step_kernel(
     else:
         b_wir = tl.load(p_wt + 2 * M * M, mask=m_w, other=0.0)
         b_wii = tl.load(p_wt + 2 * M * M + M, mask=m_w, other=0.0)
+    # Each query head that shares the state: a = X^k q, and its share of b = W a.
     for i_g in range(G):
         b_q = tl.load(p_q + i_g * stride_qh + o_c, mask=m_c, other=0.0).to(DTYPE)[None, :]
         b_ar = tl.sum(b_xr * b_q, axis=1)[None, :]
@@ -100,10 +151,32 @@ def expand_step_kernel(
     G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], b [BS, BM] twice; BM >= M, BS >= S.
+    """Updates the values' part of the state, and reads it with the weights b.
 
-    p_b [B, H, G, S, 2M] with strides of its first two; p_o [B, H, G, D]; the rest as above.
+    Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], and two of b [BS, BM].
+
+    Args:
+        p_v: Values, [B, H, D], the last dimension dense.
+        p_lam: Lambda, [H, M, 2].
+        p_b: The parts b_s of b, [B, H, G, S, 2M]; the last three dimensions dense.
+        p_x: The state, [B, H, M, P, 2], updated in place. A program reads and writes its own part
+            only.
+        p_o: Filled with o, [B, H, G, D].
+        H: State heads.
+        stride_vb: Stride of v over sequences.
+        stride_vh: Stride of v over heads.
+        stride_bb: Stride of b over sequences; 0 if all sequences share b.
+        stride_bh: Stride of b over heads.
+        G: Query heads per state head.
+        S: Parts of b.
+        R: The channel of the state at which the values begin.
+        P: Channels of a state.
+        M: Basis functions.
+        BM: Rows of the tile of the state, at least M.
+        BD: Values of a program.
+        BS: Rows of the tiles of b, at least S.
     """
+    # This program's block of values, sequence and head.
     DTYPE = p_x.dtype.element_ty
     D: tl.constexpr = P - R
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -121,11 +194,13 @@ def expand_step_kernel(
     m_m = o_m < M
     m_d = o_d < D
 
+    # Update the state: the values follow the R channels of the keys.
     b_lr = tl.load(p_lam + 2 * o_m, mask=m_m, other=0.0)
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_v = tl.load(p_v + i_b * stride_vb + i_h * stride_vh + o_d, mask=m_d, other=0.0).to(DTYPE)
     o_c = i_d * (2 * BD) + tl.arange(0, 2 * BD)
     b_xr, b_xi = _advance(p_x, o_m, o_c, m_m, 2 * D, b_lr, b_li, b_v, P, BM, BD)
+    # Each query head that shares the state: b = sum_s b_s, and o = Re(b^T X^v).
     for i_g in range(G):
         p_bt = p_b + (i_g * S + o_s[:, None]) * (2 * M) + o_m[None, :]
         m_b = (o_s < S)[:, None] & m_m[None, :]
@@ -138,10 +213,26 @@ def expand_step_kernel(
 def scan_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor
 ) -> Tensor:
-    """Returns o [B, Hq, D] in v's dtype. state [B, H, M, P, 2], contiguous, is overwritten with the new one."""
+    """Computes one token of the scan, and overwrites the state with the new one.
+
+    Args:
+        q: Query features, [B, Hq, R].
+        k: Key features, [B, H, R].
+        v: Values, [B, H, D].
+        decay: Lambda, [H, M, 2].
+        mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
+        state: X before the token, [B, H, M, P, 2], contiguous.
+
+    Returns:
+        o, [B, Hq, D] in v's dtype.
+    """
     B, H, R = k.shape
-    G, M, P = q.shape[1] // H, decay.shape[1], state.shape[3]
-    q, k, decay = _rows(q), _rows(k), decay.contiguous()
+    G = q.shape[1] // H
+    M = decay.shape[1]
+    P = state.shape[3]
+    q = _rows(q)
+    k = _rows(k)
+    decay = decay.contiguous()
     tiles = contract_tiles(R, M)
     S = triton.cdiv(M, tiles["BM"])
     b = torch.empty(B, H, G, S, 2 * M, dtype=state.dtype, device=state.device)
@@ -149,14 +240,26 @@ def scan_step(
         contract_step_kernel[(B * H * S,)](
             q, k, decay, mixing.contiguous(), state, b, H, *q.stride()[:2], *k.stride()[:2],
             G=G, R=R, P=P, M=M, UPPER=mixing.shape[1] == M, **tiles,
-            # Threads that hold the same sum must round it alike: fused, a product that is rounded meets one that is not.
+            # Threads that compute the same sum must round it alike. With fused multiply-add, one
+            # thread would round a product that another one does not.
             enable_fp_fusion=False,
         )  # fmt: skip
         return _expand(v, decay, b, b.stride()[:2], state, R)
 
 
 def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    """Returns y [B, H, P] in z's dtype; state as in `scan_step`."""
+    """Computes one token of the linear scan, and overwrites the state with the new one.
+
+    Args:
+        z: Inputs, [B, H, P].
+        decay: Lambda, [H, M, 2].
+        readout: w as (Re w | Im w), [H, 2M].
+        state: X before the token, [B, H, M, P, 2], contiguous.
+
+    Returns:
+        y, [B, H, P] in z's dtype.
+    """
+    # All sequences share b = w, one part of it: [1, H, 1, 1, 2M] with a stride of 0 over sequences.
     b = readout.contiguous()[:, None, None]
     with torch.cuda.device_of(state):
         return _expand(z, decay.contiguous(), b[None], (0, b.stride(0)), state, 0)
@@ -165,8 +268,22 @@ def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) ->
 def _expand(
     v: Tensor, decay: Tensor, b: Tensor, strides: tuple[int, ...], state: Tensor, R: int
 ) -> Tensor:
-    """Returns o [B, H G, D]; R: the channel at which v begins."""
-    (B, H, D), (G, S), (M, P) = v.shape, b.shape[2:4], state.shape[2:4]
+    """Launches `expand_step_kernel`.
+
+    Args:
+        v: Values, [B, H, D].
+        decay: Lambda, [H, M, 2], contiguous.
+        b: The parts of b, [B or 1, H, G, S, 2M].
+        strides: Strides of b over sequences and heads.
+        state: The state, [B, H, M, P, 2], contiguous; overwritten in channels R to R + D.
+        R: The channel of the state at which v begins.
+
+    Returns:
+        o, [B, H G, D] in v's dtype.
+    """
+    B, H, D = v.shape
+    G, S = b.shape[2:4]
+    M, P = state.shape[2:4]
     v = _rows(v)
     o = torch.empty(B, H, G, D, dtype=v.dtype, device=v.device)
     tiles = expand_tiles(B * H, D, M)
@@ -178,26 +295,51 @@ def _expand(
 
 
 def contract_tiles(R: int, M: int) -> dict[str, int]:
-    """16 modes per program where they fit, all keys of each: 64 contiguous bytes of every row of W."""
-    BC, BN = triton.next_power_of_2(R), triton.next_power_of_2(M)
+    """Returns the tile sizes and warps of `contract_step_kernel`.
+
+    A program has 16 basis functions if they fit, and all keys of each. It reads 64 contiguous bytes
+    of each row of W.
+
+    Args:
+        R: Width of the keys.
+        M: Basis functions.
+    """
+    BC = triton.next_power_of_2(R)
+    BN = triton.next_power_of_2(M)
     BM = max(1, min(16, BN, TILE // 2 // max(BC, BN)))
     return dict(BM=BM, BC=BC, BN=BN, num_warps=_warps(2 * BM * BC))
 
 
 def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
-    """A tile of values; half and a quarter of one where that leaves fewer than 512 programs, four per multiprocessor."""
-    BM, wide = triton.next_power_of_2(M), triton.next_power_of_2(D)
+    """Returns the tile sizes and warps of `expand_step_kernel`.
+
+    Args:
+        heads: State heads of all sequences, B H.
+        D: Width of the values.
+        M: Basis functions.
+    """
+    BM = triton.next_power_of_2(M)
+    wide = triton.next_power_of_2(D)
     BD = max(1, min(wide, TILE // 2 // BM))
-    while BD > 16 and heads * triton.cdiv(D, BD) < 512:  # 16 pairs are 128 bytes
+    # Halve the tile until there are 512 programs, four per multiprocessor. 16 complex values are
+    # 128 bytes, a cache line.
+    while BD > 16 and heads * triton.cdiv(D, BD) < 512:
         BD //= 2
     return dict(BM=BM, BD=BD, num_warps=_warps(2 * BM * BD))
 
 
-def _warps(numbers: int) -> int:
-    """Four, if the tile of X has a number for every thread. In place there may be no copies: a warp that came late to load a
-    copy would find the number that another one had stored."""
-    return max(1, min(4, numbers // 32))
+def _warps(elements: int) -> int:
+    """Returns the number of warps for a tile of the state: at most four, and an element per thread.
+
+    With fewer elements than threads, several threads would have copies of one element. The state is
+    updated in place: a warp that is late would load the value that another one has stored.
+
+    Args:
+        elements: Real numbers in the tile.
+    """
+    return max(1, min(4, elements // 32))
 
 
 def _rows(x: Tensor) -> Tensor:
+    """Returns x, or a copy if its last dimension is not dense."""
     return x if x.stride(-1) == 1 else x.contiguous()

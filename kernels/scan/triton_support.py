@@ -19,12 +19,12 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def missing(device: torch.device | None) -> str | None:
-    """Returns the reason why no Triton kernel of this package runs here; None if some do.
+    """Returns the reason why no Triton kernel of this package runs on a device; None if some do.
 
-    If it is None, the recurrence and the step run, which take any shape.
+    If it is None, the kernels of the step run, which take any shape.
 
     Args:
-        device: The device; None for a GPU of another machine, which is taken to have what the
+        device: The device. None means a GPU of another machine, which is assumed to have what the
             kernels need.
     """
     if device is None:
@@ -53,7 +53,7 @@ def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: 
     if dtype == torch.float64:
         return "the inputs are float64 and the Triton kernels compute in bf16 or fp32"
     if M not in BASIS_SIZES:
-        # int: with dynamic shapes torch.compile has symbols here, which no text can hold.
+        # int: with dynamic shapes, M is a symbol under torch.compile, which has no text.
         return f"M is {int(M)} and the Triton kernels have M = {', '.join(map(str, BASIS_SIZES))}"
     if width > MAX_WIDTH:
         return f"R or D is above {MAX_WIDTH}, the widest that the Triton kernels have"
@@ -64,23 +64,20 @@ def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: 
 def cannot_launch() -> str | None:
     """Returns the reason why Triton could launch nothing on this machine; None if it can.
 
-    Triton compiles its launcher, which is C, at the first launch. If that failed then, a run would
-    have been half started.
-
-    It touches no GPU: a process that only asks holds no memory there.
+    Triton compiles its launcher, which is written in C, at the first launch. This function finds an
+    error before a run has started. It uses no GPU, so that the process needs no memory there.
     """
+    # The import fails without Triton, and with a Triton for other GPUs.
     try:
         from triton.backends.nvidia.driver import CudaUtils
-    except ImportError:  # no Triton, or one for other GPUs
+    except ImportError:
         return None
     try:
         CudaUtils()
     except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as e:
-        reason = (
-            "the compiler failed"
-            if isinstance(e, subprocess.SubprocessError)
-            else " ".join(str(e).split())
-        )
+        reason = " ".join(str(e).split())
+        if isinstance(e, subprocess.SubprocessError):
+            reason = "the compiler failed"
         return (
             f"Triton cannot build its launcher here ({reason}): it needs a C compiler (gcc or clang on PATH, or CC) and "
             "Python's headers (Debian: apt-get install gcc python3-dev)"
@@ -91,13 +88,15 @@ def cannot_launch() -> str | None:
 def operand_dtype(*inputs: Tensor) -> torch.dtype:
     """Returns the dtype of the operands of every product.
 
-    It is bf16 for half precision (fp16, too: powers of Lambda reach e^32), else the widest dtype of
-    the inputs.
+    It is the widest of float64, float32 and bfloat16 among the inputs. fp16 counts as bfloat16,
+    because powers of Lambda reach e^32, which fp16 does not hold.
     """
     dtypes = [x.dtype for x in inputs]
-    return next(
-        (dtype for dtype in (torch.float64, torch.float32) if dtype in dtypes), torch.bfloat16
-    )
+    if torch.float64 in dtypes:
+        return torch.float64
+    if torch.float32 in dtypes:
+        return torch.float32
+    return torch.bfloat16
 
 
 def _has_bf16_tensor_cores(device_index: int | None) -> bool:
@@ -105,6 +104,6 @@ def _has_bf16_tensor_cores(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
-# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as
-# long again as torch itself.
+# This is what torch.compiler.assume_constant_result sets. The function itself would import
+# torch.compile's front end, which takes as long as importing torch.
 _has_bf16_tensor_cores._dynamo_marked_constant = True

@@ -241,7 +241,7 @@ def test_compiled_kernels_have_no_race_and_keep_the_budget(capability, case, kin
 def test_the_race_that_one_stage_avoids(compiler, monkeypatch):
     """Triton loads the next chunk of 32 over what wgmma still reads, if a plan for sm_90 has chunks of 32 and two stages."""
     make_plan = triton_chunkwise.make_plan
-    plan = dict(chunk=32, mix=(8192, 4, 2), held=False)
+    plan = dict(chunk=32, mix=(8192, 4, 2), operands_in_registers=False)
     monkeypatch.setattr(
         triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(**plan)
     )

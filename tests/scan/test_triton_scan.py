@@ -240,7 +240,7 @@ def test_held_operands_give_the_same_gradients(kernels, monkeypatch):
     inputs["log_decay"][..., 1] /= 100
     results = []
     for held in (True, False):
-        replace_plan(kernels, monkeypatch, held=held)
+        replace_plan(kernels, monkeypatch, operands_in_registers=held)
         results.append(run(inputs, (d_out.abs(), 0 * d_state), backend="chunkwise"))
     assert error(*(one.pop("dlog_decay") for one in results), "rms") < 1e-3
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
@@ -276,8 +276,8 @@ def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monke
         handed[reverse] = local
         return before
 
-    monkeypatch.setattr(ops.shards, "send", send)
-    monkeypatch.setattr(ops.shards, "receive", lambda sent, shape: sent.clone())
+    monkeypatch.setattr(ops.context_parallel, "send", send)
+    monkeypatch.setattr(ops.context_parallel, "receive", lambda sent, shape: sent.clone())
     monkeypatch.setattr(kernels, "segment_count", lambda *args: segments)
     case = Case(T=80, B=2 if documents else 1, H=1, G=1 if linear else 2, R=4, D=5, state=False)
     inputs, (d_out, d_state) = problem(case, dtype, linear)
@@ -309,8 +309,10 @@ def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monke
 
 def test_segments_of_a_shard_whose_queries_are_of_another_dtype(kernels, monkeypatch):
     """Chunks are of 64 tokens where keys and values are sent, and of 16 in the scan, which float32 queries make float32."""
-    monkeypatch.setattr(ops.shards, "send", lambda local, *_, **others: torch.zeros_like(local))
-    monkeypatch.setattr(ops.shards, "receive", lambda sent, shape: sent.clone())
+    monkeypatch.setattr(
+        ops.context_parallel, "send", lambda local, *_, **others: torch.zeros_like(local)
+    )
+    monkeypatch.setattr(ops.context_parallel, "receive", lambda sent, shape: sent.clone())
     monkeypatch.setattr(kernels, "segment_count", lambda *args: 2)
     inputs, _ = problem(Case(T=200, H=1, R=4, D=5, state=False), BF16)
     inputs, _ = on_device(inputs)

@@ -112,7 +112,7 @@ def scan_launches(dtype, R, D, M, kinds, G):
             module.final_state((z,), theta, kw.get("documents"))
         module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, **forward)
         module.linear_backward(
-            z, d_final, z, theta, torch.zeros(H, 2 * M), state, leave=exchange, **kw
+            z, d_final, z, theta, torch.zeros(H, 2 * M), state, exchange=exchange, **kw
         )
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
@@ -121,7 +121,7 @@ def scan_launches(dtype, R, D, M, kinds, G):
             module.final_state((k, v), theta, kw.get("documents"))
         module.scan_forward(*inputs, **forward)
         module.scan_backward(
-            torch.zeros(B, T, H * G, D, dtype=dtype), d_final, *inputs, leave=exchange, **kw
+            torch.zeros(B, T, H * G, D, dtype=dtype), d_final, *inputs, exchange=exchange, **kw
         )
 
 
