@@ -1,11 +1,11 @@
 """The mixer's statistics against their definition, and what is logged of a step."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan.plan.run_plan import make_plan
@@ -68,87 +68,42 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
     assert statistics[3]["c_rms"] == 1  # there is no C
 
 
-class Clock:
-    """Stands for the module `time`. It stands still unless a test moves it."""
+class RecordingMetrics(InterdomainMetrics):
+    """Metrics that keep the scalars of the last log."""
 
-    now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    monotonic = perf_counter
-
-
-class SteppedMetrics(InterdomainMetrics):
-    """Metrics of a run of 50 steps of two seconds. `logged` has the scalars of each step that is logged."""
-
-    def __init__(self, job, clock):
-        self.job = self.job_config = job
+    def __init__(self, job):
+        self.job = job
         self.plan = make_plan(job, 1)
         self.optimizers = SimpleNamespace(rates={"main": 1e-3}, step_guard=StepGuard())
-        self.model_parts = None
         self.meshes = None
         self.first_log = None
-        self.clock = clock
-        self.logged = {}
-        self.reset()
 
-    def reset(self):
-        self.data_loading_times = []
-        self.time_last_log = self.clock.now
-
-    def log(self, step, loss, worst_loss, norm, scalars):
-        self.logged[step] = scalars
-        self.reset()
-
-    def train(self, first):
-        for step in range(first, 51):
-            self.clock.now += 2
-            self.data_loading_times += [0.25, 0.25]  # of two micro-batches
-            if self.should_log(step):
-                self.log_step(step, 1.0, 1.0, 1.0)
-            if step == 15:
-                self.clock.now += 100
-                self.log_validation(1.0, step)
+    def log(self, step, loss, worst_loss, grad_norm, scalars):
+        self.scalars = scalars
 
 
-@pytest.mark.parametrize(
-    ("log_freq", "mixer_freq", "first", "logged", "mixer_steps"),
-    [
-        (10, 25, 1, [1, 10, 20, 30, 40, 50], [1, 30, 50]),
-        (1, 20, 1, list(range(1, 51)), [1, 20, 40]),
-        (10, 0, 7, [10, 20, 30, 40, 50], []),
-    ],
-)
-def test_scalars_of_every_logged_step(
-    monkeypatch, log_freq, mixer_freq, first, logged, mixer_steps
-):
-    """A validation after step 15 takes a hundred seconds, which count in no step."""
+@pytest.mark.parametrize("steps", [1, 10])
+def test_seconds_per_step(monkeypatch, steps):
+    """They are a mean over the steps since the last log, each of two micro-batches."""
 
     def no_norms(*_):
         return {}
 
-    def one_statistic(*_):
-        return {"statistic": 1.0}
-
-    def log_validation(processor, *_):
-        processor.reset()
-
-    clock = Clock()
-    monkeypatch.setattr(metrics, "time", clock)
     monkeypatch.setattr(metrics, "gradient_norms", no_norms)
-    monkeypatch.setattr(metrics, "mixer_statistics", one_statistic)
-    monkeypatch.setattr(MetricsProcessor, "log_validation", log_validation)
-    flags = "--training.local_batch_size 4 --training.steps 50 --lr_scheduler.total_steps 50"
-    flags += f" --metrics.log_freq {log_freq} --metrics.mixer_freq {mixer_freq}"
-    run = SteppedMetrics(parse(flags), clock)
-    run.train(first)
-    assert list(run.logged) == logged
-    for scalars in run.logged.values():
-        assert scalars["time_metrics/end_to_end(s)"] == 2.0
-    assert run.logged[50]["n_tokens_seen"] == 50 * 512
-    steps = [step for step, scalars in run.logged.items() if "statistic" in scalars]
-    assert steps == mixer_steps
+    run = RecordingMetrics(parse("--training.local_batch_size 4 --metrics.mixer_freq 0"))
+    run.data_loading_times = [0.25] * 2 * steps
+    run.time_last_log = time.perf_counter() - 1000 * steps
+    run.log_step(10, 1.0, 1.0, 1.0)
+    assert run.scalars["time_metrics/end_to_end(s)"] == pytest.approx(1000, rel=0.01)
+
+
+def test_statistics_are_logged_in_the_first_log_after_every_third_step(runs):
+    """The mixer's frequency need be no multiple of the log's."""
+    runs.add("1 rarely logged", metrics__log_freq=2, metrics__mixer_freq=3)
+    log = runs.seen("1 rarely logged")["log"]
+    assert list(log) == [1, 2, 4, 6]
+    steps = [step for step, scalars in log.items() if "mixer/layer_00/dt_median" in scalars]
+    assert steps == [1, 4, 6]
 
 
 def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
