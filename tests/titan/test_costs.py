@@ -83,12 +83,6 @@ def test_memory_falls_with_what_saves_it(less, more):
     assert sum(memory_of(less).values()) < sum(memory_of(more).values())
 
 
-@pytest.mark.parametrize("axis", ["context_parallel", "tensor_parallel", "pipeline_parallel"])
-def test_memory_falls_with_the_ranks_that_share_it(axis):
-    two = memory_of(f"--parallelism.{axis}_degree 2 --validation.no-enable", ranks=2)
-    assert sum(two.values()) < sum(memory_of("--validation.no-enable").values())
-
-
 @pytest.mark.parametrize(
     ("schedule", "stages", "in_flight"),
     [

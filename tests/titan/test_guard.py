@@ -3,12 +3,8 @@
 import math
 
 import pytest
-import torch
 
 from interdomain.checkpoint.step_folder import read_sidecar
-from interdomain.titan.step.guard import StepGuard
-
-from ..common import NothingReadBack
 
 pytestmark = pytest.mark.e2e
 
@@ -44,27 +40,6 @@ def test_a_skipped_step_changes_neither_weights_nor_state_on_any_rank_and_is_cou
     said = runs.said("2 spoiled")
     assert "1 step(s) up to step 2 were skipped, because the loss or the gradient norm" in said
     assert "The weights are those of step 4." in said
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "skip", "counts"),
-    [
-        (3.0, 1.0, 0.0, [3, 0]),
-        (math.nan, 1.0, 1.0, [4, 2]),
-        (3.0, math.inf, 1.0, [4, 2]),
-    ],
-)
-def test_the_guard_decides_without_reading_anything_back(alone, loss, norm, skip, counts):
-    """The run had skipped three steps before it was resumed, the last of them right before."""
-    guard = StepGuard()
-    guard.load_state_dict({"skipped_steps": 3, "skipped_in_a_row": 1})
-    tensors = torch.tensor(loss), torch.tensor(norm)
-    with NothingReadBack():
-        decision = guard.decide(*tensors, stop_requested=bool(skip))
-    assert decision.skip == decision.stop == skip
-    assert decision.loss.item() == pytest.approx(loss, nan_ok=True)
-    assert list(guard.scalars().values()) == counts
-    assert list(guard.state_dict().values()) == counts
 
 
 def test_several_skipped_steps_in_a_row_end_the_run(runs):

@@ -156,21 +156,6 @@ def config(folder, given="--checkpoint.enable"):
 TENSORBOARD = "--metrics.enable_tensorboard"
 
 
-@pytest.mark.parametrize(
-    ("given", "rank", "holds"),
-    [
-        ("--checkpoint.enable", 0, True),
-        ("--checkpoint.enable", 1, False),
-        ("", 0, False),
-        (TENSORBOARD, 0, True),
-    ],
-)
-def test_rank_0_of_a_run_that_writes_holds_a_lock(tmp_path, monkeypatch, given, rank, holds):
-    monkeypatch.setenv("RANK", str(rank))
-    hold_folder(config(tmp_path, given))
-    assert (tmp_path / NAME).exists() == holds
-
-
 SAVED = "--checkpoint.enable --checkpoint.folder"
 CURVES = f"{TENSORBOARD} --metrics.save_tb_folder"
 
@@ -192,21 +177,6 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
     between_polls(monkeypatch, owner.refresh)
     error = refusal(capsys, hold_folder, config(tmp_path / "second", second))
     assert "in use by another run" in error
-
-
-def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
-    """A minute in all, and not a minute in each of its folders."""
-    for folder in ("", "checkpoint", "tb"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        write_lock(tmp_path / folder)
-    polls = []
-
-    def count():
-        polls.append(1)
-
-    between_polls(monkeypatch, count)
-    hold_folder(config(tmp_path, f"--checkpoint.enable {TENSORBOARD}"))
-    assert len(polls) == lock.PATIENCE
 
 
 def test_the_tools_find_what_a_run_wrote(tmp_path):

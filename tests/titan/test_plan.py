@@ -113,18 +113,6 @@ SEVERAL = "--training.local_batch_size 1 "
 EACH = "--training.reduce_gradients micro-batch "
 
 
-@pytest.mark.parametrize(
-    ("given", "each"),
-    [
-        (SEVERAL, False),
-        (SEVERAL + EACH + BFLOAT16, True),
-        (BFLOAT16, False),  # one micro-batch has no other sum
-    ],
-)
-def test_gradients_are_summed_once_a_step_or_after_each_micro_batch(given, each):
-    assert plan_of(given, ranks=2).reduces_each == each
-
-
 def test_sums_after_each_micro_batch_save_memory_and_cost_traffic():
     once = parse(SEVERAL)
     plan = make_plan(once, 2)

@@ -107,18 +107,6 @@ def test_a_run_is_refused_in_one_paragraph(given, message, capsys):
         assert part in error
 
 
-def test_every_setting_has_a_help_text(capsys):
-    """A comment that a formatter moves away from its field would be lost."""
-    with pytest.raises(SystemExit):
-        read_job_config(["--help"])
-    shown = capsys.readouterr().out
-    # Each flag, and "(default" if the next line begins with it, as it does without a help text.
-    flags = re.findall(r"^[^\w\n]*--([a-z][\w.-]+).*\n[^\w\n]*(\(default)?", shown, re.MULTILINE)
-    without_text = {flag.replace("-", "_"): bool(bare) for flag, bare in flags}
-    assert without_text.keys() >= schema.SETTINGS.keys()
-    assert not any(without_text.values())
-
-
 @pytest.mark.parametrize("flags", ["--training.step 3", "--training.steps 3x"])
 def test_a_flag_that_cannot_be(flags, capsys):
     with pytest.raises(SystemExit) as end:
