@@ -310,7 +310,8 @@ def serve(rank, ranks, port, jobs, log):
     become(rank, ranks, port, log)
     init_logger()
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
-    loop = sys.modules["torchtitan.trainer" if NEW else "torchtitan.train"]
+    module = "torchtitan.trainer" if NEW else "torchtitan.train"
+    loop = sys.modules[module]
     loop.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=do_not_sleep)
     errors.GRACE_SECONDS = 0
     device_mesh.new_group = new_group

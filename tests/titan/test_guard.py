@@ -43,7 +43,7 @@ def test_a_skipped_step_changes_neither_weights_nor_state_on_any_rank_and_is_cou
 
 
 def test_several_skipped_steps_in_a_row_end_the_run(runs):
-    """With the optimizer that decides on the host."""
+    """The optimizer is one that decides on the host."""
     seen = runs.seen("2 given up")
     assert list(seen["log"]) == [1, 2, 3, 4]
     assert seen["states"][4] == seen["states"][2] != seen["states"][1]

@@ -154,9 +154,8 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     [("tb", "loss_metrics/global_avg_loss"), ("tb/evaluation", f"perplexity/{README}/64")],
 )
 def test_its_curves_are_those_of_the_undisturbed_run(story, undisturbed, events, tag):
-    """One curve, although steps ran again."""
+    """They are one curve, although steps ran again."""
     curve = read_events(story.folder / events).Scalars(tag)
     expected = read_events(undisturbed / events).Scalars(tag)
-    assert [(point.step, point.value) for point in curve] == [
-        (point.step, point.value) for point in expected
-    ]
+    steps = [(point.step, point.value) for point in curve]
+    assert steps == [(point.step, point.value) for point in expected]

@@ -118,7 +118,7 @@ def keep_touching(monkeypatch, path):
 def test_a_living_owner_on_another_machine_is_not_disturbed(
     tmp_path, monkeypatch, restarted_job, job, restarts
 ):
-    """Neither another process of this start, nor another job."""
+    """It is another process of this start, or another job."""
     path = write_lock(tmp_path, slurm_job=job, slurm_restarts=restarts)
     keep_touching(monkeypatch, path)
     with pytest.raises(ValueError, match=r"process 7 on nid007, since .*--job.dump_folder"):
@@ -180,7 +180,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, fi
 
 
 def test_the_tools_find_what_a_run_wrote(tmp_path):
-    """Also outside of its folder. A run of an older version left no note: the defaults hold."""
+    """They find it outside of its folder, too. A run of an older version left no note: the defaults hold."""
     run = tmp_path / "run"
     assert checkpoints_of(run) == run / "checkpoint"
     assert events_of(run) == run / "tb"

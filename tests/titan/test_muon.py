@@ -16,7 +16,7 @@ MOMENTS = {"Muon": ["momentum_buffer"], "AdamW": ["step", "exp_avg", "exp_avg_sq
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_bitwise_pytorchs_own(runs, name):
-    """From one rank's checkpoint of step 3, with the gradients that this topology has in step 4."""
+    """It starts from one rank's checkpoint of step 3, with the gradients that this topology has in step 4."""
     before = tensors_of(runs.checkpoint("1 muon", 3))
     after = tensors_of(runs.checkpoint(name, 4))
     log = runs.seen(name)["log"][4]

@@ -188,7 +188,7 @@ def test_how_a_mixer_is_computed_is_no_part_of_the_model():
 
 
 def test_a_dry_run_says_how_the_mixer_is_computed():
-    """On this machine, and on other machines' GPUs."""
+    """It says so for this machine, and for other machines' GPUs."""
     assert "scan  chunkwise (plain PyTorch on cpu)\n" in dry_run()
     on_gpus = dry_run(on_gpus=True)
     assert "scan  chunkwise (Triton kernels)\n" in on_gpus

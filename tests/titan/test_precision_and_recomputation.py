@@ -39,7 +39,7 @@ def test_one_rank_rounds_as_many_do(runs):
 
 
 def test_generated_code_runs_whole_blocks(runs):
-    """With selective checkpointing, which saves the scan."""
+    """Selective checkpointing saves the scan: it runs once."""
     seen = runs.seen("1 compiled")
     compiled = [(call["fullgraph"], call["backend"]) for call in seen["compiled"]]
     assert compiled == [(True, "inductor")] * LAYERS

@@ -40,7 +40,8 @@ def test_a_setting_that_torchtitan_has_has_torchtitans_default():
     assert OURS.keys() <= shared
     expected = job_config.TORCHTITAN_DEFAULTS | OURS
     defaults = schema.JobConfig()
-    assert {name: defaults[name] for name in shared} == {name: expected[name] for name in shared}
+    for name in shared:
+        assert defaults[name] == expected[name], name
 
 
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
@@ -117,7 +118,7 @@ def test_a_flag_that_cannot_be(flags, capsys):
 
 @pytest.mark.parametrize("name", [name for name in REMOVED if "." in name])
 def test_a_removed_setting_says_what_to_do(name, tmp_path):
-    """In a file and as a flag."""
+    """It may come in a file or as a flag."""
     setting, _, value = name.partition(" = ")
     toml = tmp_path / "old.toml"
     toml.write_text(f'parallelism.tensor_parallel_degree = 2\n{setting} = "{value}"')
@@ -259,7 +260,7 @@ def plan_in_tokens(folder, given):
     ],
 )
 def test_the_command_line_wins_over_the_file(tmp_path, given, steps, warmup):
-    """Whichever unit the file uses."""
+    """It does so whichever unit the file uses."""
     plan = plan_in_tokens(tmp_path, given)
     assert plan.steps == steps
     assert plan.warmup_steps == warmup

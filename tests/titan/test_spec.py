@@ -52,8 +52,10 @@ def stock(runs):
     """The runs of this folder, and those under TorchTitan's trainer."""
     tokens = toml_of(runs.folder / "tokens.toml", **TOKENS)
     for name, settings in STOCK.items():
-        toml = tokens if settings.get("stock") else TINY
-        runs.add(name, toml=toml, **settings)
+        if settings.get("stock"):
+            runs.add(name, toml=tokens, **settings)
+        else:
+            runs.add(name, **settings)
     return runs
 
 
@@ -149,7 +151,7 @@ def test_every_flavor_is_a_model(flavor):
 
 
 def test_a_flavor_computes_on_one_device():
-    """In a notebook there is no process group. The initial values are a run's."""
+    """A notebook has no process group. The initial values are those of a run."""
     train_spec = interdomain.titan.get_train_spec()
     with torch.device("meta"):
         model = train_spec.model_cls(train_spec.model_args["debugmodel"])

@@ -88,7 +88,7 @@ def test_a_run_continues_from_a_checkpoint_of_0_2_2(runs, new):
 
 
 def test_checkpoints_of_torchtitan_0_3_are_read(runs, new, tmp_path):
-    """By `convert`, and by a run under 0.2.2."""
+    """`convert` reads them, and a run under 0.2.2 continues from them."""
     saved = new.checkpoint("2 stock shards", 3)
     export(saved, tmp_path / "folder")
     runs.add("1 back", same_as="2 text", near=1e-6, checkpoint__enable=True, training__steps=4)

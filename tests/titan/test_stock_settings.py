@@ -57,7 +57,7 @@ def test_what_is_not_honoured_is_refused(given, capsys):
 
 
 def test_all_problems_come_in_one_message(capsys):
-    """Of TorchTitan's settings and of ours, of single settings and of several together."""
+    """The message names TorchTitan's settings and ours, and rules about one setting and about several."""
     given = "--model.converters float8 --training.dtype bfloat16 --training.seq_len 0"
     given += " --training.max_skipped_steps 3 --profiling.enable_profiling"
     error = refusal(capsys, spec.resolve, tiny_config(given))

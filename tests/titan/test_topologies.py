@@ -13,7 +13,7 @@ COMPARED = [name for name, given in RUNS.items() if given.get("same_as", name) !
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_every_run_trains_as_its_reference(runs, name):
-    """On every axis as on one rank; and from a checkpoint on other ranks, also if they share sequences, heads or layers."""
+    """A run on any axis trains as one rank does, and as the run on other ranks from whose checkpoint it continues."""
     assert_same_run(runs, name)
 
 
@@ -76,7 +76,7 @@ def test_compilation_and_selective_checkpointing(runs, name, layers, calls):
     ("name", "stages"), [("1 answers accumulated", 1), ("2 pipeline layers", 2)]
 )
 def test_the_ssm_tensors_are_computed_once_a_step(runs, name, stages):
-    """Once for each of a rank's stages, for all four micro-batches."""
+    """Each of a rank's stages computes them once for all four micro-batches."""
     for seen in runs.every(name):
         for step in (1, 2, 3):
             assert seen["folds"][step] == stages
@@ -93,7 +93,7 @@ def test_gradients_summed_in_bf16(runs):
 
 
 def test_a_stage_sums_gradients_over_the_ranks_during_the_backward_pass(runs):
-    """In its last micro-batch, each layer's sum begins before the next layer's products."""
+    """Each layer's sum begins before the next layer's products in the last micro-batch."""
     reduce = "FSDP::post_backward_reduce "
     order = runs.seen("2 pipeline bfloat16", rank=1)["order"]
     seen = [name for name in order if name == "aten::mm" or name.startswith(reduce)]

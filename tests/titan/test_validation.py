@@ -96,7 +96,7 @@ def test_the_windows_lie_evenly_over_the_split(corpus):
 
 @pytest.mark.parametrize("tokens", [0, 10**9])
 def test_all_windows_of_the_split(corpus, tokens):
-    """Also if it holds less than is asked for."""
+    """The split may hold less than is asked for."""
     windows = len(open_dataset(parse(corpus=corpus), "validation"))
     assert make_validator(corpus, None, f"--validation.tokens {tokens}").windows == windows
 
@@ -133,13 +133,14 @@ def test_losses_by_document(corpus, model):
 
     # The number of each token's document, over all shards.
     documents = []
+    number = 0
     for shard in validator.dataset.corpus.shards:
         for i in range(len(shard)):
-            number = documents[-1] + 1 if documents else 0
             documents += [number] * len(shard[i])
+            number += 1
     read = documents[1 : 64 * len(validator.dataset) + 1]
-    assert labels == [read.count(number) for number in range(documents[-1] + 1)]
-    assert len(labels) > 1
+    assert labels == [read.count(i) for i in range(number)]
+    assert number > 1
 
 
 class Guessing(torch.nn.Module):
@@ -188,27 +189,32 @@ def losses_and_answers(model):
 def mean_of(losses, first, last):
     """Returns the mean loss at positions from `first` to `last`, or None if none has a label."""
     values = [value for t, value in losses if first <= t <= last]
-    return sum(values) / len(values) if values else None
+    if not values:
+        return None
+    return sum(values) / len(values)
 
 
 @pytest.mark.parametrize("kind", ["selective-copying", None])
 def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
-    """Of answers of four tokens, and of a corpus without answers. The loss's pieces cut both windows and answers."""
+    """Answers have four tokens. The pieces in which the loss is computed cut both windows and answers."""
 
     def piece_tokens(vocab_size):
         return 49
 
     monkeypatch.setattr(loss, "piece_tokens", piece_tokens)
-    source = corpus
-    model = Guessing(512)
     if kind:
         source = synthetic(tmp_path / "copies", kind, 4, 20, length=32)
         model = Guessing(20)
+        labels_per_window = 8
+    else:
+        source = corpus
+        model = Guessing(512)
+        labels_per_window = 64
     validator = make_validator(source, model)
     validator.validate([model], 1)
     mean, _, scalars = logged(validator)
     losses, answers = losses_and_answers(model)
-    assert len(losses) == WINDOWS * (8 if kind else 64)
+    assert len(losses) == WINDOWS * labels_per_window
     assert mean == pytest.approx(mean_of(losses, 0, 63), rel=1e-6)
     if kind:
         assert len(answers) == WINDOWS * 2
