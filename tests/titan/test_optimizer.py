@@ -28,8 +28,9 @@ def groups_of(condition, given=""):
     return groups, set(names.values())
 
 
-def in_layers(names):
-    return {f"layers.{i}.{name}" for i in range(4) for name in names}
+def in_layers(part, names):
+    """Returns the names of parameters in all four layers."""
+    return {f"layers.{i}.{part}.{name}" for i in range(4) for name in names}
 
 
 # As the paper lists them: scales and biases of the two input norms, dt, A (two), C, and c if it is read.
@@ -63,7 +64,7 @@ def test_the_ssm_group_of_every_condition(condition):
         per_layer = QUERY_READOUT
     else:
         per_layer = [*QUERY_READOUT, "ssm.c"]
-    expected = in_layers(f"attention.{name}" for name in per_layer)
+    expected = in_layers("attention", per_layer)
     assert next(iter(groups)) == "main"  # TorchTitan logs the first group's rate as "lr"
     assert groups.pop("ssm", set()) == expected
     assert groups == {"main": names - expected}
@@ -71,10 +72,10 @@ def test_the_ssm_group_of_every_condition(condition):
 
 # Maps within a block, besides wq, wk, wv and wo: gates of the baselines.
 GATES = {
-    "gla": ["wg", "gate_down", "gate_up"],
-    "mamba2": ["wg", "wa"],
-    "deltanet": ["wb"],
-    "gated-deltanet": ["wg", "wa", "wb"],
+    "gla": ["wg.weight", "gate_down.weight", "gate_up.weight"],
+    "mamba2": ["wg.weight", "wa.weight"],
+    "deltanet": ["wb.weight"],
+    "gated-deltanet": ["wg.weight", "wa.weight", "wb.weight"],
 }
 
 
@@ -82,11 +83,11 @@ GATES = {
 def test_the_matrices_that_muon_trains(condition):
     """AdamW has the same two groups without them."""
     groups, _ = groups_of(condition, "--optimizer.name Muon")
-    maps = ["wk", "wv", "wo", *GATES.get(condition, [])]
+    maps = ["wk.weight", "wv.weight", "wo.weight", *GATES.get(condition, [])]
     if not condition.startswith(("dual-linear", "s4d")):
-        maps.append("wq")
-    matrices = in_layers(f"attention.{name}.weight" for name in maps)
-    matrices |= in_layers(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3"))
+        maps.append("wq.weight")
+    matrices = in_layers("attention", maps)
+    matrices |= in_layers("feed_forward", ["w1.weight", "w2.weight", "w3.weight"])
     assert groups.pop("matrices") == matrices
     groups["main"] |= matrices
     assert groups == groups_of(condition)[0]
