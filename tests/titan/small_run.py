@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interdomain.checkpoint.step_folder import SIDECAR_FACTS
+from interdomain.checkpoint.step_folder import RECORD_FACTS
 from interdomain.model import build_config
 from interdomain.titan.host import translate
 from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
@@ -68,7 +68,7 @@ class Run:
         config = translate(job).checkpoint
         vars(config).update({"enable": True, "interval": 1, **settings})
 
-        record = {name: {} for name in (*SIDECAR_FACTS, "tokenizer")}
+        record = {name: {} for name in (*RECORD_FACTS, "tokenizer")}
         record["format_version"] = 1
         record["model"] = (model or build_config("debug")).to_dict()
         record["size"] = "debug"

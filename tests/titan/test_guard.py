@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from interdomain.checkpoint.step_folder import read_sidecar
+from interdomain.checkpoint.step_folder import read_run_record
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ def test_a_skipped_step_changes_neither_weights_nor_state_on_any_rank_and_is_cou
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1), (4, 2)]
     assert runs.samples("2 spoiled") == runs.samples("2 text")
 
-    assert read_sidecar(runs.checkpoint("2 spoiled", 6))[1]["skipped_steps"] == 4
+    assert read_run_record(runs.checkpoint("2 spoiled", 6))[1]["skipped_steps"] == 4
     said = runs.said("2 spoiled")
     assert "1 step(s) up to step 2 were skipped, because the loss or the gradient norm" in said
     assert "The weights are those of step 4." in said

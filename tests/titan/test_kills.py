@@ -14,9 +14,9 @@ from interdomain.checkpoint.step_folder import (
     VALIDATION,
     finished_steps,
     milestones,
-    read_sidecar,
+    read_run_record,
 )
-from interdomain.titan.resume.lock import NAME
+from interdomain.titan.resume.lock import LOCK_NAME
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start.torchrun import CONTINUE
@@ -61,7 +61,7 @@ def start(folder, corpus, *starts):
         status=status,
         said=said,
         loaded=loaded,
-        has_lock=(run / NAME).exists(),
+        has_lock=(run / LOCK_NAME).exists(),
         saved=set(saved),
         validated={step for step, path in saved.items() if (path / VALIDATION).exists()},
     )
@@ -143,7 +143,7 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     disturbed = story.folder / "checkpoint"
     reference = undisturbed / "checkpoint"
     assert_same_tensors(disturbed / "step-6", reference / "step-6")
-    record = read_sidecar(disturbed / "step-6")[1]
+    record = read_run_record(disturbed / "step-6")[1]
     assert record["tokens"] == 3072
     assert record["skipped_steps"] == 1
     assert set(milestones(disturbed)) == set(milestones(reference)) == {2, 4, 6}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from interdomain.checkpoint.run_folder import checkpoints_of, events_of
 from interdomain.titan.resume import lock
-from interdomain.titan.resume.lock import NAME, RunLock, hold_folder, owner_of, require_shared
+from interdomain.titan.resume.lock import LOCK_NAME, RunLock, hold_folder, owner_of, require_shared
 
 from ..common import TIMEOUT
 from .conftest import refusal
@@ -28,7 +28,7 @@ def quick(monkeypatch):
 def write_lock(folder, **changes):
     """Writes the lock of a run on another machine, and returns its path."""
     elsewhere = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid": 7}
-    path = folder / NAME
+    path = folder / LOCK_NAME
     path.write_text(json.dumps(RunLock([]).record | elsewhere | changes))
     return path
 
@@ -65,7 +65,7 @@ def wait_for_touch(path, before):
 def test_a_living_owner_on_this_machine_is_not_disturbed(tmp_path, monkeypatch):
     """It touches its lock. test_kills.py has an owner that is killed, whose lock is taken over at once."""
     acquire(tmp_path)
-    path = tmp_path / NAME
+    path = tmp_path / LOCK_NAME
     before = path.stat().st_mtime_ns
 
     def wait():
@@ -88,7 +88,7 @@ def test_a_silent_owner_on_another_machine_is_dead(tmp_path):
 def test_a_file_that_is_no_lock(tmp_path, capsys):
     """A start is refused. A run that holds the folder goes on, and leaves the file in its place."""
     first = acquire(tmp_path)
-    path = tmp_path / NAME
+    path = tmp_path / LOCK_NAME
     path.write_bytes(b"\xff")
     first.refresh()
     first.check_held()
