@@ -19,22 +19,38 @@ from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.watch.validate import FixedValidator
 from tests.titan.driver import spoil_losses
 
+
+def step_of_trainer(trainer, batches):
+    return trainer.step
+
+
+def step_of_writer(writer, *_):
+    return step_of(writer.path)
+
+
+def step_of_validation(validator, parts, step):
+    return step
+
+
+# A method that is called at each place, and a function of its arguments that gives the step.
 PLACES = {
-    "step": (InterdomainTrainer, "train_step", lambda trainer, *_: trainer.step),
-    "finish": (FileSystemWriter, "finish", lambda writer, *_: step_of(writer.path)),
-    "validate": (FixedValidator, "validate", lambda validator, models, step: step),
+    "step": (InterdomainTrainer, "train_step", step_of_trainer),
+    "finish": (FileSystemWriter, "finish", step_of_writer),
+    "validate": (FixedValidator, "validate", step_of_validation),
 }
 
 
 def disturb(place, step, rank, name, process):
+    """Sends a signal to this process or its agent right before a method is called."""
     owner, method, step_now = PLACES[place]
     original = getattr(owner, method)
 
     def disturbed(self, *args, **kwargs):
         if step_now(self, *args) == step and int(os.environ["RANK"]) == rank:
-            os.kill(os.getpid() if process == "rank" else os.getppid(), getattr(signal, name))
+            target = os.getpid() if process == "rank" else os.getppid()
+            os.kill(target, getattr(signal, name))
             if process == "agent":
-                signal.pause()  # it ends this process
+                signal.pause()  # the agent's end ends this process
         return original(self, *args, **kwargs)
 
     setattr(owner, method, disturbed)
@@ -42,13 +58,14 @@ def disturb(place, step, rank, name, process):
 
 if __name__ == "__main__":
     plan = json.loads(Path(sys.argv.pop(1)).read_text())
-    if signal_of := plan["starts"][int(os.environ["TORCHELASTIC_RESTART_COUNT"])]:
-        disturb(*signal_of)
+    disturbance = plan["starts"][int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+    if disturbance:
+        disturb(*disturbance)
     train = InterdomainTrainer.train
 
-    def spoiled(trainer):
+    def spoil_and_train(trainer):
         spoil_losses(trainer, plan.get("spoil"))
         train(trainer)
 
-    InterdomainTrainer.train = spoiled
+    InterdomainTrainer.train = spoil_and_train
     entry.main()

@@ -4,14 +4,17 @@ A job is {"output", "args": the entry's flags, "probes": [...]}. Each is parsed,
 closed as `trainer.run` does it; only the start of Python and of the process group is shared. What was seen is written to
 OUTPUT.rankN.pt:
 
-    log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
+    log, validation  {step: {"loss", every other scalar}}
+    initial          {parameter: sha256 of the whole tensor at the start}
     drawn            names of the tensors whose initial values this rank drew
-    samples          {step: one hash per sample that it got}   compiled  arguments of every torch.compile of a block
-    gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
-    calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the SSM parameters saw
-    folds            (probe "scan") computations of a stage's dynamics, by step
+    samples          {step: one hash per sample that this rank got}
+    compiled         arguments of every torch.compile of a block
+    gradients        (a probe) whole gradients of the first step
+    states           (a probe) {step: sha256 of weights and optimizer state}
+    calls, dtypes    (probe "scan") calls of its forward implementation by step; what it and the SSM parameters saw
+    folds            (probe "scan") computations of a stage's SSM tensors, by step
     traffic          (a probe) bytes received in the first step
-    order            (a probe) what PyTorch's profiler has of the first step, by its beginning
+    order            (a probe) names of the profiler's events in the first step, by their beginning
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings. With --checkpoint.create_seed_checkpoint its entry saves instead of training.
@@ -24,6 +27,7 @@ import contextlib
 import hashlib
 import json
 import math
+import operator
 import signal
 import sys
 import time
@@ -41,28 +45,30 @@ from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
 NEW = torchtitan.__version__ == "0.3.0"
-if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
-    torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(
-        timeout, group
-    )
+if NEW:
+    # TorchTitan 0.3.0 needs PyTorch 2.14, which has no build for CPUs in the package index. These
+    # are the parts of it that are missing.
+    def set_timeout(timeout, group=None):
+        distributed_c10d._set_pg_timeout(timeout, group)
 
-    def of_micro_batches(whole):
-        """A schedule's step that also takes its micro-batches one by one."""
+    def by_micro_batches(whole_step):
+        """Returns a pipeline schedule's step that also takes its micro-batches one by one."""
 
-        def step(self, *args, arg_mbs=None, kwarg_mbs=(), target_mbs=None, target=None, **others):
-            args = (
-                tuple(torch.cat(parts) for parts in zip(*arg_mbs, strict=True)) if arg_mbs else args
-            )
-            names = kwarg_mbs[0] if kwarg_mbs else ()
-            others |= {name: torch.cat([one[name] for one in kwarg_mbs]) for name in names}
-            return whole(
-                self, *args, target=torch.cat(target_mbs) if target_mbs else target, **others
-            )
+        def step(self, *args, arg_mbs=None, kwarg_mbs=(), target_mbs=None, **others):
+            if arg_mbs:
+                args = [torch.cat(parts) for parts in zip(*arg_mbs, strict=True)]
+            if kwarg_mbs:
+                for name in kwarg_mbs[0]:
+                    others[name] = torch.cat([micro_batch[name] for micro_batch in kwarg_mbs])
+            if target_mbs:
+                others["target"] = torch.cat(target_mbs)
+            return whole_step(self, *args, **others)
 
         return step
 
-    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        kind.step = of_micro_batches(kind.step)
+    torch.distributed.set_timeout = set_timeout
+    for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        schedule.step = by_micro_batches(schedule.step)
 
 from interdomain.model import Transformer, initialize
 from interdomain.model.initialize import clean_name
@@ -80,120 +86,178 @@ def whole(tensor):
 
 
 def digest(tensor):
-    return hashlib.sha256(
-        whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    data = whole(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-def watch(trainer, probes, spoil, seen):
-    parts = trainer.model_parts
-    named = {clean_name(name): p for part in parts for name, p in part.named_parameters()}
-    seen |= {"log": {}, "validation": {}, "samples": {}, "states": {}}
-    seen["initial"] = {name: digest(p) for name, p in named.items()}
+def parameters_of(trainer):
+    parameters = {}
+    for part in trainer.model_parts:
+        for name, p in part.named_parameters():
+            parameters[clean_name(name)] = p
+    return parameters
 
-    logger, loader, train_step = (
-        trainer.metrics_processor.logger,
-        trainer.dataloader,
-        trainer.train_step,
-    )
-    log, take = logger.log, getattr(loader, "_take", None)  # TorchTitan's loader has none
 
-    def scalars(found, step):
-        validated = "validation_metrics/loss" in found
-        loss = found["validation_metrics/loss" if validated else "loss_metrics/global_avg_loss"]
-        seen["validation" if validated else "log"][step] = {"loss": loss, **found}
-        log(found, step)
+def watch_log(trainer, seen):
+    """Records the scalars of every logged step and of every validation."""
+    seen |= {"log": {}, "validation": {}}
+    logger = trainer.metrics_processor.logger
+    log = logger.log
 
-    def samples(batches):
-        batch = take(batches)
-        rows = torch.cat([batch[0]["input"][:, :1], batch[1]], dim=1).numpy()
-        seen["samples"].setdefault(trainer.step, []).extend(
-            hashlib.sha256(row.tobytes()).hexdigest() for row in rows
-        )
-        return batch
+    def record_and_log(scalars, step):
+        if "validation_metrics/loss" in scalars:
+            seen["validation"][step] = {"loss": scalars["validation_metrics/loss"], **scalars}
+        else:
+            seen["log"][step] = {"loss": scalars["loss_metrics/global_avg_loss"], **scalars}
+        log(scalars, step)
 
-    def step(batches):
+    logger.log = record_and_log
+
+
+def watch_samples(trainer, seen):
+    """Records a hash of each sample that this rank gets."""
+    seen["samples"] = {}
+    take = getattr(trainer.dataloader, "_take", None)  # TorchTitan's loader has none
+
+    def take_and_record(batches):
+        inputs, labels = take(batches)
+        rows = torch.cat([inputs["input"][:, :1], labels], dim=1)
+        hashes = seen["samples"].setdefault(trainer.step, [])
+        for row in rows.numpy():
+            hashes.append(hashlib.sha256(row.tobytes()).hexdigest())
+        return inputs, labels
+
+    trainer.dataloader._take = take_and_record
+
+
+def watch_steps(trainer, probes, seen):
+    """Makes the probes of the first step, and of the state after each step."""
+    seen["states"] = {}
+    train_step = trainer.train_step
+    parameters = parameters_of(trainer)
+    of_first_step = set(probes)
+
+    def probe_and_train(batches):
         try:
-            with counted() if "traffic" in probes else contextlib.nullcontext({}) as received:
-                with (
-                    profile()
-                    if "order" in probes and "order" not in seen
-                    else contextlib.nullcontext() as profiled
-                ):
+            if "traffic" in of_first_step:
+                with counted() as received:
                     train_step(batches)
-        finally:  # it may end the run
+                seen["traffic"] = sum(received.values())
+            elif "order" in of_first_step:
+                with profile() as profiled:
+                    train_step(batches)
+                events = sorted(profiled.events(), key=operator.attrgetter("time_range.start"))
+                seen["order"] = [event.name for event in events]
+            else:
+                train_step(batches)
+        finally:  # the step may end the run
             if "states" in probes:
-                every = named | trainer.optimizers.state_dict()
-                tensors = sorted(
-                    (name, digest(x)) for name, x in every.items() if isinstance(x, torch.Tensor)
-                )
-                seen["states"][trainer.step] = hashlib.sha256(
-                    json.dumps(tensors).encode()
-                ).hexdigest()
-        seen.setdefault("traffic", sum(received.values()))
-        if profiled:
-            events = sorted(profiled.events(), key=lambda event: event.time_range.start)
-            seen["order"] = [event.name for event in events]
-        if "gradients" in probes and "gradients" not in seen:
-            seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
+                seen["states"][trainer.step] = state_digest(trainer)
+        if "gradients" in of_first_step:
+            seen["gradients"] = {name: whole(p.grad) for name, p in parameters.items()}
+        of_first_step.clear()
 
-    logger.log, loader._take, trainer.train_step = scalars, samples, step
-    spoil_losses(trainer, spoil)
+    trainer.train_step = probe_and_train
+
+
+def state_digest(trainer):
+    state = parameters_of(trainer) | trainer.optimizers.state_dict()
+    digests = {}
+    for name, value in sorted(state.items()):
+        if isinstance(value, torch.Tensor):
+            digests[name] = digest(value)
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def spoil_losses(trainer, spoil):
-    """Change losses of rank 1. spoil: {"step": "loss" | "gradient" | "both"}."""
+    """Makes losses or gradients of rank 1 not finite.
 
-    def spoiled(model, inputs, loss):
+    Args:
+        spoil: {"step": "loss" | "gradient" | "both"}.
+    """
+
+    def infinite(gradient):
+        return gradient * math.inf
+
+    def spoil_loss(model, inputs, loss):
         what = spoil.get(str(trainer.step))
-        if what is None or not model.training or torch.distributed.get_rank() != 1:
+        if not model.training or torch.distributed.get_rank() != 1:
             return loss
+        if what == "loss":
+            return loss + math.nan
+        if what == "both":
+            return loss * math.nan
         if what == "gradient":
-            loss.register_hook(lambda gradient: gradient * math.inf)
-        return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
+            loss.register_hook(infinite)
+        return loss
 
     if spoil:
-        trainer.model_parts[-1].register_forward_hook(spoiled)
+        trainer.model_parts[-1].register_forward_hook(spoil_loss)
 
 
 def watch_scan(trainer, stack, seen):
-    seen |= {"calls": {}, "folds": {}, "dtypes": {}}
+    """Records the scan's calls, what it gets, and the SSM tensors that it is computed with."""
+    seen |= {"calls": {}, "folds": {}, "dtypes": {"scan_forward": set(), "ssm": {}}}
+    call = ops._call
+    ssm_tensors = Transformer.ssm_tensors
 
-    call, fold = ops._call, Transformer.ssm_tensors
-
-    def note(what):
+    def count(what):
         step = trainer.step if trainer.model_parts[0].training else "validation"
         seen[what][step] = seen[what].get(step, 0) + 1
 
-    def folded(model):
-        note("folds")
-        return fold(model)
+    def count_and_fold(model):
+        count("folds")
+        return ssm_tensors(model)
 
-    def counted(backend, name, *args, **kwargs):
+    def count_and_call(backend, name, *args, **kwargs):
         if name.endswith("forward"):
-            note("calls")
-            tensors = tuple(str(a.dtype) for a in args if isinstance(a, torch.Tensor))
-            seen["dtypes"].setdefault(name, set()).add(tensors)
+            count("calls")
+            dtypes = [str(x.dtype) for x in args if isinstance(x, torch.Tensor)]
+            seen["dtypes"].setdefault(name, set()).add(tuple(dtypes))
         return call(backend, name, *args, **kwargs)
 
-    def ssm_tensors(module, args, output):
-        kinds = {f"parameter {name}": str(p.dtype) for name, p in module.named_parameters()}
-        kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output) if x is not None}
-        seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
+    def record_dtypes(module, args, output):
+        for name, p in module.named_parameters():
+            seen["dtypes"]["ssm"][f"parameter {name}"] = str(p.dtype)
+        for i, x in enumerate(output):
+            if x is not None:
+                seen["dtypes"]["ssm"][f"output {i}"] = str(x.dtype)
 
-    stack.enter_context(mock.patch.object(ops, "_call", counted))
-    stack.enter_context(mock.patch.object(Transformer, "ssm_tensors", folded))
-    for layer in (layer for part in trainer.model_parts for layer in part.layers.values()):
-        if hasattr(layer.attention, "ssm"):
-            layer.attention.ssm.register_forward_hook(ssm_tensors)
+    stack.enter_context(mock.patch.object(ops, "_call", count_and_call))
+    stack.enter_context(mock.patch.object(Transformer, "ssm_tensors", count_and_fold))
+    for part in trainer.model_parts:
+        for layer in part.layers.values():
+            if hasattr(layer.attention, "ssm"):
+                layer.attention.ssm.register_forward_hook(record_dtypes)
 
 
 def build(job):
-    if job["stock"]:
-        with mock.patch.object(sys, "argv", ["torchtitan.train", *job["args"]]):
-            config = ConfigManager().parse_args(job["args"])
-            return config.build() if NEW else torchtitan.train.Trainer(config)
-    return InterdomainTrainer(read_job_config(job["args"]))
+    if not job["stock"]:
+        return InterdomainTrainer(read_job_config(job["args"]))
+    with mock.patch.object(sys, "argv", ["torchtitan.train", *job["args"]]):
+        config = ConfigManager().parse_args(job["args"])
+        return config.build() if NEW else torchtitan.train.Trainer(config)
+
+
+def train(trainer, job):
+    if "--checkpoint.create_seed_checkpoint" in job["args"]:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    elif job["stops"]:
+        with contextlib.suppress(SystemExit):
+            trainer.train()
+            raise AssertionError("the run did not end itself")
+    else:
+        trainer.train()
+
+
+def time_limits():
+    """Returns (name, seconds) of the process groups of several ranks."""
+    limits = set()
+    for group in distributed_c10d._world.pg_map:
+        if torch.distributed.get_backend(group) == "gloo" and group.size() > 1:
+            options = group._get_backend(torch.device("cpu")).options
+            limits.add((group.group_desc, options._timeout.total_seconds()))
+    return limits
 
 
 def run(job):
@@ -203,34 +267,30 @@ def run(job):
         with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
             trainer = build(job)
         seen["drawn"] = [call.args[0] for call in draw.call_args_list]
-        watch(trainer, job["probes"], job["spoil"], seen)
+        seen["initial"] = {name: digest(p) for name, p in parameters_of(trainer).items()}
+        watch_log(trainer, seen)
+        watch_samples(trainer, seen)
+        watch_steps(trainer, job["probes"], seen)
+        spoil_losses(trainer, job["spoil"])
         if "scan" in job["probes"]:
             watch_scan(trainer, stack, seen)
-        with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
-            if "--checkpoint.create_seed_checkpoint" in job["args"]:
-                trainer.checkpointer.save(curr_step=0, last_step=True)
-            else:
-                trainer.train()
-            assert not job["stops"]
-    seen["timeouts"] = {
-        (group.group_desc, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-        for group in distributed_c10d._world.pg_map
-        if torch.distributed.get_backend(group) == "gloo" and group.size() > 1
-    }
+        train(trainer, job)
+    seen["timeouts"] = time_limits()
     trainer.close()
-    calls = compiled.call_args_list
-    seen["compiled"] = [
-        call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)
-    ]
+    seen["compiled"] = []
+    for call in compiled.call_args_list:
+        if call.args and isinstance(call.args[0], torch.nn.Module):
+            seen["compiled"].append(call.kwargs)
     torch._dynamo.reset()
     return seen
 
 
-GROUPS, make_group = {}, device_mesh.new_group
+GROUPS = {}
+make_group = device_mesh.new_group
 
 
 def new_group(**settings):
-    """The group of an earlier job, if that made one: Gloo's threads wake a hundred times a second for each, used or not."""
+    """Returns the group of an earlier job, if that made one: Gloo's threads wake often for each group, used or not."""
     if repr(settings) not in GROUPS:
         GROUPS[repr(settings)] = make_group(**settings)
     elif isinstance(GROUPS[repr(settings)], torch.distributed.ProcessGroup):
@@ -241,13 +301,18 @@ def new_group(**settings):
     return GROUPS[repr(settings)]
 
 
+def do_not_sleep(seconds):
+    pass
+
+
 def serve(rank, ranks, port, jobs, log):
-    """One of the ranks: it takes jobs from a connection, until that is closed, and answers each."""
+    """Takes jobs from a connection as one of the ranks, until that is closed, and answers each."""
     become(rank, ranks, port, log)
     init_logger()
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
-    loop = sys.modules["torchtitan.trainer" if NEW else "torchtitan.train"]
-    loop.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    module = "torchtitan.trainer" if NEW else "torchtitan.train"
+    loop = sys.modules[module]
+    loop.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=do_not_sleep)
     errors.GRACE_SECONDS = 0
     device_mesh.new_group = new_group
     with contextlib.suppress(EOFError):

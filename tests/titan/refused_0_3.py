@@ -1,4 +1,4 @@
-"""What TorchTitan 0.3.0's entry says to each command line: refused_0_3.py LISTS.json, which prints a JSON list.
+"""What TorchTitan 0.3.0's entry says to command lines: refused_0_3.py LINE..., which prints a JSON list.
 
 A process of its own, because one that has imported TorchTitan 0.2.2 cannot import 0.3.0. No group of processes is made.
 """
@@ -8,7 +8,6 @@ import io
 import json
 import os
 import sys
-from pathlib import Path
 from unittest import mock
 
 from torchtitan.config import ConfigManager
@@ -16,17 +15,24 @@ from torchtitan.config import ConfigManager
 from tests.titan import driver  # noqa: F401 (stand-ins for PyTorch 2.14)
 
 
+def start(arguments):
+    config = ConfigManager().parse_args(arguments)
+    if "tests.titan.own_config" in arguments:
+        # The first hook that TorchTitan calls, once it has made a process group.
+        config.model_spec.model.update_from_config(config=config)
+    else:
+        config.build()
+
+
 def answer(arguments):
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    with (
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(said),
+        mock.patch.object(sys, "argv", ["torchtitan.train", *arguments]),
+    ):
         try:
-            with mock.patch.object(sys, "argv", ["torchtitan.train", *arguments]):
-                config = ConfigManager().parse_args(arguments)
-                if "tests.titan.own_config" in arguments:
-                    # The first hook that TorchTitan calls, once it has made a process group.
-                    config.model_spec.model.update_from_config(config=config)
-                else:
-                    config.build()
+            start(arguments)
         except SystemExit:
             return said.getvalue()
         except ValueError as e:
@@ -36,6 +42,5 @@ def answer(arguments):
 
 if __name__ == "__main__":
     os.environ |= {"WORLD_SIZE": "2", "RANK": "0", "OWN_DATA": "."}
-    print(
-        json.dumps([answer(arguments) for arguments in json.loads(Path(sys.argv[1]).read_text())])
-    )
+    lines = sys.argv[1:]
+    print(json.dumps([answer(line.split()) for line in lines]))

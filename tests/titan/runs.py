@@ -26,7 +26,8 @@ from . import driver
 
 TINY = Path(__file__).parent / "tiny.toml"
 PR_SET_CHILD_SUBREAPER = 36  # Linux: orphans become children of this process
-AXES = {  # as the plan calls them, outermost first: their settings
+# The parallel axes, outermost first, and the names of their settings.
+AXES = {
     "pipeline": "pipeline_parallel",
     "replicas": "data_parallel_replicate",
     "shards": "data_parallel_shard",
@@ -36,23 +37,26 @@ AXES = {  # as the plan calls them, outermost first: their settings
 
 
 def flags(corpus, folder, toml=TINY, **settings):
-    """The entry's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
-    given = {"data.corpus": corpus, "job.dump_folder": folder}
-    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    """Returns the entry's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
     arguments = ["--job.config_file", str(toml)]
-    for name, value in given.items():
-        section, _, field = name.partition(".")
-        if (
-            isinstance(value, bool) and section != "mixer"
-        ):  # [mixer]'s switches have three values: unset is None
-            arguments.append(f"--{section}.{'' if value else 'no-'}{field}")
+    arguments += ["--data.corpus", str(corpus), "--job.dump_folder", str(folder)]
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        # A switch of [mixer] has three values, because it may be unset: its value is written.
+        is_flag = isinstance(value, bool) and section != "mixer"
+        if is_flag and value:
+            arguments.append(f"--{section}.{field}")
+        elif is_flag:
+            arguments.append(f"--{section}.no-{field}")
+        elif isinstance(value, list):
+            arguments += [f"--{section}.{field}", *map(str, value)]
         else:
-            arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+            arguments += [f"--{section}.{field}", str(value)]
     return arguments
 
 
 def parse(given="", corpus="corpus", toml=TINY):
-    """The configuration of the tiny run with these flags."""
+    """Returns the configuration of the tiny run with these flags."""
     return read_job_config([*flags(corpus, "folder", toml), *given.split()])
 
 
@@ -81,27 +85,35 @@ def be_torchrun(output, arguments, largest):
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     with mock.patch.object(torchrun, "subprocess", SimpleNamespace(Popen=Forked)):
         status = torchrun.run(arguments, torchrun.ELASTIC | environment())
+    # A rank that has ended counts as alive until someone waits for it.
     with contextlib.suppress(ChildProcessError):
-        while True:  # a rank that has ended counts as alive until someone waits for it
+        while True:
             os.wait()
     sys.exit(status)
 
 
 def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):
-    """(exit status, output) of torchrun on two ranks, when all its processes have ended.
+    """Runs torchrun on two ranks, until all its processes have ended.
 
-    plan: of disturbed.py, for each start. largest: bytes of a file.
+    Args:
+        plan: The file with the plan of disturbed.py for each start.
+        largest: The largest size of a file, in bytes.
+
+    Returns:
+        The exit status and the output.
     """
-    options = [
+    arguments = [
         "--standalone",
         "--nproc-per-node=2",
         "--run-path",
         "--start-method=fork",
         "--local-ranks-filter=0",
+        f"--max-restarts={restarts}",
+        str(Path(__file__).parent / "disturbed.py"),
+        str(plan),
+        *flags,
     ]
-    program = [str(Path(__file__).parent / "disturbed.py"), str(plan), *flags]
     ours, theirs = forks().Pipe(duplex=False)
-    arguments = [*options, f"--max-restarts={restarts}", *program]
     process = forks().Process(target=be_torchrun, args=(theirs, arguments, largest))
     process.start()
     theirs.close()
@@ -112,16 +124,15 @@ def run_disturbed(plan, restarts, *flags, largest=resource.RLIM_INFINITY):
 
 
 def settings_of(table, groups):
-    """A table of runs.toml, or a part of it, as arguments of `Runs.add`."""
+    """Returns a table of runs.toml as arguments of `Runs.add`."""
     settings = {}
     for group in table.get("like", ()):
         settings |= settings_of(groups[group], groups)
     for name, value in table.items():
-        if name == "like":
-            continue
         if isinstance(value, dict) and name != "spoil":
-            settings |= {f"{name}__{field}": of_field for field, of_field in value.items()}
-        else:
+            for field, field_value in value.items():
+                settings[f"{name}__{field}"] = field_value
+        elif name != "like":
             settings[name] = value
     return settings
 
@@ -130,69 +141,86 @@ TABLES = tomllib.loads((Path(__file__).parent / "runs.toml").read_text())
 
 
 def read_runs(table):
-    """{name: arguments of `Runs.add`} of a table of runs.toml."""
+    """Returns {name: arguments of `Runs.add`} of a table of runs.toml."""
     return {name: settings_of(run, TABLES["groups"]) for name, run in TABLES[table].items()}
 
 
 RUNS = read_runs("runs")
+# What runs.toml may list beside the settings of a run.
+DEFAULTS = {
+    "corpus": "text",
+    "toml": TINY,
+    "of": None,
+    "same_as": None,
+    "near": 1e-5,
+    "probes": [],
+    "spoil": None,
+    "stops": False,
+    "stock": False,
+}
 
 
-def batches(ranks, settings):
-    """Sizes for eight sequences in a step, which a pipeline gets in four micro-batches."""
-    axes = ("pipeline", "context", "tensor")
-    pipeline, context, tensor = (
-        settings.get(f"parallelism__{AXES[axis]}_degree", 1) for axis in axes
-    )
-    local = 8 * pipeline * context * tensor // ranks
-    if pipeline > 1:
+def degree(settings, axis):
+    return settings.get(f"parallelism__{AXES[axis]}_degree", 1)
+
+
+def batch_sizes(ranks, settings):
+    """Returns sizes for eight sequences in a step. A pipeline gets them in four micro-batches."""
+    stages = degree(settings, "pipeline")
+    ranks_of_a_batch = stages * degree(settings, "context") * degree(settings, "tensor")
+    local = 8 * ranks_of_a_batch // ranks
+    if stages > 1:
         local //= 4
     return {"training__local_batch_size": local, "validation__local_batch_size": local}
 
 
 class Runs:
-    """Records of runs, on processes that are started by number.
+    """Runs by name, on processes that are started once for each number of ranks.
 
     Args:
-        corpora: folders by name.
-        context, path: of Ranks.
+        folder: The parent of the runs' folders.
+        corpora: Folders of corpora by name.
+        context: Of multiprocessing, for `Ranks`.
+        path: Folders of packages, for `Ranks`.
     """
 
     def __init__(self, folder, corpora, context, path=()):
-        self.folder, self.corpora, self.context, self.path = folder, corpora, context, path
-        self.jobs, self.settings, self.outcomes, self.started = {}, {}, {}, {}
+        self.folder = folder
+        self.corpora = corpora
+        self.context = context
+        self.path = path
+        self.jobs = {}
+        self.settings = {}
+        self.outcomes = {}
+        self.started = {}
 
     def add(self, name, **given):
-        """given: settings of tiny.toml or of the file `toml`, written section__name, and what runs.toml lists beside them."""
-        job = {
-            "probes": [],
-            "spoil": None,
-            "stops": False,
-            "stock": False,
-            "output": str(self.folder / name),
-        }
-        others = (
-            {"corpus": "text", "toml": TINY, "of": None, "same_as": None, "near": 1e-5}
-            | job
-            | given
-        )
-        settings = batches(int(name.split()[0]), given)
-        for setting in given:
-            if "__" in setting:
-                settings[setting] = others.pop(setting)
-        corpus = self.corpora.get(others["corpus"], others["corpus"])
-        arguments = flags(corpus, self.folder / name, others["toml"], **settings)
-        if others["stock"]:
-            arguments += ["--job.custom_config_module", "interdomain.titan"]
+        """Adds a run.
+
+        Args:
+            name: Its first word is the number of ranks.
+            given: Settings beside those of tiny.toml, written section__name, and changes of DEFAULTS.
+        """
+        job = DEFAULTS | {"output": str(self.folder / name)}
+        settings = batch_sizes(int(name.split()[0]), given)
+        for key, value in given.items():
+            target = settings if "__" in key else job
+            target[key] = value
+        corpus = self.corpora.get(job["corpus"], job["corpus"])
+        job["args"] = flags(corpus, self.folder / name, job["toml"], **settings)
+        if job["stock"]:
+            job["args"] += ["--job.custom_config_module", "interdomain.titan"]
+        self.jobs[name] = job
         self.settings[name] = settings
-        self.jobs[name] = others | {"args": arguments}
 
     def said(self, name):
-        """The output of a run, which is over. Raises: AssertionError, at each call, if it failed."""
+        """Returns the output of a run that has ended. Raises AssertionError at each call if it failed."""
         if name not in self.outcomes:
-            if of := self.jobs[name]["of"]:
-                continue_from(self.checkpoint(*of), self.folder / name)
+            job = self.jobs[name]
+            if job["of"]:
+                continue_from(self.checkpoint(*job["of"]), self.folder / name)
             try:
-                self.outcomes[name] = self.ranks(int(name.split()[0])).run(self.jobs[name])
+                self.outcomes[name] = self.ranks(int(name.split()[0])).run(job)
             except AssertionError as failure:
                 self.outcomes[name] = failure
         if isinstance(self.outcomes[name], AssertionError):
@@ -206,11 +234,11 @@ class Runs:
         return self.started[n]
 
     def end(self):
-        for one in self.started.values():
-            one.end()
+        for ranks in self.started.values():
+            ranks.end()
 
     def at(self, name):
-        """The folder that a run wrote."""
+        """Returns the folder that a run wrote."""
         self.said(name)
         return self.folder / name
 
@@ -218,115 +246,139 @@ class Runs:
         return self.at(name) / "checkpoint" / f"step-{step}"
 
     def seen(self, name, rank=0):
+        """Returns what a rank recorded of a run (driver.py)."""
         self.said(name)
         return torch.load(self.folder / f"{name}.rank{rank}.pt", weights_only=False)
 
     def every(self, name):
-        """By rank."""
+        """Returns what each rank recorded."""
         return [self.seen(name, rank) for rank in range(int(name.split()[0]))]
 
     def whole(self, name, what):
-        """Tensors of all parameters, wherever a pipeline has them: "initial" or "gradients"."""
-        return {n: x for seen in self.every(name) for n, x in seen[what].items()}
+        """Returns "initial" or "gradients" of all parameters: a pipeline's ranks have some each."""
+        tensors = {}
+        for seen in self.every(name):
+            tensors |= seen[what]
+        return tensors
 
     def samples(self, name):
-        """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order. Those that
-        share sequences, heads or layers read the same."""
+        """Returns {step: sorted hashes of its samples}. Ranks share a step's samples in an order of their own.
 
-        def degree(axis):
-            return self.settings[name].get(f"parallelism__{AXES[axis]}_degree", 1)
-
+        Ranks that share sequences, heads or layers must have read the same samples.
+        """
+        settings = self.settings[name]
         every = self.every(name)
-        together, stages = degree("context") * degree("tensor"), degree("pipeline")
-        data, ranks = len(every) // together // stages, {}
+        innermost = degree(settings, "context") * degree(settings, "tensor")
+        data_ranks = len(every) // innermost // degree(settings, "pipeline")
+        by_data_rank = {}
         for rank, seen in enumerate(every):
-            assert ranks.setdefault(rank // together % data, seen["samples"]) == seen["samples"]
-        return [sorted(h for samples in ranks.values() for h in samples[step]) for step in ranks[0]]
+            data_rank = rank // innermost % data_ranks
+            assert by_data_rank.setdefault(data_rank, seen["samples"]) == seen["samples"]
+        steps = {}
+        for samples in by_data_rank.values():
+            for step, hashes in samples.items():
+                steps[step] = sorted(steps.get(step, []) + hashes)
+        return steps
 
 
 def continue_from(checkpoint, folder):
-    """A folder as if its run, which saved this checkpoint, was killed in a later save."""
+    """Makes a folder as if its run, which saved this checkpoint, was killed in a later save."""
     shutil.copytree(checkpoint, folder / "checkpoint" / checkpoint.name)
-    of_all_checkpoints = (
-        checkpoint.parent.parent / "interdomain.json"
-    )  # TorchTitan's trainer writes it
-    if of_all_checkpoints.exists():
-        shutil.copy(of_all_checkpoints, folder)
+    # TorchTitan's trainer writes one record for all checkpoints of a run.
+    record = checkpoint.parent.parent / "interdomain.json"
+    if record.exists():
+        shutil.copy(record, folder)
     (folder / "checkpoint" / "step-5").mkdir(exist_ok=True)
 
 
 def assert_same_run(runs, name, others=None):
-    """At every step of a run, on every rank: losses, the gradients' norm, samples and validation are those of the run that it
-    must be the same as, and so are its checkpoints. Where it begins at the beginning: the initial bits, and the whole
-    gradients, for losses alone hide a factor. Sums of float32 are made in another order: the largest difference seen is 4e-7.
+    """Asserts that a run computes what the run does that it names with `same_as`.
 
-    others: where the reference is, if elsewhere.
+    float32 sums are made in another order. The largest difference of losses that was seen is 4e-7.
+
+    Args:
+        others: The runs of the reference, if not `runs`.
     """
     others = others or runs
     job = runs.jobs[name]
-    reference, tolerance = job["same_as"], job["near"]
-    theirs = others.seen(reference)
-    every = runs.every(name)
+    reference = job["same_as"]
+    near = job["near"]
+    expected = others.seen(reference)
+    ranks = runs.every(name)
     if job["stock"]:
-        every = every[-1:]  # TorchTitan's pipeline has the loss on its last stage alone
-    steps = list(every[0]["log"])
-    first = job["of"][1] + 1 if job["of"] else steps[0]
-    assert steps == list(range(first, runs.settings[name].get("training__steps", 6) + 1))
-    for step, scalars in every[0]["log"].items():
+        ranks = ranks[-1:]  # only the last stage of TorchTitan's pipeline has the loss
+    log = ranks[0]["log"]
+
+    # The steps, and their scalars on every rank.
+    first = min(log)
+    if job["of"]:
+        assert first == job["of"][1] + 1
+    last = runs.settings[name].get("training__steps", 6)
+    assert list(log) == list(range(first, last + 1))
+    for step, scalars in log.items():
         for quantity in ("loss", "grad_norm", "n_tokens_seen"):
-            assert {seen["log"][step][quantity] for seen in every} == {scalars[quantity]}
-            assert scalars[quantity] == pytest.approx(
-                theirs["log"][step][quantity], rel=tolerance
-            ), (step, quantity)
-        # Of the piece of the batch with the highest loss, if several ranks have a piece.
-        assert scalars["loss_metrics/global_max_loss"] >= scalars["loss"] * (1 - tolerance)
-    samples = dict(zip(theirs["log"], others.samples(reference), strict=True))
-    assert runs.samples(name) == [samples[step] for step in steps]
-    validated = every[-1]["validation"]
+            value = scalars[quantity]
+            assert value == pytest.approx(expected["log"][step][quantity], rel=near), step
+            assert {seen["log"][step][quantity] for seen in ranks} == {value}
+        assert scalars["loss_metrics/global_max_loss"] >= scalars["loss"] * (1 - near)
+
+    # The samples of each step.
+    samples = others.samples(reference)
+    assert runs.samples(name) == {step: samples[step] for step in log}
+
+    # Validation. A mean over few answers, one of which may fall on the other side, is less exact.
+    validated = ranks[-1]["validation"]
     assert bool(validated) == runs.settings[name].get("validation__enable", False)
-    for step in validated.keys() & theirs["validation"].keys():
-        for tag, expected in theirs["validation"][step].items():
-            if re.match(
-                "loss" if job["stock"] else "loss|validation_position|validation_metrics/accuracy",
-                tag,
-            ):
-                near = {"abs": 0.011} if "accuracy" in tag else {"rel": tolerance}  # of few answers
-                assert validated[step][tag] == pytest.approx(expected, **near), (step, tag)
+    tags = "loss"
+    if not job["stock"]:
+        tags = "loss|validation_position/.*|validation_metrics/accuracy"
+    for step in validated.keys() & expected["validation"].keys():
+        for tag, value in expected["validation"][step].items():
+            if re.fullmatch(tags, tag):
+                margin = 0.011 if "accuracy" in tag else near * value
+                assert validated[step][tag] == pytest.approx(value, abs=margin), (step, tag)
+
+    # Initial values, bitwise, and whole gradients: losses hide a factor of the gradients.
     if first == 1:
-        assert runs.whole(name, "initial") == theirs["initial"]
-        if "gradients" in every[0]:
-            assert_close(
-                runs.whole(name, "gradients"),
-                others.whole(reference, "gradients"),
-                max(1e-5, tolerance),
-            )
-    # By the same names, weights and optimizer state, whole: what `convert` reads and every topology continues from.
-    ours, reference = (
-        finished_steps(one / "checkpoint") for one in (runs.at(name), others.at(reference))
-    )
-    for step in ours.keys() & reference.keys() & {*steps}:
-        assert_close(*tensors_of(ours[step], reference[step]), max(1e-4, 10 * tolerance))
+        assert runs.whole(name, "initial") == expected["initial"]
+        if "gradients" in ranks[0]:
+            gradients = others.whole(reference, "gradients")
+            assert_close(runs.whole(name, "gradients"), gradients, max(1e-5, near))
+
+    # Checkpoints: weights and optimizer state under the same names, whatever the topology.
+    our_steps = finished_steps(runs.at(name) / "checkpoint")
+    their_steps = finished_steps(others.at(reference) / "checkpoint")
+    for step in our_steps.keys() & their_steps.keys() & log.keys():
+        tensors = tensors_of(their_steps[step])
+        assert "optimizer.state.output.weight.exp_avg" in tensors
+        assert_close(tensors_of(our_steps[step]), tensors, max(1e-4, 10 * near))
 
 
-def tensors_of(*checkpoints):
-    """All tensors of each, by name: weights and the optimizer's state; of the same names."""
-    indices = [tensor_index(folder) for folder in checkpoints]
-    assert "optimizer.state.output.weight.exp_avg" in indices[0]
-    assert all(index.keys() == indices[0].keys() for index in indices)
-    return [
-        read_tensors(folder, list(index))
-        for folder, index in zip(checkpoints, indices, strict=True)
-    ]
+def tensors_of(checkpoint):
+    """Reads all tensors of a checkpoint: {name: tensor} of weights and optimizer state."""
+    return read_tensors(checkpoint, list(tensor_index(checkpoint)))
 
 
-def assert_same_tensors(ours, reference):
-    """Compare two checkpoints, to the bit."""
-    ours, reference = tensors_of(ours, reference)
-    assert not [name for name in reference if not torch.equal(ours[name], reference[name])]
+def largest_difference(name, x, expected):
+    """Returns a failure's message."""
+    place = (x - expected).abs().argmax()
+    values = f"{x.flatten()[place]}, expected {expected.flatten()[place]}"
+    return f"{name}, element {place}: {values}"
 
 
-def assert_close(ours, reference, tolerance):
-    assert ours.keys() == reference.keys()
-    for name, x in reference.items():
-        difference = torch.linalg.vector_norm((ours[name] - x).float())
-        assert difference <= tolerance * torch.linalg.vector_norm(x.float()), name
+def assert_same_tensors(checkpoint, reference):
+    """Asserts that two checkpoints are bitwise identical."""
+    tensors = tensors_of(checkpoint)
+    expected = tensors_of(reference)
+    assert tensors.keys() == expected.keys()
+    for name, x in tensors.items():
+        assert torch.equal(x, expected[name]), largest_difference(name, x, expected[name])
+
+
+def assert_close(tensors, expected, tolerance):
+    """Asserts that tensors differ by at most `tolerance` of their norms."""
+    assert tensors.keys() == expected.keys()
+    for name, x in tensors.items():
+        difference = (x - expected[name]).float().norm()
+        limit = tolerance * expected[name].float().norm()
+        assert difference <= limit, largest_difference(name, x, expected[name])

@@ -1,7 +1,9 @@
 """A run whose saves take milliseconds: TorchTitan's checkpoint manager, as the plugin extends it, over a small module."""
 
+import functools
 import json
-from types import SimpleNamespace
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +17,17 @@ from interdomain.titan.step.guard import StepGuard
 
 from .runs import TINY
 
+SHARD = "__0_0.distcp"
+RECORD = "interdomain.json"
+
 
 class State:
-    """An optimizer, a loader, a schedule, a trainer: one number each, equal to the step."""
+    """Stands for an optimizer, a loader, a schedule or a trainer. Its state is one number, the step."""
 
     def __init__(self):
-        self.step, self.step_guard, self.rates = 0, StepGuard(), {}
+        self.step = 0
+        self.step_guard = StepGuard()
+        self.rates = {}
 
     def state_dict(self):
         return {"step": self.step}
@@ -29,10 +36,21 @@ class State:
         self.step = state["step"]
 
 
-class Run:
-    """A manager and what it saves: the weights of step N are all N.
+class SmallTokenizer:
+    def write(self, folder):
+        (folder / "tokenizer.model").write_bytes(b"tokenizer")
 
-    flags, fingerprints: of the record. at: another folder of checkpoints. settings: of [checkpoint].
+
+class Run:
+    """A checkpoint manager and what it saves. All weights of step N are N.
+
+    Args:
+        folder: The run's folder.
+        model: The model's configuration in the run's record.
+        flags: The run's flags.
+        fingerprints: Fingerprints of the texts in the run's record.
+        at: Another folder for the checkpoints.
+        settings: Settings of [checkpoint].
     """
 
     def __init__(
@@ -49,31 +67,35 @@ class Run:
         job = read_job_config(["--job.config_file", str(TINY), *flags])
         config = translate(job).checkpoint
         vars(config).update({"enable": True, "interval": 1, **settings})
-        self.model, self.trainer = torch.nn.Linear(300, 7), State()
-        self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
-        record = {name: {} for name in (*RECORD_FACTS, "tokenizer")} | {
-            "size": "debug",
-            "condition": "interdomain",
+
+        record = {name: {} for name in (*RECORD_FACTS, "tokenizer")}
+        record["format_version"] = 1
+        record["model"] = (model or build_config("debug")).to_dict()
+        record["size"] = "debug"
+        record["condition"] = "interdomain"
+        record["configuration"] = job.to_dict()
+        record["fingerprints"] = fingerprints or {}
+        record["run"] = {
+            "seed": job.debug.seed,
+            "tokens_per_step": tokens_per_step,
+            "planned_steps": 100,
         }
-        record |= {"format_version": 1, "model": (model or build_config("debug")).to_dict()}
-        record |= {"configuration": job.to_dict(), "fingerprints": fingerprints or {}}
+
+        self.model = torch.nn.Linear(300, 7)
+        self.trainer = State()
+        self.optimizers = State()
+        self.dataloader = State()
+        self.schedulers = State()
         self.manager = SelfDescribingCheckpoints(
-            **self.others,
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            dataloader=self.dataloader,
             model_parts=[self.model],
             states={"train_state": self.trainer},
             checkpoint_config=config,
             base_folder=str(folder),
-            record={
-                **record,
-                "run": {
-                    "seed": job.debug.seed,
-                    "tokens_per_step": tokens_per_step,
-                    "planned_steps": 100,
-                },
-            },
-            tokenizer=SimpleNamespace(
-                write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer")
-            ),
+            record=record,
+            tokenizer=SmallTokenizer(),
             milestones=milestones,
             lock=None,
         )
@@ -82,83 +104,84 @@ class Run:
 
     def save(self, *steps):
         for step in steps:
-            for state in (self.trainer, *self.others.values()):
+            for state in (self.trainer, self.optimizers, self.dataloader, self.schedulers):
                 state.step = step
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p.fill_(step)
+            for p in self.model.parameters():
+                torch.nn.init.constant_(p, step)
             self.manager.save(step)
         self.manager.close()
 
     def load(self, step=-1):
-        """The step that was loaded: weights and all other state are of it."""
+        """Loads a checkpoint. Returns its step, which all weights and all other state must show, or None."""
         loaded = self.manager.load(step)
         self.manager.close()
-        (weights,) = (
-            {value for p in self.model.parameters() for value in p.unique().tolist()}
-            if loaded
-            else (None,)
-        )
-        assert not loaded or {state.step for state in (self.trainer, *self.others.values())} == {
-            weights
-        }
-        return weights
+        if not loaded:
+            return None
+        weights = torch.nn.utils.parameters_to_vector(self.model.parameters())
+        assert weights.unique().tolist() == [self.trainer.step]
+        assert self.optimizers.step == self.dataloader.step == self.trainer.step
+        assert self.schedulers.step == self.trainer.step
+        return self.trainer.step
 
 
 @pytest.fixture
 def new(alone, tmp_path):
-    """A run in the folder, as a process that starts makes it."""
-    return lambda **settings: Run(tmp_path / "run", **settings)
+    """new(...): a run in the folder, as a process that starts makes it."""
+    return functools.partial(Run, tmp_path / "run")
 
 
 @pytest.fixture
 def folder(new, tmp_path):
-    """Checkpoints of steps 1, 2 and 3."""
+    """A folder with checkpoints of steps 1, 2 and 3."""
     new().save(1, 2, 3)
     return tmp_path / "run" / "checkpoint"
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(os.listdir(folder))
 
 
 def record(folder, step):
-    return json.loads((folder / f"step-{step}" / "interdomain.json").read_text())
+    return json.loads((folder / f"step-{step}" / RECORD).read_text())
 
 
 def write_record(step, **changes):
-    """Change a checkpoint's record. None leaves a value out."""
-    path = step / "interdomain.json"
-    changed = json.loads(path.read_text()) | changes
-    path.write_text(
-        json.dumps({name: value for name, value in changed.items() if value is not None})
-    )
+    """Changes values of a checkpoint's record."""
+    path = step / RECORD
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def shorten(path, by=1):
-    with open(path, "ab") as f:
-        f.truncate(path.stat().st_size - by)
+def shorten(path: Path, by=1):
+    os.truncate(path, path.stat().st_size - by)
 
 
-def alter(path, at):
-    data = bytearray(path.read_bytes())
-    place = int(at * len(data))
-    data[place : place + 16] = bytes(255 - byte for byte in data[place : place + 16])
-    path.write_bytes(data)
+def alter_shard(step):
+    """Inverts 16 bytes in the middle of a checkpoint's shard."""
+    data = bytearray((step / SHARD).read_bytes())
+    middle = len(data) // 2
+    for place in range(middle, middle + 16):
+        data[place] = 255 - data[place]
+    (step / SHARD).write_bytes(data)
 
 
-SHARD = "__0_0.distcp"
+# How a checkpoint may be damaged, and what is said of it.
 DAMAGE = {
-    "index cut": (lambda step: shorten(step / ".metadata", 50), ".metadata is damaged"),
-    "shard gone": (lambda step: (step / SHARD).unlink(), "its shard __0_0.distcp is missing"),
-    "shard short": (lambda step: shorten(step / SHARD), "its shard __0_0.distcp has"),
-    "shard altered": (lambda step: alter(step / SHARD, 0.5), "do not match their checksum"),
-    "record cut": (
-        lambda step: shorten(step / "interdomain.json", 10),
-        "interdomain.json is damaged",
-    ),
+    "index cut": ".metadata is damaged",
+    "shard gone": "its shard __0_0.distcp is missing",
+    "shard short": "its shard __0_0.distcp has",
+    "shard altered": "do not match their checksum",
+    "record cut": "interdomain.json is damaged",
 }
 
 
 def damage(step, kind):
-    DAMAGE[kind][0](step)
+    if kind == "index cut":
+        shorten(step / ".metadata", 50)
+    elif kind == "shard gone":
+        (step / SHARD).unlink()
+    elif kind == "shard short":
+        shorten(step / SHARD)
+    elif kind == "shard altered":
+        alter_shard(step)
+    elif kind == "record cut":
+        shorten(step / RECORD, 10)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 
 def at_the_start(runs, name):
-    """(model at its initial values, the data) of a run."""
+    """Returns the model at its initial values, and the data of a run."""
     job = read_job_config(runs.jobs[name]["args"])
     plan = make_plan(job, 1)
     model = Transformer(plan.config)
@@ -24,29 +24,28 @@ def at_the_start(runs, name):
 
 @torch.no_grad()
 def test_the_loss_is_what_every_document_gives_by_itself(runs):
-    """From a forward pass for each; and not what it would be if states went through."""
+    """It is not what it would be if states went through from one document to the next."""
     model, dataset = at_the_start(runs, "1 layers")
     apart = []
     through = []
-    for g in range(8):
-        window = torch.from_numpy(dataset[g])
+    for index in range(8):
+        window = torch.from_numpy(dataset[index])
         inputs = window[:-1]
         labels = window[1:]
-        starts = (torch.from_numpy(dataset.positions(g)) == 0).nonzero().flatten().tolist()
-        documents = inputs.tensor_split([start for start in starts if start > 0])
+        begins = (dataset.positions(index) == 0).nonzero()[0]
+        documents = inputs.tensor_split(begins[begins > 0].tolist())
         logits = torch.cat([model(document[None])[0] for document in documents])
         apart.append(F.cross_entropy(logits, labels).item())
         through.append(F.cross_entropy(model(inputs[None])[0], labels).item())
     expected = sum(apart) / 8
     assert runs.seen("1 layers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)
-    assert abs(sum(through) / 8 - expected) > 2e-5 * expected
+    assert sum(through) / 8 != pytest.approx(expected, rel=2e-5)
 
 
 @torch.no_grad()
 def test_the_loss_is_the_mean_over_the_answers(runs):
     model, dataset = at_the_start(runs, "1 answers")
     inputs, labels = next(iter(PackedLoader(dataset, 8, rank=0, ranks=1)))
-    expected = F.cross_entropy(
-        model(inputs["input"]).flatten(0, 1), labels.flatten(), ignore_index=-100
-    ).item()
+    logits = model(inputs["input"]).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), ignore_index=-100).item()
     assert runs.seen("1 answers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -13,28 +14,32 @@ from interdomain.titan.settings import rules
 from interdomain.titan.settings.schema import JobConfig
 
 
+@errors.user_errors
+def fail(error):
+    raise error
+
+
 def test_another_rank_than_0_speaks_if_it_is_left_alone(monkeypatch, capsys):
-    """test_launch.py has both ranks of a run refuse: rank 0 alone speaks."""
-
-    @errors.user_errors
-    def check(error):
-        raise error
-
-    waited, ended = [], []
+    """torchrun ends it before, if rank 0 speaks: test_launch.py has both ranks of a run refuse."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(errors.time, "sleep", waited.append)
-    monkeypatch.setattr(errors.os, "kill", lambda *to: ended.append(to))
-    for name in ("signal", "alarm"):
-        monkeypatch.setattr(errors.signal, name, lambda *_: None)
+    monkeypatch.setattr(errors.signal, "alarm", mock.Mock())
+    monkeypatch.setattr(errors.signal, "signal", mock.Mock())
+    sleep = mock.Mock()
+    monkeypatch.setattr(errors.time, "sleep", sleep)
+    kill = mock.Mock()
+    monkeypatch.setattr(errors.os, "kill", kill)
     with pytest.raises(SystemExit) as end:
-        check(FileNotFoundError("the disk is gone"))
+        fail(FileNotFoundError("the disk is gone"))
     assert end.value.code == 1
     assert capsys.readouterr().err.strip().startswith("error: rank 3: the disk")
-    assert waited == [errors.GRACE_SECONDS]  # torchrun ends it meanwhile, if rank 0 speaks
-    assert ended == [(os.getppid(), signal.SIGTERM)]  # torchrun, which would start the ranks again
-    with pytest.raises(KeyError):  # a fault of ours keeps its traceback
-        check(KeyError("x"))
+    sleep.assert_called_once_with(errors.GRACE_SECONDS)
+    kill.assert_called_once_with(os.getppid(), signal.SIGTERM)  # torchrun starts no ranks again
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(KeyError):
+        fail(KeyError("x"))
 
 
 def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
@@ -45,19 +50,25 @@ def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
         Preemption()
 
 
-def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypatch):
-    for place in (torch.accelerator, torch.cuda):
-        monkeypatch.setattr(place, "is_available", lambda: True)
-    monkeypatch.setattr(rules, "cannot_launch", lambda: "there is no C compiler")
-    without_kernels = {
-        "mixer.backend": "chunkwise-torch",
-        "mixer.features": "torch",
-        "compile.enable": False,
-    }
-    job = JobConfig().changed(without_kernels)
-    rules.check_device(job)
-    for setting, value in (("mixer.features", "auto"), ("compile.enable", True)):
-        with pytest.raises(
-            ValueError, match=r"^there is no C compiler\. Without kernels, much slower: "
-        ):
-            rules.check_device(job.changed({setting: value}))
+@pytest.mark.parametrize(
+    ("features", "compiles", "refused"),
+    [("torch", False, False), ("auto", False, True), ("torch", True, True)],
+)
+def test_a_gpu_that_nothing_can_be_compiled_for(monkeypatch, features, compiles, refused):
+    """Plain PyTorch needs no compiler."""
+    monkeypatch.setattr(torch.accelerator, "is_available", mock.Mock(return_value=True))
+    monkeypatch.setattr(torch.cuda, "is_available", mock.Mock(return_value=True))
+    reason = "there is no C compiler"
+    monkeypatch.setattr(rules, "cannot_launch", mock.Mock(return_value=reason))
+    job = JobConfig().changed(
+        {
+            "mixer.backend": "chunkwise-torch",
+            "mixer.features": features,
+            "compile.enable": compiles,
+        }
+    )
+    if not refused:
+        rules.check_device(job)
+        return
+    with pytest.raises(ValueError, match=rf"^{reason}\. Without kernels, much slower: "):
+        rules.check_device(job)

@@ -9,8 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from interdomain.checkpoint.run_folder import checkpoints_of, events_of
-from interdomain.checkpoint.step_folder import RECORD_FACTS, RECORD_FILE
-from interdomain.model import build_config
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import LOCK_NAME, RunLock, hold_folder, owner_of, require_shared
 
@@ -18,26 +16,20 @@ from ..common import TIMEOUT
 from .conftest import refusal
 from .runs import parse
 
-ELSEWHERE = {
-    "token": "another",
-    "machine": "elsewhere",
-    "host": "nid007",
-    "pid": 7,
-    "slurm_job": "42",
-}
-
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name, value in (("HEARTBEAT_SECONDS", 0.02), ("POLL_SECONDS", 0.005), ("PATIENCE", 40)):
-        monkeypatch.setattr(lock, name, value)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0.005)
+    monkeypatch.setattr(lock, "PATIENCE", 40)
     monkeypatch.setenv("RANK", "0")
 
 
-def held(folder, **changes):
-    """A lock in the folder, of a holder elsewhere. Returns its path."""
+def write_lock(folder, **changes):
+    """Writes the lock of a run on another machine, and returns its path."""
+    elsewhere = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid": 7}
     path = folder / LOCK_NAME
-    path.write_text(json.dumps(RunLock([]).record | ELSEWHERE | changes))
+    path.write_text(json.dumps(RunLock([]).record | elsewhere | changes))
     return path
 
 
@@ -48,50 +40,55 @@ def acquire(folder):
     return taken
 
 
-def between_looks(monkeypatch, act):
-    """act() in place of the wait between two looks at another's lock."""
+def between_polls(monkeypatch, act):
+    """Calls act() in place of the wait between two polls of another run's lock."""
     sleep = time.sleep
 
     def wait(seconds):
-        if seconds == lock.HEARTBEAT_SECONDS:
-            sleep(seconds)
-        else:
+        if seconds == lock.POLL_SECONDS:
             act()
+        else:
+            sleep(seconds)
 
-    replaced = SimpleNamespace(sleep=wait, strftime=time.strftime)
-    monkeypatch.setattr(lock, "time", replaced)
+    stand_in = SimpleNamespace(sleep=wait, strftime=time.strftime)
+    monkeypatch.setattr(lock, "time", stand_in)
 
 
-def until(condition):
+def wait_for_touch(path, before):
+    """Returns once the file is newer."""
     deadline = time.monotonic() + TIMEOUT
-    while not condition():
+    while path.stat().st_mtime_ns <= before:
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_living_holder_on_this_machine(tmp_path, monkeypatch):
-    """It touches its lock; test_kills.py has one that is killed, whose lock is taken over at once."""
+def test_a_living_owner_on_this_machine_is_not_disturbed(tmp_path, monkeypatch):
+    """It touches its lock. test_kills.py has an owner that is killed, whose lock is taken over at once."""
     acquire(tmp_path)
     path = tmp_path / LOCK_NAME
-    seen = path.stat().st_mtime_ns
-    between_looks(monkeypatch, lambda: until(lambda: path.stat().st_mtime_ns > seen))
-    with pytest.raises(
-        ValueError, match=f"in use by another run: process {os.getpid()} on {os.uname().nodename}"
-    ):
+    before = path.stat().st_mtime_ns
+
+    def wait():
+        wait_for_touch(path, before)
+
+    between_polls(monkeypatch, wait)
+    owner = f"process {os.getpid()} on {os.uname().nodename}"
+    with pytest.raises(ValueError, match=f"in use by another run: {owner}"):
         RunLock([tmp_path]).acquire()
 
 
-def test_a_silent_holder_elsewhere_is_dead(tmp_path):
-    """Its node went down: nothing can be asked of it. This machine's process numbers say nothing of it."""
-    held(tmp_path, pid=os.getpid())
+def test_a_silent_owner_on_another_machine_is_dead(tmp_path):
+    """Its node went down. A process of the same number on this machine says nothing about it."""
+    write_lock(tmp_path, pid=os.getpid())
     acquire(tmp_path)
-    held(tmp_path).write_text("")  # as a sudden end can leave it
+    write_lock(tmp_path).write_text("")  # as a sudden end can leave it
     acquire(tmp_path)
 
 
 def test_a_file_that_is_no_lock(tmp_path, capsys):
-    """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
-    first, path = acquire(tmp_path), tmp_path / LOCK_NAME
+    """A start is refused. A run that holds the folder goes on, and leaves the file in its place."""
+    first = acquire(tmp_path)
+    path = tmp_path / LOCK_NAME
     path.write_bytes(b"\xff")
     first.refresh()
     first.check_held()
@@ -100,47 +97,54 @@ def test_a_file_that_is_no_lock(tmp_path, capsys):
     assert path.read_bytes() == b"\xff"
 
 
-@pytest.mark.parametrize(
-    ("job", "restarts", "beats", "taken"),
-    [("42", 1, 40, True), ("42", 2, 40, False), ("41", 0, 40, False), ("41", 0, 5, True)],
-    ids=["earlier start", "same start", "another job", "about to end"],
-)
-def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, taken):
-    """Refused, but for an earlier start of the same SLURM job: cut off with its node it beats on, and the job was requeued. One
-    that is about to end is waited for."""
+@pytest.fixture
+def restarted_job(monkeypatch):
+    """This process is the second restart of a SLURM job."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    path = held(tmp_path, slurm_job=job, slurm_restarts=restarts)
-    left = [*range(1, beats + 1)]
 
-    def beat():
-        """Between our looks it touches its lock, so often, and then releases it."""
-        if left:
-            os.utime(path, ns=(left[0], left.pop(0)))
-        else:
-            path.unlink(missing_ok=True)
 
-    between_looks(monkeypatch, beat)
-    if taken:
-        acquire(tmp_path)
-        return
-    with pytest.raises(
-        ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"
-    ):
+def keep_touching(monkeypatch, path):
+    """The owner touches its lock between the polls."""
+
+    def touch():
+        later = path.stat().st_mtime_ns + 1
+        os.utime(path, ns=(later, later))
+
+    between_polls(monkeypatch, touch)
+
+
+@pytest.mark.parametrize(("job", "restarts"), [("42", 2), ("41", 0)])
+def test_a_living_owner_on_another_machine_is_not_disturbed(
+    tmp_path, monkeypatch, restarted_job, job, restarts
+):
+    """It is another process of this start, or another job."""
+    path = write_lock(tmp_path, slurm_job=job, slurm_restarts=restarts)
+    keep_touching(monkeypatch, path)
+    with pytest.raises(ValueError, match=r"process 7 on nid007, since .*--job.dump_folder"):
         RunLock([tmp_path]).acquire()
 
 
+def test_an_earlier_start_of_the_same_job_is_taken_over(tmp_path, monkeypatch, restarted_job):
+    """It was cut off with its node, where it may live on, and the job was requeued."""
+    path = write_lock(tmp_path, slurm_job="42", slurm_restarts=1)
+    keep_touching(monkeypatch, path)
+    acquire(tmp_path)
+
+
+def test_an_owner_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    between_polls(monkeypatch, write_lock(tmp_path).unlink)
+    acquire(tmp_path)
+
+
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
-    first, path = acquire(tmp_path), tmp_path / LOCK_NAME
-    os.utime(path, ns=(1, 1))
-    until(lambda: path.stat().st_mtime_ns > 1)  # it beats
-    held(tmp_path)
-    until(lambda: first.lost)
-    touched = path.stat().st_mtime_ns
-    first.release()
-    assert path.stat().st_mtime_ns == touched  # the other's: neither touched nor removed
-    path.unlink()
+    first = acquire(tmp_path)
+    path = write_lock(tmp_path)
     first.refresh()
+    before = path.stat().st_mtime_ns
+    first.refresh()
+    first.release()
+    assert path.stat().st_mtime_ns == before  # the other's lock is neither touched nor removed
     with pytest.raises(ValueError, match="taken over by another run"):
         first.check_held()
 
@@ -149,29 +153,11 @@ def config(folder, given="--checkpoint.enable"):
     return parse(f"--job.dump_folder {folder} {given}")
 
 
-DRAWN = "--metrics.enable_tensorboard"
-
-
-@pytest.mark.parametrize(
-    ("given", "rank", "holds"),
-    [
-        ("--checkpoint.enable", 0, True),
-        ("--checkpoint.enable", 1, False),
-        ("", 0, False),
-        (DRAWN, 0, True),
-    ],
-)
-def test_who_holds_a_lock(tmp_path, monkeypatch, given, rank, holds):
-    monkeypatch.setenv("RANK", str(rank))
-    assert (
-        bool(hold_folder(config(tmp_path / "run", given)))
-        == (tmp_path / "run" / LOCK_NAME).exists()
-        == holds
-    )
+TENSORBOARD = "--metrics.enable_tensorboard"
 
 
 SAVED = "--checkpoint.enable --checkpoint.folder"
-CURVES = f"{DRAWN} --metrics.save_tb_folder"
+CURVES = f"{TENSORBOARD} --metrics.save_tb_folder"
 
 
 @pytest.mark.parametrize(
@@ -179,77 +165,48 @@ CURVES = f"{DRAWN} --metrics.save_tb_folder"
     [
         (f"{SAVED} ../shared/a", f"{SAVED} ../shared/a/"),
         (f"{SAVED} ../shared/a", f"{SAVED} link"),
-        (f"{SAVED} own", f"{SAVED} ../first/own"),
-        (f"{CURVES} ../shared/a", f"{CURVES} ../shared/a"),
         (f"{CURVES} own", f"{SAVED} ../first/own"),
     ],
-    ids=["checkpoints", "through a link", "inside the first", "curves", "checkpoints into curves"],
+    ids=["checkpoints", "through a link", "checkpoints into curves"],
 )
 def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch, capsys, first, second):
-    """Each has a folder of its own, but the second's checkpoints or curves would go where the first one's go."""
+    """Each has a folder of its own, but the second would save its checkpoints into a folder of the first."""
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "link").symlink_to(tmp_path / "shared" / "a")
-    holder = hold_folder(config(tmp_path / "first", first))
-    between_looks(monkeypatch, holder.refresh)
-    assert "in use by another run" in refusal(
-        capsys, hold_folder, config(tmp_path / "second", second)
-    )
-
-
-def test_a_lost_run_is_waited_for_once(tmp_path, monkeypatch):
-    """A minute, and not a minute in each of its folders."""
-    for folder in ("", "checkpoint", "tb"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        held(tmp_path / folder)
-    looks = []
-    between_looks(monkeypatch, lambda: looks.append(1))
-    assert hold_folder(config(tmp_path, f"--checkpoint.enable {DRAWN}"))
-    assert len(looks) == lock.PATIENCE
+    owner = hold_folder(config(tmp_path / "first", first))
+    between_polls(monkeypatch, owner.refresh)
+    error = refusal(capsys, hold_folder, config(tmp_path / "second", second))
+    assert "in use by another run" in error
 
 
 def test_the_tools_find_what_a_run_wrote(tmp_path):
-    """By the names of its last start, also outside of its folder; without a note, of an earlier version, by the defaults."""
+    """They find it outside of its folder, too. A run of an older version left no note: the defaults hold."""
     run = tmp_path / "run"
-    assert (checkpoints_of(run), events_of(run)) == (run / "checkpoint", run / "tb")
-    for checkpoints, curves in (("ck", "curves"), (tmp_path / "elsewhere", "tb")):
-        hold_folder(config(run, f"{SAVED} {checkpoints} {CURVES} {curves}")).release()
-        assert (checkpoints_of(run), events_of(run)) == (run / checkpoints, run / curves)
-
-
-def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, capsys):
-    run = tmp_path / "run"
-    hold_folder(config(run)).release()
-    step = tmp_path / "others" / "step-4"
-    step.mkdir(parents=True)
-    record = {
-        "format_version": 1,
-        "model": build_config("debug").to_dict(),
-        "folder": str(tmp_path / "other"),
-    }
-    record |= {name: {} for name in (*RECORD_FACTS, "tokenizer")}
-    record |= {"step": 4, "tokens": 0, "size": "debug", "condition": "softmax"}
-    (step / RECORD_FILE).write_text(json.dumps(record))
-    assert "of another run" in refusal(capsys, hold_folder, config(run, f"{SAVED} {step.parent}"))
     assert checkpoints_of(run) == run / "checkpoint"
+    assert events_of(run) == run / "tb"
+    elsewhere = tmp_path / "elsewhere"
+    hold_folder(config(run, f"{SAVED} {elsewhere} {CURVES} curves"))
+    assert checkpoints_of(run) == elsewhere
+    assert events_of(run) == run / "curves"
 
 
-def test_checkpoints_that_could_not_be_written(tmp_path, capsys):
-    """They are refused before the first save, for one on a disk that is away."""
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_save(tmp_path, capsys):
+    """The checkpoints are to go to a disk that is not mounted."""
     (tmp_path / "checkpoint").symlink_to(tmp_path / "away")
     error = refusal(capsys, hold_folder, config(tmp_path))
     assert f"File exists: '{tmp_path}/checkpoint'" in error
 
 
-def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch):
-    """This process as the second of two nodes, where the same path leads elsewhere."""
+@pytest.mark.parametrize("apart", ["--job.dump_folder elsewhere", f"{SAVED} mine"])
+def test_a_folder_that_nodes_do_not_share(tmp_path, alone, capsys, monkeypatch, apart):
+    """This process is the second of two nodes, on which the same path leads elsewhere."""
     token = hold_folder(config(tmp_path)).record["token"]
-    elsewhere = config(tmp_path / "elsewhere")
-    require_shared(elsewhere, None)  # nobody holds a lock
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda said: said.__setitem__(0, token))
+
+    def receive_token(objects):
+        objects[0] = token
+
+    monkeypatch.setattr(dist, "broadcast_object_list", receive_token)
     require_shared(config(tmp_path), None)
-    apart = config(tmp_path, f"{SAVED} {tmp_path / 'mine'}")
-    assert f"{tmp_path / 'mine'} is not the same folder" in refusal(
-        capsys, require_shared, apart, None
-    )
-    error = refusal(capsys, require_shared, elsewhere, None)
+    job = config(tmp_path, f"--checkpoint.enable {apart}")
+    error = refusal(capsys, require_shared, job, None)
     assert f"is not the same folder on all nodes: {os.uname().nodename} cannot see" in error

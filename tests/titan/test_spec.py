@@ -16,7 +16,6 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 import interdomain.titan
 from interdomain.checkpoint import pretrained
-from interdomain.checkpoint.index import read_tensors, tensor_index
 from interdomain.data import load_tokenizer
 from interdomain.model import SIZES, Transformer, build_config, count_parameters, meta_model
 from interdomain.model.flops import train_flops_per_token
@@ -25,31 +24,38 @@ from interdomain.titan.data.torchtitan_text import loader_documents
 from interdomain.tools import convert
 
 from ..common import REPOSITORY
-from .runs import TINY, assert_same_run, read_runs
+from .runs import TINY, assert_same_run, read_runs, tensors_of
 
 pytestmark = pytest.mark.e2e
 
 STOCK = read_runs("titan_0_2")
-TOKENS = {
-    "training__tokens": 51_200,
-    "lr_scheduler__warmup_tokens": 5_120,
-}  # of a file; flags of steps win over them
+# Settings of a file. Flags that count in steps stand over them.
+TOKENS = {"training__tokens": 51_200, "lr_scheduler__warmup_tokens": 5_120}
+
+
+def toml_of(path, **settings):
+    """Writes tiny.toml with these settings, for an entry that has other flags."""
+    table = tomllib.loads(TINY.read_text())
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        table.setdefault(section, {})[field] = value
+    with open(path, "w") as file:
+        for section, fields in table.items():
+            print(f"[{section}]", file=file)
+            for field, value in fields.items():
+                print(f"{field} = {json.dumps(value)}", file=file)
+    return path
 
 
 @pytest.fixture(scope="module")
 def stock(runs):
-    """The same runs, and those under TorchTitan's trainer."""
+    """The runs of this folder, and those under TorchTitan's trainer."""
     tokens = toml_of(runs.folder / "tokens.toml", **TOKENS)
-    for name, given in STOCK.items():
-        runs.add(name, toml=tokens if given.get("stock") else TINY, **given)
-    one_step = {"checkpoint__enable": True, "training__steps": 1}
-    trained = runs.folder / "2 text" / "checkpoint" / "step-6"
-    runs.add("1 from weights", **one_step, checkpoint__initial_load_path=trained)
-    exported = {
-        "checkpoint__initial_load_path": runs.folder / "exported",
-        "checkpoint__initial_load_in_hf": True,
-    }
-    runs.add("1 stock from weights", **one_step, **exported, stock=True)
+    for name, settings in STOCK.items():
+        if settings.get("stock"):
+            runs.add(name, toml=tokens, **settings)
+        else:
+            runs.add(name, **settings)
     return runs
 
 
@@ -64,98 +70,88 @@ def test_the_page_has_the_losses_of_every_trainer(stock, name):
     """docs/torchtitan.md has the first steps of a run on made-up words, which are the same on every machine."""
     page = (REPOSITORY / "docs" / "torchtitan.md").read_text()
     rows = re.findall(r"^\| (\d) \| (\d\.\d{5}) \| (\d\.\d{4}) \|$", page, re.MULTILINE)
-    assert [int(step) for step, _, _ in rows] == [1, 2, 3]
+    assert len(rows) == 3
+    log = stock.seen(name)["log"]
     for step, loss, norm in rows:
-        log = stock.seen(name)["log"][int(step)]
-        print(f"| {step} | {log['loss']:.5f} | {log['grad_norm']:.4f} |")  # the page's row
         # Another processor draws other last bits.
-        assert log["loss"] == pytest.approx(float(loss), rel=2e-4)
-        assert log["grad_norm"] == pytest.approx(float(norm), rel=2e-4)
+        scalars = log[int(step)]
+        assert scalars["loss"] == pytest.approx(float(loss), rel=2e-4)
+        assert scalars["grad_norm"] == pytest.approx(float(norm), rel=2e-4)
 
 
 def test_learning_rates_and_the_mixers_timescales_are_logged(stock):
-    log, ours = (stock.seen(name)["log"] for name in ("2 stock shards", "2 text"))
+    log = stock.seen("2 stock shards")["log"]
     assert log[2]["mixer/layer_00/timescale_tokens_max"] > 1
-    for step in log:
-        assert log[step]["lr"] == pytest.approx(ours[step]["lr/main"])
+    ours = stock.seen("2 text")["log"]
+    for step, scalars in log.items():
+        assert scalars["lr"] == pytest.approx(ours[step]["lr/main"])
 
 
-def exported(checkpoint, folder):
-    """A checkpoint as `convert` writes it."""
+def export(checkpoint, folder):
+    """Converts a checkpoint to an exported model, and returns its folder."""
     assert convert.main([str(checkpoint), "--output", str(folder)]) == 0
     return folder
 
 
-def test_an_exported_model_says_what_it_was_trained_on(stock, tmp_path):
-    """Its last steps were TorchTitan's trainer's, those before ours."""
-    folder = exported(stock.checkpoint("2 stock again", 6), tmp_path / "folder")
-    facts = json.loads((folder / "config.json").read_text())["facts"]
-    assert (facts["step"], facts["tokens"]) == (6, 6 * 512)
-    (corpus,) = facts["run"]["corpora"]
-    assert (corpus["name"], corpus["share"]) == ("tiny", "1")
-    assert corpus["sources"][1:] == ["of these the first 400,000 bytes"]
+def test_both_trainers_start_from_exported_weights(stock):
+    """Ours reads a checkpoint, and TorchTitan's the exported model of that checkpoint."""
+    settings = {"checkpoint__enable": True, "training__steps": 1}
+    settings["checkpoint__initial_load_path"] = stock.checkpoint("2 text", 6)
+    stock.add("1 from weights", **settings)
+    exported = export(stock.at("2 text"), stock.folder / "exported")
+    settings["checkpoint__initial_load_path"] = exported
+    stock.add("1 stock from weights", stock=True, checkpoint__initial_load_in_hf=True, **settings)
+    log = stock.seen("1 from weights")["log"]
+    loss = stock.seen("1 stock from weights")["log"][1]["loss"]
+    assert list(log) == [1]
+    assert log[1]["n_tokens_seen"] == 512
+    assert loss == log[1]["loss"] < stock.seen("2 text")["log"][6]["loss"] + 0.5
 
-
-def test_weights_go_to_and_from_an_exported_folder(stock):
+    # TorchTitan's trainer saves under the names of an exported model.
     saved = load_file(stock.checkpoint("2 stock replicas", 3) / "model-00001-of-00001.safetensors")
-    weights = load_file(
-        exported(stock.at("2 text"), stock.folder / "exported") / pretrained.WEIGHTS
-    )
-    assert {name: x.shape for name, x in saved.items()} == {
-        name: x.shape for name, x in weights.items()
-    }
-    ours, there = (stock.seen(name)["log"] for name in ("1 from weights", "1 stock from weights"))
-    assert there[1]["loss"] == ours[1]["loss"] < stock.seen("2 text")["log"][6]["loss"] + 0.5
-    assert (list(ours), ours[1]["n_tokens_seen"]) == ([1], 512)
-
-
-def assert_equal(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    weights = load_file(exported / pretrained.WEIGHTS)
+    assert saved.keys() == weights.keys()
 
 
 def test_the_steps_of_torchtitans_conversion_scripts(stock, tmp_path):
-    """scripts/checkpoint_conversion, which no wheel has, there and back: the weights of `convert`."""
+    """They are the scripts in scripts/checkpoint_conversion, which no wheel has. They give the weights of `convert`."""
     train_spec = interdomain.titan.get_train_spec()
-    saved = stock.checkpoint("2 stock shards", 3)
     args = spec.ModelArgs(config=build_config("debug", vocab_size=512, n_layers=2))
     adapter = train_spec.state_dict_adapter(args, None)
+    checkpoint = stock.checkpoint("2 stock shards", 3)
+    exported = export(checkpoint, tmp_path / "exported")
+
+    # From a checkpoint to an exported model.
     trained = ModelWrapper(train_spec.model_cls(args))._get_state_dict()
-    dcp.load(trained, checkpoint_id=saved)
+    dcp.load(trained, checkpoint_id=checkpoint)
     writer = HuggingFaceStorageWriter(
         path=tmp_path / "hf", save_distributed=True, enable_consolidation=True
     )
     dcp.save(adapter.to_hf(trained), storage_writer=writer)
-    folder = exported(saved, tmp_path / "exported")
-    weights = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
-    assert_equal(weights, load_file(folder / pretrained.WEIGHTS))
+    written = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    torch.testing.assert_close(written, load_file(exported / pretrained.WEIGHTS), rtol=0, atol=0)
 
+    # From an exported model to a checkpoint.
     read = adapter.to_hf(ModelWrapper(train_spec.model_cls(args))._get_state_dict())
-    dcp.load(read, storage_reader=HuggingFaceStorageReader(path=folder))
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(path=exported))
     dcp.save(adapter.from_hf(read), checkpoint_id=tmp_path / "dcp")
-    assert_equal(read_tensors(tmp_path / "dcp", list(tensor_index(tmp_path / "dcp"))), trained)
+    torch.testing.assert_close(tensors_of(tmp_path / "dcp"), trained, rtol=0, atol=0)
 
 
-def test_every_flavor_is_a_model():
-    """As TorchTitan's scripts take it, before there is a job configuration."""
+@pytest.mark.parametrize("flavor", [*SIZES, "debugmodel"])
+def test_every_flavor_is_a_model(flavor):
+    """TorchTitan's scripts take a flavor before there is a job configuration."""
     train_spec = interdomain.titan.get_train_spec()
-    assert {*train_spec.model_args} == {*SIZES, "debugmodel"}
-    for flavor, args in train_spec.model_args.items():
-        with torch.device("meta"):
-            model = train_spec.model_cls(args)
-        config = build_config("debug" if flavor == "debugmodel" else flavor)
-        expected = count_parameters(meta_model(config)), train_flops_per_token(config, 256)
-        assert args.get_nparams_and_flops(model, 256) == expected
-        assert (args.dim, args.n_layers, args.vocab_size) == (
-            config.dim,
-            config.n_layers,
-            config.vocab_size,
-        )
-        assert json.loads(json.dumps(dataclasses.asdict(args)))["config"]["dim"] == config.dim
+    args = train_spec.model_args[flavor]
+    config = build_config(flavor.removesuffix("model"))
+    parameters = count_parameters(meta_model(config))
+    flops = train_flops_per_token(config, 256)
+    assert args.get_nparams_and_flops(meta_model(config), 256) == (parameters, flops)
+    json.dumps(dataclasses.asdict(args))
 
 
 def test_a_flavor_computes_on_one_device():
-    """In a notebook: no process group, no parallelism; the initial values are a run's."""
+    """A notebook has no process group. The initial values are those of a run."""
     train_spec = interdomain.titan.get_train_spec()
     with torch.device("meta"):
         model = train_spec.model_cls(train_spec.model_args["debugmodel"])
@@ -168,17 +164,16 @@ def test_a_flavor_computes_on_one_device():
 
 
 def own_data(folder):
-    """Make data and assets of TorchTitan's own kind. Returns the number of tokens, to which TorchTitan adds <s> and </s>."""
+    """Makes data and assets of TorchTitan's own kind. Returns the number of tokens, to which TorchTitan adds <s> and </s>."""
     texts = [f"the cat number {n} sat on mat {n % 7}, and it was glad" for n in range(400)]
     (folder / "data").mkdir()
-    (folder / "data" / "text.json").write_text(
-        "\n".join(json.dumps({"text": text}) for text in texts)
-    )
+    with open(folder / "data" / "text.json", "w") as file:
+        for text in texts:
+            print(json.dumps({"text": text}), file=file)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"])
-    )
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"])
+    tokenizer.train_from_iterator(texts, trainer)
     (folder / "assets").mkdir()
     tokenizer.save(str(folder / "assets" / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -187,79 +182,61 @@ def own_data(folder):
 
 
 def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
-    words = own_data(tmp_path)
-    given = {
-        "training__dataset_path": tmp_path / "data",
-        "model__hf_assets_path": tmp_path / "assets",
-    }
+    bos = own_data(tmp_path)
+    eos = bos + 1
     runs.add(
         "1 stock data",
+        stock=True,
         corpus="",
-        **given,
+        training__dataset_path=tmp_path / "data",
+        model__hf_assets_path=tmp_path / "assets",
         checkpoint__enable=True,
         checkpoint__interval=6,
-        stock=True,
     )
     log = runs.seen("1 stock data")["log"]
     assert log[6]["loss"] < log[1]["loss"] - 0.5
-    folder = exported(runs.at("1 stock data"), tmp_path / "folder")
+
     # The loader writes BOS, a text, EOS: a text begins with BOS.
-    _, record = pretrained.read_config(folder)
-    assert record["facts"]["run"]["documents"] == {"begin": [words], "end": [words + 1]}
+    folder = export(runs.at("1 stock data"), tmp_path / "folder")
+    facts = pretrained.read_config(folder)[1]["facts"]
+    assert facts["run"]["documents"] == {"begin": [bos], "end": [eos]}
     settings = json.loads((folder / "generation_config.json").read_text())
-    assert (settings["bos_token_id"], settings["eos_token_id"]) == (words, words + 1)
-    kept = load_tokenizer(folder)
-    assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
+    assert settings["bos_token_id"] == bos
+    assert settings["eos_token_id"] == eos
+    assert load_tokenizer(folder).vocab_size == eos + 1
     assert "| c4_test | 0 | 1 | not recorded |" in (folder / "README.md").read_text()
 
 
+BOTH = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
 @pytest.mark.parametrize(
-    ("config", "template", "documents"),
+    ("config", "template", "begin", "end"),
     [
-        ({"bos_token": "<s>", "eos_token": "</s>"}, None, (["<s>"], ["</s>"])),
-        ({"bos_token": "<s>", "eos_token": "</s>"}, "<s> $A", (["<s>"], ["</s>"])),
-        (
-            {"bos_token": "<s>", "eos_token": "<s>"},
-            None,
-            (["<s>"], []),
-        ),  # TorchTitan then knows no EOS
-        ({"eos_token": "</s>"}, None, ([], ["</s>"])),
-        ({}, "<s> $A </s>", (["<s>"], ["</s>"])),
-        (None, None, ([], [])),
+        (BOTH, None, ["<s>"], ["</s>"]),
+        # TorchTitan knows no EOS if it is the same token as BOS.
+        ({"bos_token": "<s>", "eos_token": "<s>"}, None, ["<s>"], []),
+        ({"eos_token": "</s>"}, None, [], ["</s>"]),
+        ({}, "<s> $A </s>", ["<s>"], ["</s>"]),
     ],
 )
-def test_documents_of_torchtitans_loader(tmp_path, config, template, documents):
-    """As its data set has them, for a vocabulary of words that lacks most texts."""
+def test_documents_of_torchtitans_loader(tmp_path, config, template, begin, end):
+    """They begin and end as TorchTitan's tokenizer writes a text."""
     vocabulary = {"</s>": 0, "<s>": 1, "cat": 2, "dog": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     if template:
-        specials = [("<s>", 1), ("</s>", 0)]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=specials
+            single=template, special_tokens=[("<s>", 1), ("</s>", 0)]
         )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
     theirs = HuggingFaceTokenizer(str(tmp_path))
-    begin, end = ([vocabulary[token] for token in tokens] for tokens in documents)
-    assert theirs.encode("cat dog", add_bos=True, add_eos=True) == [*begin, 2, 3, *end]
-    found = loader_documents(theirs)
-    assert found.to_dict() == {"begin": begin, "end": end}
-    assert found.start == (begin or end)
-    assert found.stop == next(iter(end or begin), None)
-
-
-def toml_of(path, **settings):
-    """tiny.toml with these settings, for an entry that has other flags."""
-    table = tomllib.loads(TINY.read_text())
-    for name, value in settings.items():
-        section, _, field = name.partition("__")
-        table.setdefault(section, {})[field] = value
-    lines = []
-    for section, fields in table.items():
-        lines.append(f"[{section}]")
-        lines += [f"{field} = {json.dumps(value)}" for field, value in fields.items()]
-    path.write_text("\n".join(lines))
-    return path
+    documents = loader_documents(theirs)
+    text = theirs.encode("cat dog", add_bos=True, add_eos=True)
+    assert text == [*documents.begin, 2, 3, *documents.end]
+    assert list(documents.begin) == [vocabulary[token] for token in begin]
+    assert list(documents.end) == [vocabulary[token] for token in end]
+    assert documents.start == [vocabulary[token] for token in begin or end]
