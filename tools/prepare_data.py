@@ -155,17 +155,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(
             f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}."
         )
-    # Options of the other kind of corpus would have no effect.
+    # Options of the other kind of corpus would have no effect. --verify passes over all options.
     purpose = "a corpus of text"
     unused = RECALL_OPTIONS
     if args.synthetic:
         purpose = f"a corpus of --synthetic {args.synthetic}"
         unused = TEXT_OPTIONS
-    if args.verify is not None:
-        purpose = "--verify"
-        unused = TEXT_OPTIONS + RECALL_OPTIONS
     for name in unused:
-        if getattr(args, name) != parser.get_default(name):
+        if args.output is not None and getattr(args, name) != parser.get_default(name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} has no effect on {purpose}: leave it out.")
     require_at_least(

@@ -127,6 +127,8 @@ REFUSED = [
     (f"{TITANS} --parallelism.spmd_backend partial_dtensor", "only the loss of spmd_types takes"),
     (f"{TITANS} --parallelism.expert_parallel_degree 2", "no experts"),
     (f"{TITANS} --training.no-disable-cuda-graphs", "was never captured"),
+    (f"{TITANS} --profiler.enable_memory_snapshot", "needs a GPU"),
+    (f"{TITANS} --hf_assets_path elsewhere", "the tokenizer is that of data.corpus"),
     (f"{TITANS} --training.mixed_precision_param float32", "Set training.precision instead"),
     (f"{TITANS} --debug.spmd_typechecking", "no types to check"),
     (f"{TITANS} --lr_scheduler.min_lr_factor 0.1", "Set lr_scheduler.min_lr instead"),

@@ -282,6 +282,10 @@ def with_flags(config: Any, job: JobConfig, honoured: Collection[str]) -> JobCon
     flags = names_of(sys.argv[1:])
     problems = Problems()
     values = values_of_sections(config, (*SECTIONS, *FURTHER_SECTIONS), honoured, problems)
+    if config.hf_assets_path != Trainer.Config().hf_assets_path:
+        problems.append(
+            "hf_assets_path has no effect: the tokenizer is that of data.corpus. Leave it out."
+        )
     # `n_basis` of the file belongs to the mixer of the file.
     if mixer_is_chosen(flags) and not reads_n_basis(vars(config.mixer)):
         values["mixer.n_basis"] = None

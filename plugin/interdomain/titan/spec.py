@@ -45,6 +45,7 @@ from .host import (
     register_train_spec,
 )
 from .host.patches import use_cpu_if_alone, validator_of_windows
+from .plan.device import device_here
 from .plan.run_plan import RunPlan, in_steps, make_plan_for_torchtitan
 from .settings.job_config import (
     TORCHTITAN_DEFAULTS,
@@ -194,6 +195,10 @@ def job_config_from(config: Any) -> JobConfig:
     for check in (check_combinations, check_device, check_for_torchtitan):
         with problems.collect():
             check(job)
+    if config.profiling.enable_memory_snapshot and device_here().type == "cpu":
+        problems.append(
+            "profiling.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
+        )
     problems.raise_all()
     return job
 

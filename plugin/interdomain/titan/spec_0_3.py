@@ -28,6 +28,7 @@ from .host import (
     titan_tokenizer,
 )
 from .host.patches import use_cpu_if_alone
+from .plan.device import device_here
 from .plan.run_plan import RunPlan, make_plan_for_torchtitan
 from .settings.job_config import job_config_of, job_config_of_values
 from .settings.problems import Problems
@@ -268,6 +269,10 @@ def values_of_sections(
             problems.append(
                 f"{setting} = {value} has no effect with this model. {INSTEAD[setting]} Leave it out."
             )
+    if config.profiler.enable_memory_snapshot and device_here().type == "cpu":
+        problems.append(
+            "profiler.enable_memory_snapshot needs a GPU, and this machine has none. Turn it off."
+        )
     if not config.training.disable_cuda_graphs:
         problems.append(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
