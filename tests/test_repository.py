@@ -435,13 +435,17 @@ LACKING = {
     "main launch": ("tyro", "train"),
     "main study plan train_configs/studies/small.toml": ("torchtitan", "train"),
     "evaluate folder --tasks mmlu": ("lm_eval", "eval"),
-    "prepare_data --input x --output out --tokenizer tokenizer.json": ("tokenizers", "data"),
+    "prepare_data --input x.parquet --output out --tokenizer tokenizer.json": (
+        "tokenizers",
+        "data",
+    ),
 }
 
 
 def test_a_command_names_the_extra_that_it_lacks(wheel, tmp_path):
     """It does so in one line if only the wheel's own dependencies are installed."""
     (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "x.parquet").touch()
     without = set().union(*_cli.EXTRAS.values())
     ends = run_tools(list(LACKING), tmp_path, wheel, "torch", without)
     for (status, out, err), (module, extra) in zip(ends, LACKING.values(), strict=True):
