@@ -37,12 +37,6 @@ def test_home_and_variables_in_the_paths_of_a_command(convert, tmp_path, monkeyp
         convert("$NONE_SUCH/x")
 
 
-def test_home_in_the_name_of_a_source(monkeypatch):
-    monkeypatch.setenv("HOME", "/people/me")
-    for kind in ("debian", "hf"):
-        assert _cli.path_or_name(f"{kind}:~/x") == f"{kind}:/people/me/x"
-
-
 # A stand-in for torchrun. `seen` has the signals that reach it; `wait` waits for the first.
 STAND_IN = """
 seen = []

@@ -444,13 +444,6 @@ def test_bad_documents_stop_or_are_left_out_and_named(
     assert decoded(out) == [f"document {i}" for i in range(400) if i not in BAD]
 
 
-def test_training_the_tokenizer_gives_the_reader_s_own_error(tmp_path, refused):
-    bad_rows(tmp_path / "rows.jsonl")
-    line = f"--input {tmp_path}/rows.jsonl --vocab-size 280 --output {tmp_path}/out".split()
-    refused(prepare_data.main, line, "rows.jsonl cannot be read: line 3: it is not JSON")
-    assert prepare_data.main([*line, "--leave-out-bad"]) == 0
-
-
 def test_columns(prepare, tmp_path):
     file = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": ["a", None], "id": [1, 2], "body": ["\u2028", "b"]}), file)

@@ -89,15 +89,6 @@ def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch):
     assert environment["SLURM_JOB_ID"] == "4242"
 
 
-def test_a_site_s_gpus_are_not_the_login_node_s(slurm, monkeypatch):
-    """A setting that needs a GPU is refused only if no site is named."""
-    monkeypatch.setattr(launch.torch.accelerator, "is_available", bool)
-    slurm("a", "b")
-    profiled = ["--profiling.enable_profiling", "--ranks", "1", "--dry-run"]
-    assert launch.main(["--site", "alps", *profiled]) == 0
-    assert launch.main(profiled) == 2
-
-
 def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatch):
     site = tmp_path / "ours.env"
     site.write_text("# ours\n\nNCCL_NET=first\nNCCL_PROTO=^LL128\nINTERDOMAIN_SRUN=--label\n")

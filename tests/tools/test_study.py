@@ -226,16 +226,6 @@ def runs_of(path):
     return {run.name: run for run in definition.read_study(path).runs}
 
 
-def test_home_in_the_paths_of_a_study(described, tmp_path, monkeypatch):
-    """The run's file keeps the paths of its settings as they were written."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    text = (STUDY + RUNS).replace("{folder}/out", "~/out")
-    path = described("[all]", '[all]\ndata.corpus = "~/recall"', text)
-    for name, run in runs_of(path).items():
-        assert run.folder == tmp_path / "home/out" / name
-        assert run.settings["data"]["corpus"] == "~/recall"
-
-
 def test_the_runs_of_a_study(described, capsys):
     path = described()
     runs = runs_of(path)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from interdomain.checkpoint.run_folder import note_folders
 from interdomain.checkpoint.step_folder import KEEP
 from interdomain.folders import resumable_folder
 from interdomain.tools import watch
@@ -165,5 +164,3 @@ def test_a_bad_request_is_refused_before_anything_is_evaluated(ran, refused, tmp
         refused(watch.main, [path / "run", *text], "another watcher evaluates")
     shutil.copytree(path / "run" / "checkpoint" / "step-150", tmp_path / "checkpoint" / "step-150")
     refused(watch.main, [tmp_path, *text], "holds no milestone", "step-N/KEEP")
-    note_folders(tmp_path, "ck", "curves")
-    refused(watch.main, [tmp_path, *text], f"{tmp_path / 'ck'} holds no milestone")
