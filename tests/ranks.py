@@ -84,30 +84,30 @@ def launch(log, ranks, *program):
     return log.read_text()
 
 
-def fork_ranks(serve, given):
+def fork_ranks(serve, rank_arguments):
     """Forks the ranks of a process that has imported what they need. It ends with them, and they end with it."""
     gc.freeze()  # the collector need not look through what was imported
     context = multiprocessing.get_context("fork")
     running = []
-    for arguments in given:
-        process = context.Process(target=be_rank, args=(serve, given, arguments))
+    for arguments in rank_arguments:
+        process = context.Process(target=be_rank, args=(serve, rank_arguments, arguments))
         process.start()
         running.append(process)
-    close_pipes(given)
+    close_pipes(rank_arguments)
     for process in running:
         process.join()
 
 
-def close_pipes(given, kept=None):
+def close_pipes(rank_arguments, kept=None):
     """Closes this process's ends of the ranks' pipes, but for one: a pipe tells of a rank's end if nobody else has it."""
-    for arguments in given:
+    for arguments in rank_arguments:
         if arguments is not kept:
             arguments[3].close()
 
 
-def be_rank(serve, given, own):
+def be_rank(serve, rank_arguments, own):
     end_with_parent(signal.SIGKILL)
-    close_pipes(given, kept=own)
+    close_pipes(rank_arguments, kept=own)
     serve(*own)
 
 
@@ -127,22 +127,22 @@ class Ranks:
         self.ended = False
         self.store = new_store()
         self.pipes = []
-        given = []
+        rank_arguments = []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            given.append((rank, ranks, self.store.port, theirs, log))
-        self.parent = context.Process(target=fork_ranks, args=(serve, given))
+            rank_arguments.append((rank, ranks, self.store.port, theirs, log))
+        self.parent = context.Process(target=fork_ranks, args=(serve, rank_arguments))
         log.touch()
         with (
             mock.patch.dict(os.environ, environment()),
             mock.patch.object(sys, "path", [*path, *sys.path]),
         ):
             self.parent.start()
-        close_pipes(given)
+        close_pipes(rank_arguments)
 
     def run(self, job):
-        """Returns what the ranks said. If one fails, all end."""
+        """Returns the output of the ranks. If one fails, all end."""
         begin = self.log.stat().st_size
         waiting = set(self.pipes)
         for pipe in self.pipes:
@@ -155,9 +155,9 @@ class Ranks:
                 except (EOFError, ConnectionResetError):
                     self.end()
                     break
-        said = self.log.read_bytes()[begin:].decode()
-        assert not self.ended, said[-8000:]
-        return said
+        output = self.log.read_bytes()[begin:].decode()
+        assert not self.ended, output[-8000:]
+        return output
 
     def end(self):
         self.ended = True

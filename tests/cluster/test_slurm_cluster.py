@@ -70,14 +70,14 @@ class Job:
     def saved(self, step: int) -> bool:
         return (self.run / f"checkpoint/step-{step}/.metadata").is_file()
 
-    def until_said(self, pattern: str, seconds: int) -> int:
+    def until_logged(self, pattern: str, seconds: int) -> int:
         """Returns the step that the log names last in this pattern."""
 
-        def said() -> list[str]:
+        def steps() -> list[str]:
             return re.findall(pattern, self.log.read_text()) if self.log.is_file() else []
 
-        self.cluster.wait(said, seconds, f"{pattern!r} in {self.log}")
-        return int(said()[-1])
+        self.cluster.wait(steps, seconds, f"{pattern!r} in {self.log}")
+        return int(steps()[-1])
 
     def until(self, state: str, seconds: int = 400) -> None:
         command = ["squeue", "--noheader", "--states=all", f"--jobs={self.number}", "--format=%T"]
@@ -117,12 +117,12 @@ def test_lost_nodes_change_no_bit(cluster, tmp_path):
 def test_a_time_limit_puts_the_run_back_in_the_queue(cluster, tmp_path):
     """The time limit is three minutes, of which the last is for saving. Then the user cancels the run: it saves again."""
     job = Job(cluster, tmp_path / "limited", steps=5000, minutes=3)
-    first = job.until_said(r"leaving after step (\d+) \(SIGUSR1\): saved", 400)
+    first = job.until_logged(r"leaving after step (\d+) \(SIGUSR1\): saved", 400)
     assert job.saved(first)
     job.start_again()
-    job.until_said(rf"Training starts at step ({first + 1})\b", 150)
+    job.until_logged(rf"Training starts at step ({first + 1})\b", 150)
     cluster.call("scancel", job.number)
     cluster.wait(job.has_ended, 60, "the run to end")
-    last = job.until_said(r"leaving after step (\d+) ", 1)
+    last = job.until_logged(r"leaving after step (\d+) ", 1)
     assert last > first
     assert job.saved(last)

@@ -317,15 +317,15 @@ def first_words(folder) -> str:
 DRIVER = """
 import contextlib, functools, io, json, sys
 from interdomain.tools import evaluate
-said = []
+ends = []
 for argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
         status = evaluate.main(argv)
-    said.append((status, err.getvalue().strip().split(chr(10))[-1]))
+    ends.append((status, err.getvalue().strip().split(chr(10))[-1]))
     # Reading the harness's own tasks takes it seconds, and is left out from here on. Imported when the tool has.
     import lm_eval.tasks
     lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-print(json.dumps(said))
+print(json.dumps(ends))
 """
 
 
@@ -372,10 +372,10 @@ def ran(folders, inexact, tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr
     assert not (path / "none").exists()
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert [status for status, _ in said] == [0, 0, 2, 2, 2], said
+    ends = json.loads(done.stdout.splitlines()[-1])
+    assert [status for status, _ in ends] == [0, 0, 2, 2, 2], ends
     names = ("out", "inexact", "late")
-    return {name: read_results(path / name) for name in names}, [words for _, words in said]
+    return {name: read_results(path / name) for name in names}, [words for _, words in ends]
 
 
 @torch.no_grad()

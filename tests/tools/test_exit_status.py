@@ -67,7 +67,7 @@ sys.exit(1 if seen == [signal.SIGTERM] else 9)
 
 
 @pytest.mark.parametrize(
-    ("program", "status", "said"),
+    ("program", "status", "message"),
     [
         ("", 0, ""),
         (THREE_SIGNALS, CONTINUE, "left on a signal"),
@@ -91,11 +91,11 @@ sys.exit(1 if seen == [signal.SIGTERM] else 9)
         ("os.kill(me, signal.SIGKILL)", 137, "torchrun was ended by SIGKILL"),
     ],
 )
-def test_what_the_end_of_torchrun_means(program, status, said, capfd):
+def test_what_the_end_of_torchrun_means(program, status, message, capfd):
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT
     before = [signal.getsignal(number) for number in numbers]
     assert run(program) == status
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert [signal.getsignal(number) for number in numbers] == before
 
 
@@ -165,12 +165,12 @@ def test_torchrun_on_one_machine_takes_no_option_from_the_environment(monkeypatc
 
 
 def test_a_rank_sees_whether_its_launcher_lives(tmp_path, monkeypatch):
-    said = tmp_path / "said"
+    output = tmp_path / "output"
     program = (
         "from interdomain.launcher import *; print(launcher_has_ended(), os.environ[REASON_FILE])"
     )
-    assert run(f"sys.stdout = open({str(said)!r}, 'w'); {program}") == 0
-    ended, path = said.read_text().split()
+    assert run(f"sys.stdout = open({str(output)!r}, 'w'); {program}") == 0
+    ended, path = output.read_text().split()
     assert ended == "False"
     monkeypatch.delenv(REASON_FILE, raising=False)
     assert not launcher_has_ended()

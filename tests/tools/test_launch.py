@@ -139,12 +139,12 @@ def test_first_start_end_to_end(tmp_path, monkeypatch, capsys):
         text=True,
         timeout=TIMEOUT,
     )
-    said = done.stdout
-    assert done.returncode == 0, f"{said[-2000:]}\n{done.stderr[-4000:]}"
-    assert re.findall(r"[\d.]+ at step (\d+)", said) == ["1", "2"]
-    assert "debug with dim 96, n_layers 2, " in said
+    output = done.stdout
+    assert done.returncode == 0, f"{output[-2000:]}\n{done.stderr[-4000:]}"
+    assert re.findall(r"[\d.]+ at step (\d+)", output) == ["1", "2"]
+    assert "debug with dim 96, n_layers 2, " in output
     assert list((tmp_path / "outputs/debug/tb").glob("events*"))
-    commands = dict(re.findall(r"^# (\w+).*\n(.+)$", said, re.MULTILINE))
+    commands = dict(re.findall(r"^# (\w+).*\n(.+)$", output, re.MULTILINE))
     assert list(commands) == ["watch", "convert", "generate"]
     monkeypatch.chdir(tmp_path)
     for name, tool in (("convert", convert), ("generate", generate)):
@@ -226,8 +226,8 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     monkeypatch.chdir(mine)
 
     def start(script):
-        said = subprocess.check_output(["bash", script, "mine.toml"], text=True)
-        return said.splitlines()[-1]
+        output = subprocess.check_output(["bash", script, "mine.toml"], text=True)
+        return output.splitlines()[-1]
 
     arguments = "-m interdomain.tools.launch mine.toml"
     for script in (tmp_path / "clone/launch.sh", "../clone/launch.sh", "launch"):

@@ -21,7 +21,7 @@ from .test_evaluate import HARNESS, TEXTS, read_results, write_task
 MILESTONES = (100, 200, 300, 400)
 
 # Each watcher is a fork of one process that has imported everything. The file seen-N has what watcher N evaluated, and what
-# it said at last.
+# it printed at last.
 DRIVER = """
 import contextlib, gc, json, os, signal, sys
 import lm_eval.models.huggingface, lm_eval.tasks, torch.utils.tensorboard, interdomain.hf
@@ -54,21 +54,21 @@ def child(argv, acts, seen):
         return watch.main(argv)
 
 gc.freeze()  # what was imported stays
-said = []
+ends = []
 for i, (argv, acts) in enumerate(json.loads(sys.argv[1])):
     if not (pid := os.fork()):
         with open(f"seen-{i}", "w") as seen:
             status = child(argv, acts, seen)
         os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    said.append((status, Path(f"seen-{i}").read_text().splitlines()))
-print(json.dumps(said))
+    ends.append((status, Path(f"seen-{i}").read_text().splitlines()))
+print(json.dumps(ends))
 """
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, tokenizer):
-    """A folder and what the watchers said. The run saves steps 100 to 200, and later 300 and 400, its last."""
+    """A folder and how each watcher ended. The run saves steps 100 to 200, and later 300 and 400, its last."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     path = tmp_path_factory.mktemp("watch")
     run = path / "run"
@@ -111,8 +111,8 @@ def ran(tmp_path_factory, tokenizer):
     return path, json.loads(done.stdout.splitlines()[-1])
 
 
-def evaluated(said):
-    return [line for line in said if line.startswith(("task ", "corpus ", "waiting"))]
+def evaluated(lines):
+    return [line for line in lines if line.startswith(("task ", "corpus ", "waiting"))]
 
 
 def both(step):
