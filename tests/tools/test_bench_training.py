@@ -78,7 +78,7 @@ def test_figures_leave_the_first_steps_out():
 
 
 def no_data(*args):
-    """In place of bench_training.write_data."""
+    """Takes the place of bench_training.write_data."""
 
 
 def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, capsys):

@@ -375,7 +375,8 @@ def ran(folders, inexact, tmp_path_factory):
     ends = json.loads(done.stdout.splitlines()[-1])
     assert [status for status, _ in ends] == [0, 0, 2, 2, 2], ends
     names = ("out", "inexact", "late")
-    return {name: read_results(path / name) for name in names}, [words for _, words in ends]
+    errors = [last_line for _, last_line in ends]
+    return {name: read_results(path / name) for name in names}, errors
 
 
 @torch.no_grad()

@@ -385,7 +385,7 @@ def test_bad_files(prepare, tmp_path, name, data, words):
     "name", ["rows.jsonl.gz", "rows.json.zst", "rows.ndjson.bz2", "rows.parquet"]
 )
 def test_a_file_that_was_cut(sources, prepare, tmp_path, name):
-    """Here it is read in another process."""
+    """A worker, another process, reads it."""
     (tmp_path / name).write_bytes((sources / name).read_bytes()[:-5])
     prepare(tmp_path / name, ["--workers", 2], words=f"{name} cannot be read")
 

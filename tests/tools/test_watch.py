@@ -129,7 +129,8 @@ def test_a_killed_watcher_goes_on_and_repeats_nothing(ran):
     assert (again, evaluated(third)) == (0, [])
     assert list((path / "run").glob(".watch*/*")) == []
     results = (path / "run" / "checkpoint").glob("*/evaluation.json")
-    assert {file.parent.name for file in results} == {f"step-{step}" for step in MILESTONES}
+    steps = [file.parent.name for file in results]
+    assert sorted(steps) == ["step-100", "step-200", "step-300", "step-400"]
 
 
 @HARNESS
