@@ -21,11 +21,17 @@ PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*'
     r'<img alt="(.*?)" src="(.*?)">\s*</picture>'
 )
+# A page that has this mark gets the table of all settings in its place.
 SETTINGS_MARK = "<!-- settings -->"
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Replaces each notebook by a page."""
+    """Replaces each notebook by a page. mkdocs calls this when it has listed the files of the site.
+
+    Args:
+        files: mkdocs' list of all files, changed in place.
+        config: mkdocs' configuration.
+    """
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
             page = file.src_uri.replace(".ipynb", ".md")
@@ -35,7 +41,11 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def as_markdown(notebook: dict[str, Any]) -> str:
-    """Returns a notebook's cells, each with its output: text, or a picture."""
+    """Returns a notebook's cells as Markdown, each with its output: text, or a picture.
+
+    Args:
+        notebook: The contents of an .ipynb file.
+    """
     blocks = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
@@ -54,7 +64,13 @@ def as_markdown(notebook: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Changes links to notebooks and pairs of pictures, and fills in the settings."""
+    """Changes links to notebooks and pairs of pictures, and fills in the settings.
+
+    mkdocs calls this for each page before it is rendered.
+
+    Args:
+        markdown: The text of the page.
+    """
     markdown = markdown.replace(".ipynb)", ".md)")
     markdown = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
     if SETTINGS_MARK in markdown:
@@ -92,6 +108,9 @@ def comments_of_fields(source: str) -> dict[tuple[str, str], str]:
     """Returns the comment of each field, by (class, field).
 
     It is in the lines `#:` above the field, or beside it.
+
+    Args:
+        source: The text of a module with dataclasses.
     """
     lines = source.splitlines()
     comments = {}

@@ -1,4 +1,7 @@
-"""Parts that the commands share: common options, and a user's mistake as one paragraph with exit status 2."""
+"""Parts that the commands share: common options, and the printing of a user's mistake.
+
+A mistake is printed as one paragraph, and the exit status is 2.
+"""
 
 import argparse
 import functools
@@ -24,10 +27,13 @@ if TYPE_CHECKING:
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
+# A standalone folder is an exported model: weights, configuration, tokenizer and model code.
 STANDALONE = "standalone folder (made by interdomain convert)"
 
-KINDS_OF_SOURCES = ("hf:", "debian:")  # a folder may follow
-# The modules of each extra that commands import late.
+# Prefixes of an input of prepare-data; the name of a data set or a folder follows.
+KINDS_OF_SOURCES = ("hf:", "debian:")
+# The packages of each optional dependency (`pip install 'interdomain[train]'`) that commands import
+# only when they need them.
 EXTRAS = {
     "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),
     "data": ("pyarrow", "datasets", "tokenizers", "tiktoken", "google"),
@@ -42,6 +48,13 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        """Returns the help text of an option with its default.
+
+        argparse calls this method of the formatter for each option.
+
+        Args:
+            action: The option.
+        """
         text = action.help or ""
         # Switches, and options without a default, have none to show.
         default = action.default
@@ -50,6 +63,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         has_default = default not in (None, "", argparse.SUPPRESS) and not isinstance(default, bool)
         if has_default:
             text += f" (default: {default})"
+        # argparse formats the text with the % operator.
         return text.replace("%", "%%")
 
 
@@ -58,6 +72,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses a command line.
+
+        Args:
+            args: The words after the command's name. None takes those of the process.
+            namespace: As in argparse.
 
         Raises:
             ValueError: An option, or the value of an option, was removed.
@@ -77,15 +95,15 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
     """Makes a tool's parser.
 
     Args:
-        doc: The docstring of its module: a line to paste, paragraphs above the options, more lines to
-            paste (indented), and paragraphs below the options.
+        doc: The docstring of its module: a line to paste, paragraphs above the options, more lines
+            to paste (indented), and paragraphs below the options.
         usage: The arguments that the command needs, before [OPTIONS].
     """
     assert doc is not None
     # The parts of the docstring.
     line, _, text = doc.strip().partition("\n\n")
     above, _, below = text.partition("\n\n    ")
-    name = " ".join(line.split()[:2])  # interdomain COMMAND
+    name = " ".join(line.split()[:2])  # interdomain COMMAND, or python -m
     return Parser(
         name,
         usage=" ".join([name, *usage.split(), "[OPTIONS]"]),
@@ -98,14 +116,22 @@ def argument_parser(doc: str | None, usage: str = "") -> Parser:
 
 
 def path_argument(text: str) -> Path:
-    """Converts an argument that is a path. `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`."""
+    """Converts an argument that is a path, as `path_or_name` does."""
     return Path(path_or_name(text))
 
 
 def path_or_name(text: str) -> str:
-    """Converts an argument that is a path, a name or an address, whose `//` a Path would not keep."""
+    """Converts an argument that is a path, a name or an address, whose `//` a Path would not keep.
+
+    `~` and `$NAME` are expanded, which a shell leaves in `--output=~/x`. Prefixes such as `hf:`
+    stay.
+
+    Raises:
+        argparse.ArgumentTypeError: An environment variable or a user does not exist.
+    """
+    # A shell's `*.txt` may find an existing file with a `$` in its name: that is no variable.
     if "$" in text and os.path.lexists(text):
-        return text  # a name that a shell's `*.txt` found
+        return text
     kind = ""
     for prefix in KINDS_OF_SOURCES:
         if text.startswith(prefix):
@@ -122,7 +148,12 @@ def add_device(parser: argparse.ArgumentParser, text: str = DEVICE) -> None:
 
 
 def add_dtype(parser: argparse.ArgumentParser, dtypes: Iterable[str]) -> None:
-    """Adds --dtype, for a tool that reads a standalone folder."""
+    """Adds --dtype, for a tool that reads a standalone folder.
+
+    Args:
+        parser: The parser of the tool.
+        dtypes: The names that can be chosen.
+    """
     parser.add_argument(
         "--dtype",
         choices=dtypes,
@@ -171,7 +202,7 @@ def choose_device(name: str) -> "torch.device":
 
 
 def python_here() -> str:
-    """This interpreter, by a path relative to the current folder if it is inside."""
+    """Returns the path of this interpreter, relative to the current folder if it is inside."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
@@ -179,7 +210,11 @@ def python_here() -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra. In a checkout it has the exact versions."""
+    """Returns the command that installs an extra. In a checkout it has the exact versions.
+
+    Args:
+        extra: One of EXTRAS.
+    """
     source = f"'interdomain[{extra}]'"
     if Path("constraints.txt").is_file():
         source = f"-c constraints.txt -e '.[{extra}]'"
@@ -187,7 +222,15 @@ def install_command(extra: str) -> str:
 
 
 def documents_note(folder: Path | str, tokenizer: "Tokenizer") -> str | None:
-    """A note for an exported model that does not record how documents began in training; None if it does."""
+    """Returns a warning about how texts begin, or None if there is nothing to warn of.
+
+    An exported model records which tokens stood before a document in training. Without this record,
+    texts begin as `prepare-data` begins them, which may be wrong.
+
+    Args:
+        folder: The exported model, for the text.
+        tokenizer: Its tokenizer.
+    """
     if tokenizer.documents.recorded:
         return None
     start = tokenizer.documents.start
@@ -205,7 +248,10 @@ def note_documents(folder: Path | str, tokenizer: "Tokenizer") -> None:
 
 
 def visible(text: str) -> str:
-    """Escapes the control characters that a terminal would obey. File names and a model's text may hold some."""
+    """Escapes the control characters that a terminal would obey.
+
+    File names and a model's text may hold some.
+    """
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", _escaped, text)
 
 
@@ -216,8 +262,12 @@ def _escaped(match: re.Match[str]) -> str:
 def user_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Decorates a tool's `main`, so that a user's mistake is one paragraph with exit status 2.
 
-    A mistake is a ValueError, an OSError, or a package that is missing and belongs to an extra. Any other
-    error is ours and keeps its traceback.
+    A mistake is a ValueError, an OSError, or a package that is missing and belongs to an extra. Any
+    other error is ours and keeps its traceback.
+
+    Args:
+        main: Takes the words after the command's name, None for those of the process. Returns an
+            exit status.
     """
 
     @functools.wraps(main)
@@ -237,7 +287,8 @@ def user_errors(main: Callable[..., int]) -> Callable[..., int]:
                     )
             raise
         except OSError as e:
-            # An error of the operating system has a number and its text; one that we raise has a message.
+            # An error of the operating system has a number and its text; one that we raise has a
+            # message.
             if not e.strerror:
                 return report(str(e))
             if e.filename is None:

@@ -42,7 +42,11 @@ def read_events(folder: Path) -> Any:
 
 
 def curves_of(events: Any) -> Curves:
-    """Returns every scalar of an accumulator, by step."""
+    """Returns every scalar of an accumulator as {tag: {step: value}}.
+
+    Args:
+        events: An accumulator of `read_events`.
+    """
     curves = {}
     for tag in events.Tags()["scalars"]:
         curves[tag] = {event.step: event.value for event in events.Scalars(tag)}
@@ -50,16 +54,19 @@ def curves_of(events: Any) -> Curves:
 
 
 def read_curves(folder: Path) -> Curves:
-    """Returns every scalar of a folder of events, by step."""
+    """Returns every scalar of a folder of TensorBoard events as {tag: {step: value}}."""
     return curves_of(read_events(folder))
 
 
 def facts_of(events: Any, name: str) -> dict[str, Any]:
     """Returns facts of a run's last start.
 
+    A run logs them as texts in JSON when it starts.
+
     Args:
-        events: The run's accumulator.
-        name: "configuration", "hyperparameters" or "environment".
+        events: An accumulator of `read_events`.
+        name: "configuration" (the settings), "hyperparameters" (such as the model's size and
+            learning rate) or "environment" (versions and hardware).
 
     Returns:
         The facts; empty if they were not written.

@@ -1,4 +1,10 @@
-"""Pictures of attention maps and pairings for `inspect-model`, by matplotlib."""
+"""Draws attention maps and pairings for `inspect-model`, by matplotlib.
+
+A map has the weight of each token's value in each token's output. A pairing (docs/inspect.md) says
+which value a query reads that matches a key.
+
+Shapes: H heads, T tokens of the text, s and r lags in tokens.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,18 +27,20 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
         weights: The maps, [H, T, T].
         labels: The texts of the T tokens.
     """
+    # matplotlib is optional, and imported when a picture is drawn.
     from matplotlib.colors import SymLogNorm
 
-    # Linear up to a share of 0.01, and logarithmic above.
+    # `share` divides |w| by the sum of |w| over the row. The colours are linear up to a share of
+    # 0.01, and logarithmic above.
     shares = share(weights) * weights.sign()
     norm = SymLogNorm(0.01, vmin=-1, vmax=1, base=10)
-    text = f"{title}: share of each column's token in each row's"
+    text = f"{title}: share of each column's token in each row's output"
     # The texts of few tokens stand beside the maps, which are larger then.
     if len(labels) > FEW:
         figure = _panels(text, shares, SMALL, norm)
     else:
         figure = _panels(text, shares, LARGE, norm)
-        for axis in figure.axes[:-1]:
+        for axis in figure.axes[:-1]:  # the last is the colour bar
             axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=5, parse_math=False)
             axis.set_yticks(range(len(labels)), labels, fontsize=5, parse_math=False)
     figure.savefig(path)

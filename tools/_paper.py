@@ -1,4 +1,4 @@
-"""The paper's figures, from paper.toml, which describes each."""
+"""Reads the paper's figures from paper.toml, which describes each."""
 
 import tomllib
 from pathlib import Path

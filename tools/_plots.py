@@ -1,4 +1,4 @@
-"""Curves and dots in panels, for tools that measure something along an axis.
+"""Draws curves and dots in panels, for tools that measure something along an axis.
 
 Needs matplotlib.
 """
@@ -24,10 +24,10 @@ COLOURS = (
 )
 LINES = ("-", "--", ":", "-.")
 PANEL_WIDTH = 6.0  # inches
-LEAST_HEIGHT = 3.0
-LABEL_HEIGHT = 0.24
+LEAST_HEIGHT = 3.0  # inches of a row
+LABEL_HEIGHT = 0.24  # inches of a line of the legend
 
-# The colour and line style of each label.
+# Matplotlib's arguments `color` and `linestyle` of each label.
 Looks = dict[str, dict[str, str]]
 
 
@@ -73,7 +73,12 @@ class Panel:
         return [curve.label for curve in self.curves]
 
     def draw(self, axis: Any, looks: Looks) -> None:
-        """Draws into matplotlib's axes."""
+        """Draws into matplotlib's axes.
+
+        Args:
+            axis: The axes.
+            looks: The colour and line style of each label of the figure.
+        """
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
         # A line with points and error bars for each curve.
@@ -145,7 +150,12 @@ class Dots:
         return [dot.label for dot in self.dots]
 
     def draw(self, axis: Any, looks: Looks) -> None:
-        """Draws into matplotlib's axes."""
+        """Draws into matplotlib's axes.
+
+        Args:
+            axis: The axes.
+            looks: The colour and line style of each label of the figure. Dots use the colour only.
+        """
         for i, dot in enumerate(self.dots):
             # The dot, its interval, and its value above it.
             colour = looks[dot.label]["color"]
@@ -169,7 +179,11 @@ class Dots:
 
 
 def figure_of(rows: Sequence[Sequence[Panel | Dots]]) -> Any:
-    """Returns a figure of rows of panels. Each row is as high as its labels need."""
+    """Returns a figure of rows of panels. Each row is as high as its labels need.
+
+    Args:
+        rows: The panels of each row, from the top. Rows may differ in length.
+    """
     from matplotlib.figure import Figure  # not pyplot: draws without a display
 
     # Looks in the order in which labels come, and the heights of the rows.

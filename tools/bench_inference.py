@@ -33,6 +33,7 @@ PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain,
 PAPER_PATHS = ("softmax, eager", "interdomain, graph")  # those that the paper measured
 SIZE_BATCHES = (1, 8)  # batch sizes of all model sizes but the first
 ROOM = 16  # cache slots beyond those that a timed call fills, for the steps that warm up
+# Columns of the tables.
 DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
@@ -53,7 +54,7 @@ class Mode:
         steps: Tokens in a timed call.
         rounds: The largest number of timed calls.
         seconds: The time that the timed calls may take together.
-        paths: Those of PATHS to decode by.
+        paths: Those of PATHS to decode by: a model, and whether a CUDA graph launches the kernels.
     """
 
     sizes: Sequence[str] = ("1.3B", "125M", "350M", "760M")
@@ -98,7 +99,13 @@ TINY = Mode(
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Transformer:
-    """Makes a model as one that is loaded, with normal numbers for weights."""
+    """Makes a model as one that is loaded, with normal numbers for weights.
+
+    Args:
+        config: The model.
+        device: The device of the weights.
+        dtype: Name of the dtype of the weights.
+    """
     # Weights get memory once, on the device.
     with torch.device("meta"):
         model = Transformer(config)
@@ -109,9 +116,9 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Trans
 
 
 def set_position(state: ModelState, prefix: int) -> None:
-    """Sets a state to `prefix` tokens.
+    """Makes a state count `prefix` tokens, on the host and in the tensor that the steps read.
 
-    The numbers in its tensors stay as they are: the time of a step depends on shapes only.
+    The states of the layers stay as they are: the time of a step depends on shapes only.
     """
     state.length = prefix
     state.position.fill_(prefix)
@@ -119,14 +126,27 @@ def set_position(state: ModelState, prefix: int) -> None:
 
 @dataclass
 class Bench:
-    """What all measurements share."""
+    """Makes the measurements, and adds their rows to the report.
+
+    Attributes:
+        mode: The measurements to make.
+        device: The device that is measured.
+        report: The report of the tool.
+    """
 
     mode: Mode
     device: torch.device
     report: results.Report
 
     def decode(self, model: Transformer, graph: bool, batch: int, prefix: int) -> dict[str, Any]:
-        """Times steps in a row from a prefix. Returns the figures of one step."""
+        """Times steps in a row from a prefix. Returns the figures of one step.
+
+        Args:
+            model: The model.
+            graph: True runs a step as a CUDA graph, False launches its kernels one by one.
+            batch: The number of sequences.
+            prefix: The number of tokens before the first step.
+        """
         mode = self.mode
         tokens = torch.randint(model.config.vocab_size, (batch,), device=self.device)
 
@@ -157,6 +177,12 @@ class Bench:
     ) -> dict[str, Any]:
         """Reads a prompt twice.
 
+        Args:
+            model: The model.
+            batch: The number of sequences.
+            length: The number of tokens of each.
+            chunk: The number of tokens that are read at a time.
+
         Returns:
             The speed of the second reading, and its peak memory with this model's weights.
         """
@@ -176,12 +202,22 @@ class Bench:
         return row
 
     def attempt(self, measurement: functools.partial) -> dict[str, Any]:
-        """Returns the figures of a measurement, or a remark why there are none."""
+        """Returns the figures of a measurement, or a remark why there are none.
+
+        Args:
+            measurement: The call, whose result is a dict of figures.
+        """
         figures = attempt(measurement, self.device, "this row")
         return {"remark": figures} if isinstance(figures, str) else figures
 
     def decode_batch(self, models: dict[str, Transformer], size: str, batch: int) -> None:
-        """Reports decoding from every prefix by every path."""
+        """Reports decoding from every prefix by every path.
+
+        Args:
+            models: The model of each condition.
+            size: The name of their size.
+            batch: The number of sequences.
+        """
         # The paper's ranges over all prefixes.
         paper_ms = PAPER["decode"].get(size, {}).get(str(batch), ())
         paper: dict[str, str] = dict(zip(PAPER_PATHS, paper_ms, strict=False))
@@ -203,7 +239,11 @@ class Bench:
                 self.report.add(f"decode, {size}", row)
 
     def read_prompts(self, models: dict[str, Transformer]) -> None:
-        """Reports every prompt, read by both models in chunks and in one piece."""
+        """Reports every prompt, read by both models in chunks and in one piece.
+
+        Args:
+            models: The model of each condition.
+        """
         paper = {(row["batch"], row["tokens"]): row for row in PAPER["prompt_memory"]}
         self.report.table("reading a prompt", PROMPTS)
         for prompt in self.mode.prompts:
@@ -222,6 +262,7 @@ class Bench:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_arguments(p, "inference")
     p.add_argument(
@@ -263,6 +304,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @user_errors
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     device = results.choose_device(args.device)
     require_at_least(args, steps=1, batches=1, prefixes=1)

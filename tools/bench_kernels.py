@@ -48,6 +48,9 @@ from interdomain.tools._bench.timing import (
 )
 from interdomain.tools._cli import argument_parser, user_errors
 
+# A mixer is the name of a computation that is timed; `candidate` makes its call. "linear" is the
+# scan with a fixed readout, as in S4D. "chunkwise-kept" keeps the result of the forward's first
+# pass for the backward; "chunkwise" computes it again.
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
 OURS = (*CHUNKWISE, "features", "linear")  # mixers whose kernels are timed one by one
 ATTENTION = {
@@ -55,8 +58,8 @@ ATTENTION = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
 }
 ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
-# The scan with one entry of its plan changed, to see what that entry is worth. The check does not
-# cover these.
+# The scan with one entry of its launch plan (triton_plan.Plan) changed, to see what that entry is
+# worth. check-kernels does not cover these.
 VARIANTS: dict[str, dict[str, Any]] = {
     "chunkwise-not-fused": {"fused": None},
     "chunkwise-8-warps": {"contract": (8192, 8, 2), "expand": (8192, 8, 2)},
@@ -149,7 +152,8 @@ def candidate(
     elif name == "linear":
         run = functools.partial(scan.linear_scan, final_state=False, backend="chunkwise")
     else:
-        # On a CPU there are no plans. The plan of an earlier variant is taken back.
+        # The other names are backends of the scan, or variants of the backend `chunkwise`. On a CPU
+        # there are no plans. Without changes, the plan of an earlier variant is undone.
         if device.type == "cuda":
             change_plan(VARIANTS.get(name, {}))
         backend = "chunkwise" if name in VARIANTS else name.removesuffix("-kept")
@@ -179,7 +183,11 @@ def with_backward(forward: Callable, leaves: list[Tensor], d_out: Any) -> Call:
 
 
 def change_plan(changes: dict[str, Any]) -> None:
-    """Makes this process plan its launches with these entries from now on."""
+    """Makes this process plan its launches with other entries from now on.
+
+    Args:
+        changes: The new value of each field of `triton_plan.Plan` that changes.
+    """
     from interdomain.scan import triton_chunkwise
 
     def changed_plan(*args: Any) -> Plan:
@@ -189,7 +197,13 @@ def change_plan(changes: dict[str, Any]) -> None:
 
 
 def features(s: Shape, device: torch.device, dtype: torch.dtype) -> Call:
-    """Makes the call that computes q, k and v of an interdomain layer from three projections."""
+    """Makes the call that computes q, k and v of an interdomain layer from three projections.
+
+    Args:
+        s: B, T, H and d of q, k and v.
+        device: The device that it runs on.
+        dtype: The dtype of all tensors but the rotary angles.
+    """
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype).requires_grad_()
@@ -216,7 +230,7 @@ def features(s: Shape, device: torch.device, dtype: torch.dtype) -> Call:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
-    """PyTorch's causal attention of q, k, v [B, T, H, d] by one of its backends."""
+    """Returns PyTorch's causal attention of q, k, v [B, T, H, d] by one of its backends."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -226,6 +240,10 @@ def costs(name: str, s: Shape) -> tuple[int, int] | None:
     """Counts the least that forward and backward need in bf16.
 
     Inputs are read and outputs written once. Products are those that MFU counts.
+
+    Args:
+        name: One of NAMES.
+        s: The shape of q, k and v.
 
     Returns:
         Bytes and FLOPs; None for a mixer with another algebra.
@@ -306,7 +324,12 @@ def run_case(
 
 
 def kernel_times(call: Call, device: torch.device) -> dict[str, float]:
-    """Returns the ms of every kernel of a call by name. On a CPU these are operations."""
+    """Returns the ms of every kernel of a call by name. On a CPU these are operations.
+
+    Args:
+        call: The steps.
+        device: The device that they run on.
+    """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
@@ -323,6 +346,7 @@ def kernel_times(call: Call, device: torch.device) -> dict[str, float]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_arguments(p, "kernels")
     p.add_argument(
@@ -358,6 +382,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.once:
         # Without PyTorch's pools a sanitizer sees an access beyond a tensor's end.

@@ -32,7 +32,6 @@ import torch
 
 from interdomain.checkpoint.run_folder import events_of
 from interdomain.model import CONDITIONS
-from interdomain.tools import launch
 from interdomain.tools._bench import results
 from interdomain.tools._bench.timing import ratio
 from interdomain.tools._cli import argument_parser, user_errors
@@ -58,8 +57,9 @@ COLUMNS = [
 ]
 LAST_LINES = 40  # lines of a failed run's output that are shown
 
-# CONDITION:compilation:activation checkpointing. The most telling cases come first, and softmax
-# before what is compared with it.
+# CONDITION:compilation:activation checkpointing, where the condition is the name of the layers'
+# mixer, such as softmax. The most telling cases come first, and softmax before what is compared
+# with it.
 CASES = (
     "softmax:compile:selective",
     "interdomain:compile:selective",
@@ -155,7 +155,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    # The vocabulary of every model is larger than this tokenizer's.
+    # A tokenizer may be smaller than the vocabulary of a model, not larger: this one fits every
+    # model.
     tokenizer = train_sentencepiece([Path(__file__).read_text()], 512)
     (folder / "tokenizer.model").write_bytes(tokenizer)
     # One long document.
@@ -204,7 +205,12 @@ def run_case(run: Run, data: Path) -> dict[str, Any]:
 
 
 def explain(problem: str, printed: str) -> str:
-    """Returns the reason of a failed run in one line, from what it printed."""
+    """Returns the reason of a failed run in one line, from what it printed.
+
+    Args:
+        problem: How it ended, such as "exit status 1".
+        printed: Its output.
+    """
     if "OutOfMemoryError" in printed:
         return "out of memory"
     # The last words of torchrun, a ChildFailedError, only repeat the exit status.
@@ -220,6 +226,10 @@ def figures(curves: Curves, run: Run) -> dict[str, Any]:
 
     A run logs after its first step, and then every `log_freq` steps. Before the second of these
     logs come compilation, autotuning and growing memory pools. They are left out.
+
+    Args:
+        curves: The scalars that the run logged: {tag: {step: value}}.
+        run: The run.
     """
     # Memory and loss are known from the first log on.
     row = {}
@@ -239,6 +249,7 @@ def figures(curves: Curves, run: Run) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_output(p, "training")
     p.add_argument(
@@ -315,6 +326,7 @@ def check_cases(cases: list[str]) -> None:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     # The trainer chooses its GPUs by itself.
     device = results.choose_device("auto")
@@ -340,9 +352,12 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("tensorboard", "torchdata"):
             importlib.import_module(name)
         from interdomain.titan.plan.run_plan import model_config
+        from interdomain.titan.settings.job_config import read_job_config
 
         for size in args.sizes:
-            vocabularies[size] = model_config(launch.job_config(str(CONFIGS[size]), [])).vocab_size
+            vocabularies[size] = model_config(
+                read_job_config(["--job.config_file", str(CONFIGS[size])])
+            ).vocab_size
     except ImportError as e:
         report.note(
             f"Skipped: {e.name or e} cannot be imported; "

@@ -37,14 +37,15 @@ from interdomain.tools._bench.pages import FAIL, UNFINISHED, VERDICTS
 from interdomain.tools._cli import argument_parser, user_errors
 
 CPU = torch.device("cpu")
+# Results of a case, the best first.
 PASS = "PASS"
 BEYOND = "beyond the bound"
 SEVERITY = (PASS, BEYOND, FAIL)
 # The status of the results and the exit status, by the worst result of all cases.
 STATUS = {PASS: "passed", BEYOND: "beyond bounds", FAIL: "failed"}
 EXIT = {PASS: 0, BEYOND: 3, FAIL: 1}
-# An error of so many bounds is a failure: a lost term, sign or mask is far beyond it, and no
-# rounding is.
+# An error of this many times the bound is a failure: a lost term, sign or mask is far beyond it,
+# and no rounding is.
 FAILED = 3
 # Up to this many tokens the loop over time judges. Beyond, the chunkwise form in float64 does,
 # which agrees with the loop to 1e-10 by the tests.
@@ -125,7 +126,12 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict[str, Any]:
 
 
 def converted(tensors: Tensors, **to: Any) -> Tensors:
-    """Converts each tensor by `Tensor.to(**to)`. Leaves that record gradients stay leaves."""
+    """Converts each tensor by `Tensor.to(**to)`. Leaves that record gradients stay leaves.
+
+    Args:
+        tensors: Tensors by name.
+        **to: The arguments `device` or `dtype`.
+    """
     result = {}
     for name, x in tensors.items():
         result[name] = x.detach().to(**to).requires_grad_(x.requires_grad)
@@ -138,9 +144,15 @@ def with_gradients(
     """Returns the results of a function, and the gradients of the leaves among its inputs.
 
     The gradient of an input has its name with a "d" before it.
+
+    Args:
+        function: Computes results by name.
+        inputs: Its inputs by name.
+        cotangents: The gradient of each result, from which the backward pass starts.
     """
     outputs = function(inputs)
     leaves = {name: x for name, x in inputs.items() if x.requires_grad}
+    # A step has no gradients.
     if not leaves:
         return outputs
     d_outputs = [cotangents[name] for name in outputs]
@@ -150,7 +162,12 @@ def with_gradients(
 
 
 def relative_rms(got: Tensor, exact: Tensor) -> float:
-    """Returns the RMS of the error over the RMS of the value, both in float64."""
+    """Returns the RMS of the error over the RMS of the value, both in float64.
+
+    Args:
+        got: The result under test.
+        exact: The result in float64.
+    """
     assert got.shape == exact.shape, f"{tuple(got.shape)} instead of {tuple(exact.shape)}"
     got = got.detach().double()
     exact = exact.detach().double()
@@ -160,7 +177,13 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 
 
 def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    """A scan over whole sequences, with all gradients."""
+    """Makes the problem of a scan over whole sequences, with all gradients.
+
+    Args:
+        case: The case.
+        device: The device under test.
+        seed: Seed of the inputs.
+    """
     inputs, cotangents = make_inputs(case, CPU, mixed=True, seed=seed)
     run_scan: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
     options: dict[str, Any] = {"final_state": case.state}
@@ -188,7 +211,15 @@ def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
 
 
 def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    """A few tokens one by one from a state, against the float64 loop over the same tokens."""
+    """Makes the problem of a few tokens that are read one by one from a state.
+
+    The judge is the float64 loop over the same tokens. There are no gradients.
+
+    Args:
+        case: The case.
+        device: The device under test.
+        seed: Seed of the inputs.
+    """
     inputs, _ = make_inputs(case, CPU, mixed=True, seed=seed)
     inputs = {name: x.detach() for name, x in inputs.items()}
     loop: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
@@ -196,7 +227,7 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
 
     @torch.no_grad()
     def tested(inputs: Tensors) -> Tensors:
-        # Tables stay the same from token to token.
+        # The tables (decays, mixing or readout weights) are the same for all tokens.
         tokens = {}
         tables = {}
         for name, x in inputs.items():
@@ -227,6 +258,11 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
 def captured(step: Callable, token: Tensors, state: Tensor) -> Callable:
     """Captures a step in place on `state` as a CUDA graph.
 
+    Args:
+        step: The step, with its tables bound.
+        token: The inputs of one token by name.
+        state: The state, which the graph overwrites. It is as before when this returns.
+
     Returns:
         A function that is called as the step is.
     """
@@ -256,9 +292,14 @@ def captured(step: Callable, token: Tensors, state: Tensor) -> Callable:
 
 
 def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    """A layer with its projections and input features.
+    """Makes the problem of a layer with its projections and input features.
 
     It is compared on a sequence, with all gradients, or token by token.
+
+    Args:
+        case: The case.
+        device: The device under test.
+        seed: Seed of the weights and inputs.
     """
     s = case.shape
     dim = s.H * s.d
@@ -319,6 +360,7 @@ def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
     return Problem(inputs, {"out": d_out}, tested, judge)
 
 
+# The function that makes the problem of each `Case.kind`.
 PROBLEMS = {
     "scan": scan_problem,
     "linear scan": scan_problem,
@@ -330,6 +372,7 @@ PROBLEMS = {
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     results.add_arguments(p, "check")
     p.add_argument(
@@ -344,6 +387,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     device = results.choose_device(args.device)
     available = groups(device.type == "cuda")

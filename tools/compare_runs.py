@@ -2,12 +2,13 @@
 
 Compare two training runs step by step.
 
-The first step that differs is shown. Loss, gradient norm and validation loss are compared. A run is the folder that it
-wrote (job.dump_folder). The restarts of a run count as one run.
+The first step that differs is shown. Loss, gradient norm and validation loss are compared. A run is
+the folder that it wrote (job.dump_folder). The restarts of a run count as one run.
 
     interdomain compare-runs outputs/debug outputs/debug-2 --tolerance 1e-3 --common
 
-Exit status: 0 no difference; 1 a difference, or one run lacks what the other has; 2 a wrong option or file
+Exit status: 0 no difference; 1 a difference, or one run lacks what the other has; 2 a wrong option
+or file
 
 Documentation: docs/running.md
 """
@@ -28,7 +29,7 @@ COLUMNS = {
     "grad_norm": "grad_norm",
     "validation_loss": "validation_metrics/loss",
 }
-FREE_SETTINGS = ("job.dump_folder", "job.description")  # in which runs may differ
+FREE_SETTINGS = ("job.dump_folder", "job.description")  # settings in which runs may differ
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Run:
     """A run as it is compared.
 
     Attributes:
+        name: Its folder.
         curves: The value of each of COLUMNS at each step.
         configuration: The value of each setting. Empty if the run did not log them.
     """
@@ -69,9 +71,14 @@ def read_run(path: Path) -> Run:
 
 
 def is_same(a: float, b: float, tolerance: float) -> bool:
-    """True if two values differ by no more than the tolerance, relative to the larger one.
+    """Returns True if two values differ by no more than the tolerance.
 
-    Both may be the same infinity, or both no number.
+    They may also be the same infinity, or both NaN.
+
+    Args:
+        a: The value of one run.
+        b: The value of the other run.
+        tolerance: The largest difference, relative to the larger value. 0 asks for equal values.
     """
     if math.isnan(a) and math.isnan(b):
         return True
@@ -79,7 +86,10 @@ def is_same(a: float, b: float, tolerance: float) -> bool:
 
 
 def settings_that_differ(a: Run, b: Run) -> list[str]:
-    """A line for each setting that differs, below a title."""
+    """Returns a line for each setting that differs between runs a and b, below a title.
+
+    FREE_SETTINGS are left out.
+    """
     lines = []
     for name in sorted(a.configuration | b.configuration):
         value_a = a.configuration.get(name, "(not there)")
@@ -92,7 +102,7 @@ def settings_that_differ(a: Run, b: Run) -> list[str]:
 
 
 def only_in_one(a: Run, b: Run) -> list[str]:
-    """A line for each curve of a run with steps that the other run does not have."""
+    """Returns a line for each curve of run a or b with steps that the other run does not have."""
     lines = []
     for run, other in ((a, b), (b, a)):
         for column, curve in run.curves.items():
@@ -105,6 +115,7 @@ def only_in_one(a: Run, b: Run) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__, "RUN_A RUN_B")
     for name in ("run_a", "run_b"):
         p.add_argument(
@@ -131,6 +142,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     a = read_run(args.run_a)
     b = read_run(args.run_b)
@@ -145,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     lines = [f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *missing]
     print("\n".join(lines))
 
-    # Compare all steps that both have, up to the first that differs.
+    # Compare all values that both have, step by step, up to the first that differs. The counts that
+    # are printed are those of steps with a logged loss.
     steps_by_column = {}
     for column in COLUMNS:
         steps_by_column[column] = a.curves[column].keys() & b.curves[column].keys()

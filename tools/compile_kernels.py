@@ -87,6 +87,14 @@ class RunOpsOnFakeTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        """Runs an op. PyTorch calls this for every op on a tensor.
+
+        Args:
+            op: The op.
+            types: The tensor classes among the arguments; unused.
+            args: The op's arguments.
+            kwargs: The op's keyword arguments.
+        """
         # Fake tensors hold no number that could be read, such as a seed, and no kernel depends on
         # it.
         if op is torch.ops.aten._local_scalar_dense.default:
@@ -125,9 +133,15 @@ def pretend_gpu(capability: tuple[int, int]) -> None:
 def replace_tensors(
     self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Converts a module by new parameters, in place of `nn.Module._apply`.
+    """Applies a function to all tensors of a module and its children, as new parameters.
 
-    PyTorch's own exchanges the tensors inside the parameters, which fake ones do not allow.
+    It takes the place of `nn.Module._apply` here, which `.to()` and `.cuda()` call. PyTorch's own
+    assigns to the data of the parameters, which fake tensors do not allow.
+
+    Args:
+        self: The module.
+        fn: Converts a tensor.
+        recurse: Ignored: children are always visited.
     """
     for child in self.children():
         child._apply(fn)
@@ -141,7 +155,11 @@ def replace_tensors(
 
 
 def compile_case(case: cases.Case) -> None:
-    """Launches the kernels of a case of the check, on real tensors."""
+    """Launches the kernels of a case of the check, on real tensors.
+
+    Args:
+        case: The case.
+    """
     if case.mode == "graph":
         # A graph captures the kernels of the step in place.
         case = replace(case, mode="in place")
@@ -165,12 +183,23 @@ def benchmark_problems() -> dict[str, Callable[[], None]]:
 
 
 def mixer_step(mixer: str, shape: cases.Shape) -> None:
-    """Runs a call of bench-kernels."""
+    """Runs a call of bench-kernels.
+
+    Args:
+        mixer: One of its mixers.
+        shape: The shape of q, k and v.
+    """
     run_once(bench_kernels.candidate(mixer, shape, CPU))
 
 
 def training_step(size: str, batch: int, length: int) -> None:
-    """Runs forward and backward of a model in bf16, as FSDP2's mixed precision computes them."""
+    """Runs forward and backward of a model in bf16, as FSDP2's mixed precision computes them.
+
+    Args:
+        size: The name of the model size.
+        batch: The number of sequences.
+        length: The number of tokens of each.
+    """
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
     model.requires_grad_(True).train()
     tokens = torch.zeros(batch, length, dtype=torch.int64)
@@ -179,7 +208,11 @@ def training_step(size: str, batch: int, length: int) -> None:
 
 @torch.no_grad()
 def decode_steps(size: str) -> None:
-    """Decodes a token at each batch size of `bench-inference --quick`."""
+    """Decodes a token at each batch size of `bench-inference --quick`.
+
+    Args:
+        size: The name of the model size.
+    """
     model = bench_inference.random_model(build_config(size, "interdomain"), CPU, "bfloat16")
     for batch in bench_inference.QUICK.batches:
         decoder = Decoder(model, model.init_state(batch), graph=False)
@@ -187,6 +220,7 @@ def decode_steps(size: str) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__)
     p.add_argument(
         "--cache",
@@ -215,6 +249,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if not re.fullmatch(r"\d+\.\d", args.capability):
         raise ValueError(f"--capability must be X.Y, such as 9.0: got {args.capability}.")

@@ -2,9 +2,10 @@
 
 Convert a checkpoint into a standalone folder, or back.
 
-A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code that transformers
-runs. Checkpoints of this project and of Megatron-Core are read. You can convert while the run goes on. The result is
-read back and compared with the source: the model, and every value.
+A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code
+that transformers runs. Checkpoints of this project and of Megatron-Core are read. You can convert
+while the run goes on. The result is read back and compared with the source: the model, and every
+value.
 
     interdomain convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
     interdomain convert exports/debug --to-checkpoint --output outputs/start
@@ -48,10 +49,11 @@ from interdomain.tools._cli import (
     user_errors,
 )
 
-MAX_FILE_BYTES = 4 * 10**9  # of a file of weights
+MAX_FILE_BYTES = 4 * 10**9  # the largest file of weights; more weights make several files
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__, "SOURCE --output DIR")
     p.add_argument(
         "source",
@@ -117,7 +119,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
-    """Converts a checkpoint into a standalone folder, and returns a summary."""
+    """Converts a checkpoint into a standalone folder, and returns a summary.
+
+    Args:
+        source: A checkpoint, or the folder of a run.
+        output: The folder to write, which must be new or empty.
+        args: The options of the command.
+    """
     # Open the checkpoint, and compare its bytes with their checksums.
     if megatron_folder := megatron.find_checkpoint(source):
         checkpoint, tokenizer = megatron.open_checkpoint(megatron_folder, args.tokenizer)
@@ -157,7 +165,7 @@ def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
         note_documents(checkpoint.folder, tokenizer)
 
         # What is known of the run.
-        facts = {name: record[name] for name in step_folder.SIDECAR_FACTS}
+        facts = {name: record[name] for name in step_folder.RECORD_FACTS}
         facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
         validation = checkpoint.folder / step_folder.VALIDATION
@@ -176,9 +184,16 @@ def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
 
 
 def write_generation_config(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Writes generation_config.json, what transformers' `generate` does unless it is told otherwise."""
+    """Writes generation_config.json, the defaults of transformers' `generate`.
+
+    Args:
+        folder: The exported model.
+        config: The model's configuration.
+        tokenizer: The model's tokenizer.
+    """
     record = {
-        # A text without a prompt begins as a document in training. transformers takes a single token.
+        # A text without a prompt begins as a document in training. transformers takes a single
+        # token.
         "bos_token_id": next(reversed(tokenizer.documents.start), None),
         "eos_token_id": tokenizer.documents.stop,
         "pad_token_id": padding_id(tokenizer),
@@ -192,15 +207,20 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer: Tokeni
 def check_folder(
     folder: Path, checkpoint: TrainingCheckpoint | megatron.MegatronCheckpoint, dtype: torch.dtype
 ) -> None:
-    """Reads the folder back as a user would, and compares the model and every value with the checkpoint's.
+    """Reads the folder back as a user would, and compares it with the checkpoint.
+
+    The model's configuration and every value must be the same.
 
     Args:
+        folder: The exported model.
+        checkpoint: The checkpoint that it was made from.
         dtype: The data type of the weights in the folder.
 
     Raises:
         ValueError: Something differs, or a value is not finite.
     """
-    # Loading compares the files with their checksums, and the tensors' shapes with the configuration.
+    # Loading compares the files with their checksums, and the tensors' shapes with the
+    # configuration.
     model, _ = pretrained.load_pretrained(folder)
     if model.config != checkpoint.config:
         raise ValueError(
@@ -217,7 +237,13 @@ def check_folder(
 
 
 def check_same(name: str, tensor: Tensor, expected: Tensor) -> None:
-    """Raises ValueError unless a tensor that was read back is the one that was written."""
+    """Raises ValueError unless a tensor that was read back is the one that was written.
+
+    Args:
+        name: The tensor's name, for the error's text.
+        tensor: The tensor that was read.
+        expected: The tensor that was written.
+    """
     if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
         raise ValueError(
             f"{name} did not read back as written: this machine's disk or memory is faulty."
@@ -225,7 +251,10 @@ def check_same(name: str, tensor: Tensor, expected: Tensor) -> None:
 
 
 def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
-    """Returns the model's configuration, its tensors in float32, and the tokenizer of a standalone folder.
+    """Reads a standalone folder for training.
+
+    Returns:
+        The model's configuration, its tensors in float32, and the tokenizer.
 
     Raises:
         FileNotFoundError, ValueError: A file is missing or damaged.
@@ -237,12 +266,21 @@ def read_folder(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer
 
 
 def documents_of(tokenizer: Tokenizer) -> dict[str, list[int]] | None:
-    """Returns how training documents begin and end, as a record has it; None if the model's record does not say."""
+    """Returns how training documents begin and end, as a checkpoint records it.
+
+    None if the exported model does not say.
+    """
     return tokenizer.documents.to_dict() if tokenizer.documents.recorded else None
 
 
 def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
-    """Converts a standalone folder into a checkpoint for Megatron-Core, and returns a summary."""
+    """Converts a standalone folder into a checkpoint for Megatron-Core, and returns a summary.
+
+    Args:
+        source: The standalone folder.
+        output: The folder to write, which must be new or empty.
+        args: The options of the command.
+    """
     config, tensors, tokenizer = read_folder(source)
     hybrid = args.to_megatron == "hybrid"
     pattern = ""
@@ -259,7 +297,13 @@ def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
 
 
 def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
-    """Converts a standalone folder into a checkpoint to train from, and returns a summary."""
+    """Converts a standalone folder into a checkpoint to train from, and returns a summary.
+
+    Args:
+        source: The standalone folder.
+        output: The folder to write, which must be new or empty.
+        args: The options of the command.
+    """
     config, tensors, tokenizer = read_folder(source)
     facts: dict[str, Any] = pretrained.read_config(source)[1].get("facts", {})
     copied = f"{len(tensors)} tensors"
@@ -268,7 +312,7 @@ def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
 
     # The record of a run that has not taken a step.
     record = {
-        "format_version": step_folder.SIDECAR_VERSION,
+        "format_version": step_folder.RECORD_VERSION,
         "model": config.to_dict(),
         **cell_of(config, facts.get("size", "unknown"))._asdict(),
         "step": 0,
@@ -338,6 +382,7 @@ def uptrained(
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     convert = to_folder
     if args.to_checkpoint:

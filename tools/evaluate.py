@@ -2,10 +2,10 @@
 
 Evaluate standalone folders on tasks and by perplexity.
 
-Several folders stand side by side in one table. Tasks are those of lm-evaluation-harness (default: the paper's).
---perplexity measures perplexity against context length. evaluation.json and evaluation.md are written after every
-task and folder, with machine and versions. Tasks and the paper's corpora come from the Hugging Face hub: use --fetch
-once where there is a network.
+Several folders stand side by side in one table. Tasks are those of lm-evaluation-harness (default:
+the paper's). --perplexity measures perplexity against context length. evaluation.json and
+evaluation.md are written after every task and folder, with machine and versions. Tasks and the
+paper's corpora come from the Hugging Face hub: use --fetch once where there is a network.
 
     interdomain evaluate --fetch --tasks paper --perplexity paper
     interdomain evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4
@@ -55,6 +55,7 @@ PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")  # whose versio
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
     p.add_argument(
         "folders",
@@ -79,7 +80,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """Adds the options that say what is measured and how. `watch` has them, too."""
+    """Adds the options that say what is measured and how. `watch` has them, too.
+
+    Args:
+        p: The parser of `evaluate` or `watch`.
+    """
     _cli.add_device(p)
     _cli.add_dtype(p, DTYPES)
     p.add_argument(
@@ -178,10 +183,16 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def corpora_of(args: argparse.Namespace) -> dict[str, str]:
-    """Finds the corpora of --perplexity, and checks what can be checked without reading all of them.
+    """Finds the corpora of --perplexity.
+
+    Everything is checked that can be checked without reading all of the text.
+
+    Args:
+        args: The options. For the paper's corpora, `packed` and `text_field` are set.
 
     Returns:
-        The files of each corpus.
+        The path or glob of each corpus, by its title.
+
     Raises:
         ValueError, FileNotFoundError: A corpus cannot be read.
     """
@@ -198,11 +209,11 @@ def corpora_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 class Data(NamedTuple):
-    """What is evaluated, in the tokens of one tokenizer.
+    """The data of an evaluation, in the tokens of one tokenizer.
 
     Attributes:
         tasks: The tasks of --tasks with their data.
-        spans: The text of each corpus of --perplexity.
+        spans: The text of each corpus of --perplexity, from `perplexity.read_spans`.
     """
 
     tasks: harness.Tasks
@@ -210,6 +221,16 @@ class Data(NamedTuple):
 
 
 def read_data(args: argparse.Namespace, corpora: dict[str, str], tokenizer: Tokenizer) -> Data:
+    """Reads the data of all tasks and corpora for one tokenizer.
+
+    Args:
+        args: The options.
+        corpora: The path or glob of each corpus, by its title.
+
+    Returns:
+        The tasks, and of each corpus stretches of the longest length, at most --limit of them.
+        tokenizer: The tokenizer of one or several of the models.
+    """
     tasks = {}
     if args.tasks:
         tasks = harness.load_tasks(args.tasks, args.include_path, tokenizer)
@@ -231,7 +252,10 @@ class Folder:
     """An exported model before its weights are read.
 
     Attributes:
+        path: The folder.
+        config: The model's configuration.
         record: The part of config.json that describes the run.
+        tokenizer: The model's tokenizer.
     """
 
     path: Path
@@ -240,7 +264,7 @@ class Folder:
     tokenizer: Tokenizer
 
     def facts(self) -> dict[str, Any]:
-        """The columns of the table of folders."""
+        """Returns the columns of the table of folders."""
         facts = self.record.get("facts", {})
         validation = facts.get("validation") or {}
         return {
@@ -261,8 +285,12 @@ class Folder:
 def open_folder(folder: str) -> Folder:
     """Opens an exported model.
 
+    Args:
+        folder: The path, as the user gave it.
+
     Raises:
-        FileNotFoundError, ValueError: It is no exported model, not complete, or not as it was written.
+        FileNotFoundError, ValueError: It is no exported model, not complete, or not as it was
+            written.
     """
     path = Path(folder)
     config, record = read_config(path)
@@ -272,7 +300,12 @@ def open_folder(folder: str) -> Folder:
 
 
 def save(report: results.Report) -> None:
-    """Writes JSON and Markdown, with the tables of what is known so far."""
+    """Writes JSON and Markdown, with the tables of what is known so far.
+
+    Args:
+        report: The report. Its `contents` have the results of "tasks" and "perplexity" by folder,
+            from which the tables are made.
+    """
     # The size and condition of each model decide which figures of the paper stand beside them.
     contents = report.contents
     folders = report.rows("folders")
@@ -294,9 +327,15 @@ def save(report: results.Report) -> None:
 
 
 def corpus_groups(corpora: list[str]) -> dict[str, list[str]]:
-    """The rows of the table of perplexities: each corpus, and the mean of several.
+    """Returns the rows of the table of perplexities: each corpus, and the mean of several.
 
     The mean over the paper's corpora is the paper's, which leaves one out.
+
+    Args:
+        corpora: The titles of the corpora.
+
+    Returns:
+        The corpora of each row, by its title.
     """
     groups = {corpus: [corpus] for corpus in corpora}
     if corpora == list(length.CORPORA):
@@ -310,6 +349,12 @@ def run_perplexity(
     args: argparse.Namespace, folder: Folder, spans: dict[str, np.ndarray], device: torch.device
 ) -> list[dict[str, Any]]:
     """Measures one exported model on every corpus at every length.
+
+    Args:
+        args: The options.
+        folder: The exported model.
+        spans: The text of each corpus, from `Data`.
+        device: The device that the model runs on.
 
     Raises:
         ValueError: No token stood before a text in training.
@@ -337,7 +382,7 @@ def fetch(args: argparse.Namespace) -> None:
     Raises:
         ValueError, FileNotFoundError: Some data cannot be read.
     """
-    # The data of tasks are in the hub's cache, and those of the made tasks nowhere.
+    # The data of tasks go into the hub's cache. Tasks that are made without data have none.
     fetched = list(args.names)
     if args.names:
         harness.load_tasks(args.tasks, args.include_path, fetch=True)
@@ -359,6 +404,7 @@ def fetch(args: argparse.Namespace) -> None:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     check_options(args)
     if args.fetch:
@@ -381,6 +427,7 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
     Args:
         args: The options, after `check_options`.
         output: The folder of the report.
+
     Returns:
         The contents of evaluation.json.
     """
@@ -423,6 +470,7 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
                 folder.path, data.tasks, folder.tokenizer, device, max_length, args
             )
             for out in outputs:
+                # The parts are those of `harness.evaluate_folder`, such as "results", by task.
                 for part, values in out.items():
                     measured.setdefault(part, {}).update(values)
                 save(report)
@@ -439,12 +487,12 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
 
 
 def data_key(folder: Folder) -> tuple:
-    """Equal for exported models that read the same tokens."""
+    """Returns a key that is equal for exported models that read the same tokens."""
     return folder.tokenizer.sha256, folder.tokenizer.documents
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that change figures."""
+    """Returns the options that change figures, with the names of the tasks."""
     return {name: getattr(args, name) for name in RECORDED} | {"tasks": args.names}
 
 

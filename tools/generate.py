@@ -2,8 +2,9 @@
 
 Continue text with a standalone folder.
 
-The model reads the prompt in chunks and then writes token by token, from its state. One prompt is printed as it is
-written; several are decoded together and printed at the end. TorchTitan is not needed.
+The model reads the prompt in chunks and then writes token by token, from its state. One prompt is
+printed as it is written; several are decoded together and printed at the end. TorchTitan is not
+needed.
 
     interdomain generate exports/debug --prompt "import " --prompt "class " --temperature 0
     head -c 2000 README.md | interdomain generate exports/debug
@@ -22,6 +23,7 @@ from interdomain.tools import _cli
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "FOLDER")
     p.add_argument(
         "folder",
@@ -80,6 +82,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def read_prompts(prompts: list[str] | None) -> list[str]:
     """Returns the texts of --prompt, or standard input as one text.
 
+    Args:
+        prompts: The texts of --prompt; None if it was not given.
+
     Raises:
         ValueError: Standard input is empty, or not UTF-8.
     """
@@ -95,7 +100,14 @@ def read_prompts(prompts: list[str] | None) -> list[str]:
 
 
 def show(text: str, end: str = "") -> None:
-    """Prints text at once. A terminal gets no control characters, a file or a pipe gets every byte."""
+    """Prints text at once.
+
+    A terminal gets no control characters, a file or a pipe gets every byte.
+
+    Args:
+        text: The text.
+        end: The text after it, as in `print`.
+    """
     if sys.stdout.isatty():
         text = _cli.visible(text)
     print(text, end=end, flush=True)
@@ -103,6 +115,7 @@ def show(text: str, end: str = "") -> None:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     # Read the options and the prompts before the model, which takes long to load.
     args = parse(argv)
     _cli.require_at_least(args, max_tokens=1, top_k=0)

@@ -49,6 +49,7 @@ Row = dict[str, Any]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "FOLDER --text TEXT")
     p.add_argument(
         "folder",
@@ -152,7 +153,11 @@ def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> Row:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Returns the lines of a table in Markdown. A row may lack what others have."""
+    """Returns the lines of a table in Markdown. A row may lack columns that others have.
+
+    Args:
+        rows: The value of each column.
+    """
     # The columns of all rows, in the order in which they come.
     names: dict[str, None] = {}
     for row in rows:
@@ -189,6 +194,7 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     require_empty(args.output)
 

@@ -2,17 +2,17 @@
 
 Check a training run and start it.
 
-./launch.sh makes an environment and calls this. CONFIG.toml holds the settings; without it, train_configs/debug.toml is
-used. SETTINGS are any that --flags lists; they win over the file. The run uses every GPU of this machine, or the CPU
-with two ranks. Inside a SLURM allocation (sbatch, salloc) it uses every GPU of every node. To continue a run that
-stopped, repeat its command.
+./launch.sh makes an environment and calls this. CONFIG.toml holds the settings; without it,
+train_configs/debug.toml is used. SETTINGS are any that --flags lists; they win over the file. The
+run uses every GPU of this machine, or the CPU with two ranks. Inside a SLURM allocation (sbatch,
+salloc) it uses every GPU of every node. To continue a run that stopped, repeat its command.
 
     ./launch.sh
     ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
     ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
 
-Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 ended by a second Ctrl-C;
-others are torchrun's
+Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130
+ended by a second Ctrl-C; others are torchrun's
 
 Documentation: docs/running.md; for SLURM docs/clusters.md
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
-CPU_RANKS = 2
+CPU_RANKS = 2  # processes of a run on a machine without GPUs
 # Values of CUDA_VISIBLE_DEVICES for no GPU: by the user, and by SLURM for a job without any.
 NO_GPUS = ("", "-1", "NoDevFiles")
 
@@ -104,7 +104,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def refuse_idle_gpus() -> None:
-    """Raises ValueError if there are GPUs that PyTorch cannot use: a run would quietly be on the CPU."""
+    """Raises ValueError if there are GPUs that PyTorch cannot use.
+
+    Otherwise a run would quietly be on the CPU.
+    """
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in NO_GPUS
     if gpus and not hidden and not torch.cuda.is_available():
@@ -116,12 +119,17 @@ def refuse_idle_gpus() -> None:
 
 
 def check_data(job: "JobConfig", dry_run: bool = False) -> str:
-    """Opens the tokenizer and the data as the run will. The embedded corpus is prepared if it is not there.
+    """Opens the tokenizer and the data as the run will.
+
+    The embedded corpus is prepared if it is not there.
 
     Args:
-        dry_run: Prepares nothing, and describes missing data.
+        job: The settings of the run.
+        dry_run: True prepares nothing, and describes missing data instead of raising an error.
+
     Returns:
         A description of the data.
+
     Raises:
         FileNotFoundError: Data are not there.
         ValueError: Data are damaged, or do not fit the settings.
@@ -154,7 +162,11 @@ def check_data(job: "JobConfig", dry_run: bool = False) -> str:
 
 
 def next_steps(job: "JobConfig") -> str:
-    """Commands that watch, convert and generate, ready to paste."""
+    """Returns commands that watch, convert and generate, ready to paste.
+
+    Args:
+        job: The settings of the finished run.
+    """
     dump = Path(job.job.dump_folder)
     # TensorBoard shows all runs of a folder together.
     runs = dump
@@ -174,6 +186,7 @@ def next_steps(job: "JobConfig") -> str:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     if argv is None:
         argv = sys.argv[1:]
     args, flags = parse(argv)
@@ -221,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
         status = torchrun.run(command, environment)
     new = finished_steps(checkpoints).keys() - before
     if new and status not in (0, CONTINUE, REFUSED, INTERRUPTED):
-        # A run that failed after it saved something new may get further in another start.
+        # A run that failed after it saved something new may get further in another start. The
+        # status tells a scheduler to start it again.
         print(
             f"\nthe run failed (exit status {status}) after it saved step {max(new)}. The same command continues it, on "
             f"another machine if this one is broken (exit status {CONTINUE}).",

@@ -1,7 +1,7 @@
 """interdomain convert outputs/debug --output exports/debug
 
-Run any of the commands. `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE ...`, where the project is
-installed.
+Run any of the commands. `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE ...`,
+where the project is installed.
 """
 
 import ast
@@ -27,7 +27,13 @@ Prepare data, train, convert, generate, evaluate and measure.
 
 
 def summary(tool: Path) -> str:
-    """The first sentence of the second paragraph of a tool's docstring. The tool is not imported."""
+    """Returns the first sentence of the second paragraph of a tool's docstring.
+
+    The tool is not imported.
+
+    Args:
+        tool: The tool's Python file.
+    """
     docstring = ast.get_docstring(ast.parse(tool.read_text())) or ""
     paragraph = " ".join(docstring.split("\n\n")[1].split())
     return re.split(r"\.(?: |$)", paragraph)[0]
@@ -35,6 +41,11 @@ def summary(tool: Path) -> str:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs a command, or prints the list of commands. Returns the exit status.
+
+    Args:
+        argv: The command's name and its arguments; None takes the words of the process.
+    """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         lines = [f"  {name:<17}{summary(file)}" for name, file in TOOLS.items()]

@@ -63,8 +63,12 @@ RECALL_OPTIONS = (
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line. Raises ValueError for a number that is out of range."""
-    parser = argument_parser(__doc__ or "", "(--output DIR | --verify CORPUS)")
+    """Parses the command line.
+
+    Raises:
+        ValueError: A number is out of range, or an option has no effect.
+    """
+    parser = argument_parser(__doc__, "(--output DIR | --verify CORPUS)")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=path_argument, metavar="DIR", help=OUTPUT)
     task.add_argument(
@@ -128,7 +132,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
     recall.add_argument(
-        "--synthetic-length", type=int, help="tokens of an example: training.seq_len"
+        "--synthetic-length",
+        type=int,
+        help="tokens of an example, which must be training.seq_len of the run",
     )
     recall.add_argument(
         "--synthetic-items",
@@ -150,15 +156,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}."
         )
     # Options of the other kind of corpus would have no effect.
-    kind = "text"
+    purpose = "a corpus of text"
     unused = RECALL_OPTIONS
     if args.synthetic:
-        kind = f"--synthetic {args.synthetic}"
+        purpose = f"a corpus of --synthetic {args.synthetic}"
         unused = TEXT_OPTIONS
+    if args.verify is not None:
+        purpose = "--verify"
+        unused = TEXT_OPTIONS + RECALL_OPTIONS
     for name in unused:
         if getattr(args, name) != parser.get_default(name):
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} has no effect on a corpus of {kind}: leave it out.")
+            raise ValueError(f"--{option} has no effect on {purpose}: leave it out.")
     require_at_least(
         args, max_bytes=1, vocab_size=1, shard_tokens=1, workers=1, synthetic_examples=1
     )
@@ -221,7 +230,11 @@ def write_manifest(
 
 
 def prepare_synthetic(args: argparse.Namespace) -> None:
-    """Makes the corpus of a recall task."""
+    """Makes the corpus of a recall task: examples of a made-up task, as token ids.
+
+    Args:
+        args: The options of the command.
+    """
     # Sizes that the user does not give are the task's defaults.
     kind = TASKS[args.synthetic]
     sizes = dict(kind.defaults)
@@ -241,6 +254,7 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
         "examples": examples,
         "validation_fraction": args.validation_fraction,
     }
+    # Only answers count in the loss. The manifest says how many of an example's tokens are answers.
     answers = {"example_tokens": task.length, "per_example": task.answers}
     bar = progress_bar(total=examples, unit=" examples")
     with new_folder(args.output) as folder, bar:
@@ -251,7 +265,11 @@ def prepare_synthetic(args: argparse.Namespace) -> None:
 
 
 def prepare_text(args: argparse.Namespace) -> None:
-    """Makes a corpus of text."""
+    """Makes a corpus of text.
+
+    Args:
+        args: The options of the command.
+    """
     inputs = find_inputs(args.input)
     # Everything that the corpus is a function of, as the manifest keeps it.
     request = {
@@ -294,7 +312,12 @@ def prepare_text(args: argparse.Namespace) -> None:
 
 
 def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
-    """Returns a progress bar that moves in a terminal and writes one line a minute in a log."""
+    """Returns a progress bar that moves in a terminal and writes one line a minute in a log.
+
+    Args:
+        iterable: The items to count as they pass. None if the caller updates the bar.
+        **options: Other arguments of tqdm.
+    """
     seconds = 60.0
     if sys.stderr.isatty():
         seconds = 0.1
@@ -302,7 +325,13 @@ def progress_bar(iterable: Iterable | None = None, **options: Any) -> tqdm:
 
 
 def train_tokenizer(work: Path, args: argparse.Namespace, spans: list[Span]) -> Tokenizer:
-    """Trains a tokenizer on the training documents of spans, and keeps it in the folder `work`."""
+    """Trains a tokenizer on the training documents of spans, and keeps it in the folder `work`.
+
+    Args:
+        work: The folder of unfinished work.
+        args: The options of the command.
+        spans: The pieces of all input files.
+    """
     documents = documents_of(spans, args.text_field, leave_out_bad=args.leave_out_bad)
     bar = progress_bar(documents, desc="training the tokenizer", unit=" documents")
     # Validation text stays unseen by the tokenizer, too.
@@ -316,7 +345,7 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
     """Encodes parts, with a progress bar. Returns the path prefixes of each (see `encode_part`).
 
     Args:
-        parts: Parts from `cut`.
+        parts: Parts from `cut`. A part is a piece of the input that one process encodes.
         encoding: Settings for all of them.
         workers: Number of processes. None: one for every core that has work.
     """
@@ -337,6 +366,7 @@ def encode(parts: list[Part], encoding: Encoding, workers: int | None) -> list[l
 
 @user_errors
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.verify is not None:
         print(describe(args.verify, "verified", verify=True))

@@ -2,9 +2,10 @@
 
 Train and compare the runs of a study.
 
-A study is a TOML file of model sizes, conditions, settings, learning rates and seeds. `plan` prints its runs and what they
-cost. `run` trains those that are not finished. If it is killed, the same command continues. `show` prints a table of the
-finished runs. `study COMMAND --help` lists a command's options.
+A study is a TOML file of model sizes, conditions, settings, learning rates and seeds. `plan` prints
+its runs and what they cost. `run` trains those that are not finished. If it is killed, the same
+command continues. `show` prints a table of the finished runs. `study COMMAND --help` lists a
+command's options.
 
     interdomain study plan train_configs/studies/small.toml
     interdomain study show train_configs/studies/small.toml --output outputs/small-study
@@ -36,7 +37,8 @@ from interdomain.tools._cli import (
 )
 from interdomain.tools._plots import figure_of
 
-# The parts of a study are imported late: they need TorchTitan, of the extra `train`, and `main` says so if it is missing.
+# The parts of a study are imported late: they need TorchTitan, of the extra `train`, and `main`
+# says so if it is missing.
 if TYPE_CHECKING:
     from interdomain.tools._study.definition import Study
     from interdomain.tools._study.tables import Run
@@ -45,6 +47,7 @@ RUN_STATUS = "Exit status: 0 all finished; 1 a run failed; 2 a wrong option or f
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = argument_parser(__doc__, "plan|run|show")
     commands = p.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog
@@ -109,7 +112,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_chosen(args: argparse.Namespace) -> "Study":
-    """Reads the study, with the runs that --only names."""
+    """Reads the study, with the runs that --only names.
+
+    Args:
+        args: The options `study` and `only`.
+    """
     from interdomain.tools._study.definition import read_study
 
     study = read_study(args.study)
@@ -122,7 +129,11 @@ def read_chosen(args: argparse.Namespace) -> "Study":
 
 
 def plan(study: "Study") -> str:
-    """A table of the runs, and how much is missing."""
+    """Returns a table of the runs, and how much is missing.
+
+    Args:
+        study: The study with the runs to list.
+    """
     from interdomain.tools._study.tables import describe_state
 
     cells = [["run", "parameters", "state", "tokens", "FLOPs", "is"]]
@@ -148,6 +159,9 @@ def plan(study: "Study") -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Trains the runs that are not finished, or submits them.
+
+    Args:
+        args: The options of `study run`.
 
     Returns:
         The exit status.
@@ -182,6 +196,7 @@ def shown(paths: list[Path]) -> "list[Run]":
 
     Args:
         paths: TOML files of studies, and folders of runs.
+
     Raises:
         ValueError: A study has no finished run, or a folder holds no run.
     """
@@ -204,7 +219,12 @@ def shown(paths: list[Path]) -> "list[Run]":
 
 
 def show(paths: list[Path], output: Path | None) -> None:
-    """Prints the table of runs, and writes the report if there is an `output`."""
+    """Prints the table of runs, and writes the report if there is an `output`.
+
+    Args:
+        paths: TOML files of studies, and folders of runs.
+        output: The folder of the report; None writes none.
+    """
     from interdomain.tools._study import tables
 
     # Refuse a full folder before the records are read, which takes a while.
@@ -229,6 +249,7 @@ def show(paths: list[Path], output: Path | None) -> None:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     if args.command == "run":
         return run(args)

@@ -2,9 +2,11 @@
 
 Evaluate a run's milestones while it trains.
 
-Each new milestone (checkpoint.keep_every, or a file step-N/KEEP) is converted and evaluated as `convert` and `evaluate` do.
-Results are step-N/evaluation.json and curves in the run's TensorBoard. What is there is not evaluated again: a watcher
-that was killed goes on, and one that starts after the run takes all milestones. It ends after the run's last step.
+A milestone is a checkpoint that is kept for good (checkpoint.keep_every, or a file step-N/KEEP).
+Each new one is converted and evaluated as `convert` and `evaluate` do. Results are
+step-N/evaluation.json and curves in the run's TensorBoard. What is there is not evaluated again: a
+watcher that was killed goes on, and one that starts after the run takes all milestones. It ends
+after the run's last step.
 
     interdomain watch outputs/125M --tasks commonsense --device cuda:1 --dtype bfloat16
     interdomain watch outputs/debug --perplexity README.md --packed --lengths 256 512 --once
@@ -29,21 +31,24 @@ from interdomain.folders import resumable_folder, write_atomically
 from interdomain.tools import _cli, convert, evaluate
 from interdomain.tools._evaluate import harness, task_table
 
-POLL_SECONDS = 30
+POLL_SECONDS = 30  # between two looks for new milestones
 RESULTS = "evaluation.json"  # the results of a milestone, in its folder
 CURVES = "evaluation"  # a folder in the run's folder of events
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line. If `argv` is None, it is that of the process."""
     p = _cli.argument_parser(__doc__, "RUN")
     p.add_argument(
         "run",
         type=_cli.path_argument,
         metavar="RUN",
-        help="a run's folder (job.dump_folder); before all options",
+        help="a run's folder (job.dump_folder); before the options, some of which take several words",
     )
     p.add_argument(
-        "--once", action="store_true", help="evaluate the milestones that are there, and end"
+        "--once",
+        action="store_true",
+        help="evaluate the milestones (checkpoints that are kept for good) that are there, and end",
     )
     evaluate.add_options(p)
     p.set_defaults(device="cpu")  # the run has the GPUs
@@ -51,9 +56,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Watcher:
-    """Evaluates the milestones of a run.
+    """Evaluates the milestones of a run: the checkpoints that are kept for good.
 
     Attributes:
+        args: The options of `watch`.
+        work: A folder for temporary files.
         evaluated: The number of milestones that this watcher evaluated.
         drawn: The values by tag of each step whose results are in the run's TensorBoard.
     """
@@ -93,7 +100,8 @@ class Watcher:
         Returns:
             True if the last milestone is the run's last step.
         """
-        # The folder is read anew: a run that begins after the watcher writes only then where its checkpoints are.
+        # The folder is read anew: a run that begins after the watcher writes only then where its
+        # checkpoints are.
         milestones = checkpoints.milestones(checkpoints_of(self.args.run))
         results = {}
         for step, milestone in milestones.items():
@@ -112,13 +120,17 @@ class Watcher:
     def read(self, file: Path) -> dict[str, Any]:
         """Reads the results of a milestone.
 
+        Args:
+            file: The file of the results.
+
         Raises:
             ValueError: They were made with other options, and curves would mix the two.
         """
         results = json.loads(file.read_text())
         made_with = results["options"]
         asked = evaluate.options_of(self.args)
-        # By default the model sees as many tokens as in training, which is the same for all milestones.
+        # By default the model sees as many tokens as in training, which is the same for all
+        # milestones.
         if self.args.max_length:
             asked["max_length"] = self.args.max_length
         for name, option in asked.items():
@@ -130,7 +142,10 @@ class Watcher:
         return results
 
     def evaluate(self, milestone: Path) -> dict[str, Any]:
-        """Converts a milestone as `convert` does, evaluates it as `evaluate` does, and writes the results.
+        """Converts and evaluates a milestone, and writes the results.
+
+        Args:
+            milestone: The folder of the checkpoint, where the results are written.
 
         Returns:
             The results.
@@ -145,7 +160,7 @@ class Watcher:
         # Keep what identifies and explains the figures. The temporary folder's name says nothing.
         for row in contents["perplexity"]:
             del row["folder"]
-        record = checkpoints.read_sidecar(milestone)[1]
+        _, record = checkpoints.read_run_record(milestone)  # the checkpoint's interdomain.json
         results = {
             "step": record["step"],
             "tokens": record["tokens"],
@@ -164,8 +179,8 @@ class Watcher:
     def draw(self, results: dict[int, dict[str, Any]]) -> None:
         """Draws all results into the run's TensorBoard, in place of what was drawn before.
 
-        They have a folder of their own: TensorBoard reads the files of a folder one after the other, and
-        would read no more of the training's file after a newer one.
+        They have a folder of their own: TensorBoard reads the files of a folder one after the
+        other, and would read no more of the training's file after a newer one.
 
         Args:
             results: The results of each step.
@@ -181,7 +196,13 @@ class Watcher:
 
 
 def scalars(results: dict[str, Any]) -> dict[str, float]:
-    """The values of a milestone's results by tag, with the averages of the paper's groups of tasks."""
+    """Returns the values of a milestone's results by tag.
+
+    The averages of the paper's groups of tasks are among them.
+
+    Args:
+        results: The contents of the milestone's file of results.
+    """
     values = {}
     # Averages have no metric in their tags.
     averages = {average["name"] for average in task_table.PAPER["averages"].values()}
@@ -198,6 +219,7 @@ def scalars(results: dict[str, Any]) -> dict[str, float]:
 
 @_cli.user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     args = parse(argv)
     evaluate.check_options(args)
     if not args.run.is_dir():

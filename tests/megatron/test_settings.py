@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from interdomain.megatron import layer_spec, spec
 from interdomain.megatron.checkpoint import BACKBONE
-from interdomain.megatron.settings import SETTINGS
+from interdomain.megatron.settings import REQUIRED_SETTINGS
 from interdomain.model import build_config
 
 from ..common import REPOSITORY
@@ -27,7 +27,7 @@ MISSING = [
 MISSING += ["--position-embedding-type", "--attention-dropout", "--hidden-dropout"]
 # A value that is not allowed, where "other" is.
 OTHER = {"transformer_impl": "inference_optimized"}
-NAMES = [(setting.flag, name) for setting in SETTINGS for name in setting.allowed]
+NAMES = [(setting.flag, name) for setting in REQUIRED_SETTINGS for name in setting.allowed]
 ALONE = {
     "--swiglu",
     "--disable-bias-linear",
@@ -55,7 +55,7 @@ def layer(**settings):
 
 
 @pytest.mark.parametrize(
-    "flag", [s.flag for s in SETTINGS if s.flag[0] == "-" and s.flag not in ALONE]
+    "flag", [s.flag for s in REQUIRED_SETTINGS if s.flag[0] == "-" and s.flag not in ALONE]
 )
 def test_on_the_command_line(flag, parse, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -103,9 +103,11 @@ def test_what_a_script_of_megatron_lm_has_when_the_layer_is_made(arguments, word
 def test_the_table_is_whole():
     """The documentation lists it, and every setting of a checkpoint's record is in it."""
     page = (REPOSITORY / "docs/megatron.md").read_text()
-    for flag, _, otherwise, use in SETTINGS:
+    for flag, _, otherwise, use in REQUIRED_SETTINGS:
         assert f"| `{flag}` | {otherwise} | {use} |\n" in page
-    allowed = {name: value for setting in SETTINGS for name, value in setting.allowed.items()}
+    allowed = {
+        name: value for setting in REQUIRED_SETTINGS for name, value in setting.allowed.items()
+    }
     assert {name: allowed[name] or None for name in BACKBONE} == {
         name: value or None for name, value in BACKBONE.items()
     }

@@ -231,12 +231,12 @@ def test_the_record_of_checkpoints_that_have_none_is_in_the_run_s_folder(tmp_pat
     inner = tmp_path / "outer" / "runs" / "inner"
     for run, folder in ((tmp_path / "outer", "ck"), (inner, name)):
         run.mkdir(parents=True)
-        (run / checkpoints.SIDECAR).write_text("{}")
+        (run / checkpoints.RECORD_FILE).write_text("{}")
         note_folders(run, folder, "tb")
     step = inner / name / "step-4"
     step.mkdir(parents=True)
     assert checkpoints.record_folder(step) == inner
-    (inner / checkpoints.SIDECAR).unlink()
+    (inner / checkpoints.RECORD_FILE).unlink()
     assert checkpoints.record_folder(step) == step
 
 

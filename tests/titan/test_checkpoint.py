@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from interdomain.checkpoint.index import altered_entry, read_index
 from interdomain.checkpoint.step_folder import finished_steps, half_copies, milestones
 from interdomain.model import build_config
-from interdomain.titan.resume.lock import NAME, RunLock
+from interdomain.titan.resume.lock import LOCK_NAME, RunLock
 from interdomain.titan.resume.resume_from import OTHER_STATE, ResumePoint, require_same_run
 
 from ..common import REPOSITORY, TIMEOUT
@@ -537,7 +537,7 @@ def test_now_means_on_the_disk(new, folder):
 def test_a_run_whose_folder_was_taken_over_saves_nothing(new, folder, tmp_path, capsys):
     lock = RunLock([tmp_path / "run"])
     lock.acquire()
-    (tmp_path / "run" / NAME).write_text(json.dumps(lock.record | {"token": "another"}))
+    (tmp_path / "run" / LOCK_NAME).write_text(json.dumps(lock.record | {"token": "another"}))
     run = new()
     run.manager.lock = lock
     assert "was taken over by another run" in refusal(capsys, run.save, 4)

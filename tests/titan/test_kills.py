@@ -15,9 +15,9 @@ from interdomain.checkpoint.step_folder import (
     VALIDATION,
     finished_steps,
     milestones,
-    read_sidecar,
+    read_run_record,
 )
-from interdomain.titan.resume.lock import NAME
+from interdomain.titan.resume.lock import LOCK_NAME
 from interdomain.tools import watch
 from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start.torchrun import CONTINUE
@@ -77,7 +77,7 @@ def story(tmp_path_factory, corpus):
         status, said = run_disturbed(plan, len(starts) - 1, *flags(corpus, run), *given.split())
         found = finished_steps(run / "checkpoint")
         chapter = SimpleNamespace(
-            status=status, said=said, held=(run / NAME).exists(), found={*found}
+            status=status, said=said, held=(run / LOCK_NAME).exists(), found={*found}
         )
         chapter.validated = {step for step, path in found.items() if (path / VALIDATION).exists()}
         chapters.append(chapter)
@@ -143,7 +143,7 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
 
 def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     ours, theirs = (folder / "checkpoint" / "step-6" for folder in (story.folder, undisturbed))
-    record = read_sidecar(ours)[1]
+    record = read_run_record(ours)[1]
     assert (record["tokens"], record["skipped_steps"]) == (3072, 1)
     assert {*milestones(ours.parent)} == {*milestones(theirs.parent)} == {2, 4, 6}
     assert_same_tensors(ours, theirs)

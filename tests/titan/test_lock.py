@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from interdomain.checkpoint.run_folder import checkpoints_of, events_of
-from interdomain.checkpoint.step_folder import SIDECAR, SIDECAR_FACTS
+from interdomain.checkpoint.step_folder import RECORD_FACTS, RECORD_FILE
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
-from interdomain.titan.resume.lock import NAME, RunLock, hold_folder, owner_of, require_shared
+from interdomain.titan.resume.lock import LOCK_NAME, RunLock, hold_folder, owner_of, require_shared
 
 from ..common import TIMEOUT
 from .conftest import refusal
@@ -36,7 +36,7 @@ def quick(monkeypatch):
 
 def held(folder, **changes):
     """A lock in the folder, of a holder elsewhere. Returns its path."""
-    path = folder / NAME
+    path = folder / LOCK_NAME
     path.write_text(json.dumps(RunLock([]).record | ELSEWHERE | changes))
     return path
 
@@ -72,7 +72,7 @@ def until(condition):
 def test_a_living_holder_on_this_machine(tmp_path, monkeypatch):
     """It touches its lock; test_kills.py has one that is killed, whose lock is taken over at once."""
     acquire(tmp_path)
-    path = tmp_path / NAME
+    path = tmp_path / LOCK_NAME
     seen = path.stat().st_mtime_ns
     between_looks(monkeypatch, lambda: until(lambda: path.stat().st_mtime_ns > seen))
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_a_silent_holder_elsewhere_is_dead(tmp_path):
 
 def test_a_file_that_is_no_lock(tmp_path, capsys):
     """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
-    first, path = acquire(tmp_path), tmp_path / NAME
+    first, path = acquire(tmp_path), tmp_path / LOCK_NAME
     path.write_bytes(b"\xff")
     first.refresh()
     first.check_held()
@@ -131,7 +131,7 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, 
 
 
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
-    first, path = acquire(tmp_path), tmp_path / NAME
+    first, path = acquire(tmp_path), tmp_path / LOCK_NAME
     os.utime(path, ns=(1, 1))
     until(lambda: path.stat().st_mtime_ns > 1)  # it beats
     held(tmp_path)
@@ -165,7 +165,7 @@ def test_who_holds_a_lock(tmp_path, monkeypatch, given, rank, holds):
     monkeypatch.setenv("RANK", str(rank))
     assert (
         bool(hold_folder(config(tmp_path / "run", given)))
-        == (tmp_path / "run" / NAME).exists()
+        == (tmp_path / "run" / LOCK_NAME).exists()
         == holds
     )
 
@@ -226,9 +226,9 @@ def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, capsys
         "model": build_config("debug").to_dict(),
         "folder": str(tmp_path / "other"),
     }
-    record |= {name: {} for name in (*SIDECAR_FACTS, "tokenizer")}
+    record |= {name: {} for name in (*RECORD_FACTS, "tokenizer")}
     record |= {"step": 4, "tokens": 0, "size": "debug", "condition": "softmax"}
-    (step / SIDECAR).write_text(json.dumps(record))
+    (step / RECORD_FILE).write_text(json.dumps(record))
     assert "of another run" in refusal(capsys, hold_folder, config(run, f"{SAVED} {step.parent}"))
     assert checkpoints_of(run) == run / "checkpoint"
 

@@ -59,4 +59,4 @@ def test_a_skipped_step_changes_nothing(runs):
 
 def test_the_state_of_another_optimizer_is_refused(runs):
     error = runs.said("1 muon of adamw")
-    assert "has the optimizer state of AdamW, of which Muon cannot go on" in error
+    assert "has the optimizer state of AdamW, which Muon cannot continue" in error

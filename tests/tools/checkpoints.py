@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from interdomain.checkpoint.step_folder import SIDECAR, TOKENIZER
+from interdomain.checkpoint.step_folder import RECORD_FILE, TOKENIZER
 from interdomain.model import Transformer, cell_of
 
 from ..model.common import lively, small_config
@@ -22,7 +22,7 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
 
 def edit_run(folder: Path, **facts) -> Path:
     """Sets facts of the run in the record of a checkpoint or an exported model. Removes those that are None."""
-    file = folder / SIDECAR
+    file = folder / RECORD_FILE
     if file.is_file():
         record = json.loads(file.read_text())
         run = record["run"]
@@ -63,7 +63,7 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
         "step": step,
         "tokens": step * 2048,
     }
-    (checkpoint / SIDECAR).write_text(json.dumps(record))
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
     state = {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
     for name, tensor in model.state_dict().items():
         state[name] = tensor

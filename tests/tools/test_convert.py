@@ -115,7 +115,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     again = tmp_path / "again" / "step-0"
     run(output, again, "--to-checkpoint")
     assert f"--checkpoint.initial_load_path {again}" in capsys.readouterr().out
-    config, record = checkpoints.read_sidecar(again)
+    config, record = checkpoints.read_run_record(again)
     assert config == model.config
     assert (record["step"], record["run"]["started_from"]["step"]) == (0, 100)
     assert_same(checkpoint_tensors(again), model.state_dict())
@@ -153,7 +153,7 @@ seed = 7
     file.write_text(settings)
     run(tmp_path / "folder", tmp_path / "start", "--to-checkpoint", "--uptrain", file)
     assert "21 tensors copied, 12 drawn; start with" in capsys.readouterr().out
-    config, _ = checkpoints.read_sidecar(tmp_path / "start")
+    config, _ = checkpoints.read_run_record(tmp_path / "start")
     kinds = [(layer.mixer.kind, layer.mixer.readout) for layer in config.layers]
     assert kinds == [("interdomain", "hermitian"), ("softmax", "complex")]
     drawn = Transformer(config)

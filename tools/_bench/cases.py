@@ -1,7 +1,10 @@
-"""The cases of check_kernels, the bound of each, and inputs as training starts from them.
+"""The cases of check-kernels, the bound of each, and inputs as training starts from them.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d),
-M basis functions, P channels of a state (R + D, and one more in the normalised form).
+A case is one comparison of a kernel with float64: a kind of computation at given sizes. A group is
+a list of cases in cases.toml. Its cases share compiled kernels and run in one process.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d), M
+basis functions, P channels of a state (R + D, and one more in the normalised form).
 """
 
 import math
@@ -32,7 +35,8 @@ BOUNDS = {
     "layer": 2e-2,
     # dlog_decay in bf16: a few slow modes of one head outweigh all others, and nothing averages.
     "bf16 decay": 1.5e-2,
-    # dlog_decay of a slow case: a lag that is one token off in one of its sums gives 1.2e-2.
+    # dlog_decay of a slow case. It weighs terms by their lag, the number of tokens between an input
+    # and an output: a lag that is one token off in one of its sums gives 1.2e-2.
     "bf16 slow": 3e-3,
 }
 # Settings of a layer. The projections of these differ in convolution, RoPE, feature map and norm.
@@ -66,14 +70,18 @@ class Case:
     """One comparison of the check.
 
     Attributes:
-        kind: scan, step, or linear and one of them (the linear readout); layer, layer step.
+        kind: "scan", "step", "linear scan" or "linear step" (the linear readout), "layer" or "layer
+            step". A step computes token by token.
+        shape: The sizes.
+        dtype: The dtype of the tokens' inputs, or of a layer.
         backend: The backend of the scan, or of a layer's input features.
         state: True to start from a state and return one, with their gradients; False for neither,
             as in training.
         recompute: The scan's argument.
         documents: True to pack several documents into each sequence.
         repeat: True to run twice and compare the bits.
-        mode: Of a step: "", "in place" or "graph". Of a layer: the name of its settings in LAYERS.
+        mode: Of a step: "" (returns a new state), "in place" (overwrites the state) or "graph" (in
+            place, as a CUDA graph). Of a layer: the name of its settings in LAYERS.
         wider: Channels that v has beyond q and k: 1 for the ones column of the normalised form.
         slow: True for mixing and tokens of one sign and decays of a hundredth. Then lags add up in
             dlog_decay, and roundings do not.
@@ -93,9 +101,9 @@ class Case:
 
     @property
     def sizes(self) -> str:
-        """The sizes that kernels are compiled for, and judged by.
+        """Names the sizes that kernels are compiled for, and judged by.
 
-        T, B and the heads are numbers that a kernel is given.
+        T, B and the heads are left out: a kernel gets them as arguments.
         """
         return f"d={self.shape.d} M={self.shape.M} {self.dtype_name}"
 
@@ -105,11 +113,15 @@ class Case:
 
     @property
     def linear(self) -> bool:
-        """True for the linear readout."""
+        """Returns True for the linear readout."""
         return self.kind.startswith("linear")
 
     def bound(self, tensor: str) -> float:
-        """Returns the largest relative RMS error that a result or gradient may have."""
+        """Returns the largest relative RMS error that a result or gradient may have.
+
+        Args:
+            tensor: The name of the result, such as "out", or of the gradient, such as "dlog_decay".
+        """
         if self.dtype == FP32:
             return BOUNDS["fp32"]
         if self.kind.startswith("layer"):
@@ -132,7 +144,8 @@ class Case:
 def groups(cuda: bool) -> dict[str, list[Case]]:
     """Returns the cases by group.
 
-    For a CPU they are small, and those that need a GPU are left out.
+    Args:
+        cuda: True for a GPU. For a CPU the cases are small, and those that need a GPU are left out.
     """
     table = tomllib.loads(Path(__file__).with_name("cases.toml").read_text())
     by_group: dict[str, list[Case]] = {}
@@ -145,7 +158,13 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 
 
 def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
-    """Makes a case of a row of cases.toml."""
+    """Makes a case of a row of cases.toml.
+
+    Args:
+        kind: `Case.kind`.
+        dtype: Name of a dtype of torch.
+        row: Sizes, and other fields of `Case`.
+    """
     values = {"B": 2, "H": 4, **row}
     sizes = {}
     for field in fields(Shape):
@@ -155,7 +174,10 @@ def _case(kind: str, dtype: str = "bfloat16", **row: Any) -> Case:
 
 
 def _tiny(case: Case) -> Case:
-    """Makes a case small enough for a CPU, in plain PyTorch."""
+    """Makes a case small enough for a CPU, in plain PyTorch.
+
+    Head width and M are divided by 8, and the other sizes are limited.
+    """
     s = case.shape
     small = Shape(
         B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2)

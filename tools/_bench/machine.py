@@ -32,7 +32,12 @@ def describe_import(name: str) -> str:
 
 
 def copy_rate(device: torch.device, nbytes: int) -> float:
-    """Returns the TB/s of a copy, bytes read and written together."""
+    """Returns the TB/s of a copy, bytes read and written together.
+
+    Args:
+        device: The device that is measured.
+        nbytes: The bytes that are copied.
+    """
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = measure([lambda: target.copy_(source)], device)
@@ -40,7 +45,12 @@ def copy_rate(device: torch.device, nbytes: int) -> float:
 
 
 def product_rate(device: torch.device, size: int) -> float:
-    """Returns the TFLOP/s of a bf16 matrix product of random numbers."""
+    """Returns the TFLOP/s of a bf16 matrix product of random numbers.
+
+    Args:
+        device: The device that is measured.
+        size: Rows and columns of the square matrices.
+    """
     a, b = torch.randn(2, size, size, device=device).bfloat16()
     times = measure([lambda: a @ b], device)
     return 2 * size**3 / times[0].median / 1e9
@@ -48,6 +58,7 @@ def product_rate(device: torch.device, size: int) -> float:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command, by default with the process's arguments. Returns the exit status."""
     parser = argument_parser(__doc__)
     results.add_arguments(parser, "machine")
     args = parser.parse_args(argv)

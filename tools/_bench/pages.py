@@ -1,4 +1,4 @@
-"""Results as Markdown, and what the kernel check says about them.
+"""Writes results as Markdown, and says what the kernel check found about them.
 
 `python -m interdomain.tools._bench.pages FOLDER` prints the results of every tool in a folder, for
 benchmarks/gpu.sh.
@@ -24,7 +24,11 @@ UNFINISHED = "unfinished, no failure so far"
 
 
 def read_verdicts(check: Path) -> dict[str, str]:
-    """Returns the verdict of the check on each set of sizes; empty if no check was run."""
+    """Returns the verdict of the check on each set of sizes; empty if no check was run.
+
+    Args:
+        check: The file of the check's results.
+    """
     if not check.exists():
         return {}
     table = json.loads(check.read_text())["tables"][VERDICTS]
@@ -32,7 +36,11 @@ def read_verdicts(check: Path) -> dict[str, str]:
 
 
 def warnings(verdicts: dict[str, str]) -> list[str]:
-    """Returns the sentences to read before figures of this machine are used."""
+    """Returns the sentences to read before figures of this machine are used.
+
+    Args:
+        verdicts: From `read_verdicts`.
+    """
     sentences = []
     for verdict, text in ((FAIL, CHECK_FAILED), (UNFINISHED, CHECK_CUT)):
         sizes = [size for size in verdicts if verdicts[size] == verdict]
@@ -42,7 +50,11 @@ def warnings(verdicts: dict[str, str]) -> list[str]:
 
 
 def page(contents: dict[str, Any]) -> list[str]:
-    """Returns the lines of one tool's results: label, machine, options, tables, notes."""
+    """Returns the lines of one tool's results: label, machine, options, tables, notes.
+
+    Args:
+        contents: The contents of the tool's JSON file, as `Report` writes it.
+    """
     facts = [f"{name} {value}" for name, value in contents["environment"].items()]
     for name, value in contents["options"].items():
         facts.append(f"--{name} {cell_text(value)}")

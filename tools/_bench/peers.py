@@ -1,4 +1,4 @@
-"""Kernels of other packages, which `bench_kernels` times beside ours if they are installed.
+"""Calls kernels of other packages, which `bench_kernels` times beside ours if they are installed.
 
 They are called by their public names.
 
@@ -38,6 +38,10 @@ UNTUNED = "one configuration per kernel, not tuned"
 def time_refused_kernels(name: str, device: torch.device) -> list[str]:
     """Lets flash-linear-attention run kernels that it refuses on this GPU.
 
+    Args:
+        name: One of PEERS.
+        device: The device that is measured.
+
     Returns:
         The remarks that their times need.
     """
@@ -55,7 +59,10 @@ def time_refused_kernels(name: str, device: torch.device) -> list[str]:
 def leave_untuned(package: str) -> None:
     """Leaves one configuration to every kernel of a package that tunes itself.
 
-    Tuning takes minutes: a kernel has 105 to 270 of them.
+    Tuning takes minutes: a kernel has 105 to 270 configurations.
+
+    Args:
+        package: The name of the package, which is imported already.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import KernelInterface
@@ -74,10 +81,17 @@ def leave_untuned(package: str) -> None:
 def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, dict[str, Any]]:
     """Returns the function of a peer, and its arguments. All tensors among them are leaves.
 
+    Args:
+        name: One of PEERS.
+        q: Queries, [B, T, H, d].
+        k: Keys, [B, T, H, d].
+        v: Values, [B, T, H, d].
+
     Raises:
         ImportError: The package is not installed.
     """
     package, module, function = PEERS[name]
+    # This finds the package without importing it.
     spec = importlib.util.find_spec(package)
     if spec is None:
         raise ImportError(f"{package} is not installed")
@@ -88,6 +102,7 @@ def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable, dict[str
 
 
 def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Returns the arguments of a peer's function for q, k and v, each [B, T, H, d]."""
     if name.startswith("flash-attn"):
         return {"q": q, "k": k, "v": v, "causal": True}
     if name == "mamba2":

@@ -1,6 +1,8 @@
-"""Cases in processes of their own, and counts of the kernels that Triton compiles there.
+"""Runs cases in processes of their own, and counts the kernels that Triton compiles there.
 
-A kernel that crashes or hangs ends the process of its case, and not the tool.
+A kernel that crashes or hangs ends the process of its case, and not the tool. A case is one
+measurement or comparison of a tool, of any type that can be pickled; its row is the dict that the
+tool's table shows.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ CASE_SECONDS = 60.0  # the longest that a case may take on a GPU, compilation in
 HANG_SECONDS = 25.0  # the longest that it may run after its last compilation; after that it hangs
 
 Case = Any
-# Takes a case and its row, or the reason why it has none.
+# A function that takes a case, and its row or the reason why it has none.
 Add = Callable[[Case, dict | str], None]
 
 
@@ -64,7 +66,11 @@ def count_compilations() -> Compilations:
 
 
 def compilations_of(rows: Iterable[dict]) -> Compilations:
-    """Returns the counts of all cases of these rows together."""
+    """Returns how many kernels the cases compiled, and how many they read from the disk's cache.
+
+    Args:
+        rows: The rows of the cases.
+    """
     total = Compilations()
     for row in rows:
         total.compiled += row.get("compiled", 0)
@@ -115,9 +121,16 @@ def run_cases(
 
 
 def _run_group(cases: list, function: Callable[[Case], dict | str], add: Add) -> None:
-    """Runs the cases of one group in a process, and in a new one after each case that was lost."""
+    """Runs the cases of one group in a process, and in a new one after each case that was lost.
+
+    Args:
+        cases: The cases of the group.
+        function: Runs a case in the process.
+        add: Called for each case when it has ended.
+    """
     context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
-    # Seconds at which the case last began to run without compiling; infinite while it compiles.
+    # Seconds of the monotonic clock at which the case last began to run without compiling; infinite
+    # while it compiles. Both processes see it.
     running_since = context.Value("d")
     pool = None
     process = 0
@@ -143,7 +156,12 @@ def _run_group(cases: list, function: Callable[[Case], dict | str], add: Add) ->
 
 
 def _process_id(function: Callable) -> int:
-    """Returns the id of the process, which imports what `function` needs to call this."""
+    """Returns the id of the process that runs this.
+
+    Args:
+        function: Unused. To unpickle it, the process imports what it needs, before a case's time
+            begins.
+    """
     return os.getpid()
 
 
@@ -151,6 +169,10 @@ def _report_compilations(running_since: Any) -> None:
     """Counts the compilations of this process, and keeps `running_since` up to date.
 
     Triton calls a hook before and after each compilation.
+
+    Args:
+        running_since: A number in shared memory: the seconds of the monotonic clock at which the
+            case began to run without compiling; infinite while it compiles.
     """
     count_compilations()
 
@@ -170,6 +192,10 @@ def _report_compilations(running_since: Any) -> None:
 def _wait_for(future: Future, running_since: Any) -> dict | str:
     """Waits for the row of a case.
 
+    Args:
+        future: The case in its process.
+        running_since: The shared number that `_report_compilations` keeps up to date.
+
     Raises:
         TimeoutError: The case hangs or takes too long.
         Exception: The process crashed, or the GPU did not survive.
@@ -188,6 +214,11 @@ def _run_on_device(
     device: torch.device, function: Callable[[Case, torch.device], dict], case: Case
 ) -> dict | str:
     """Runs a case in this process.
+
+    Args:
+        device: The device that the case runs on.
+        function: Computes the row of the case.
+        case: The case.
 
     Returns:
         Its row, with the numbers of kernels that it compiled and read, or the reason why it has

@@ -1,4 +1,7 @@
-"""Options that the benchmarks share, and their results, which grow row by row in a JSON file."""
+"""Options that the benchmarks share, and the report that each of them writes.
+
+A report grows row by row in a JSON file.
+"""
 
 import argparse
 import datetime
@@ -35,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds --output and --name, the latter with `name` as its default."""
+    """Adds --output and --name.
+
+    Args:
+        parser: The parser of a tool.
+        name: The default of --name.
+    """
     parser.add_argument(
         "--output",
         type=_cli.path_argument,
@@ -121,7 +129,7 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         record = environment(device)
         verdicts = read_verdicts(folder / CHECK)
-        # Figures of a CPU must not pass for those of a GPU.
+        # The label says what was measured, so that figures of a CPU do not pass for those of a GPU.
         if not label:
             label = CPU_LABEL
             if device.type != "cpu":
@@ -159,6 +167,11 @@ class Report:
         """Adds a table.
 
         Entries of a row that are no columns are kept in the file, and not shown.
+
+        Args:
+            name: The title of the table.
+            columns: The entries of a row that are shown, in this order.
+            rows: The rows that are known already.
         """
         self.contents["tables"][name] = {"columns": columns, "rows": list(rows)}
 
@@ -180,7 +193,12 @@ class Report:
         return self.contents["tables"][name]["rows"]
 
     def finish(self, status: str = "complete", counts: str = "") -> None:
-        """Sets the status, and prints the last line, which says where the results are."""
+        """Sets the status, and prints the last line, which says where the results are.
+
+        Args:
+            status: The status in the file.
+            counts: The beginning of the last line, such as the number of measurements.
+        """
         self.contents["status"] = status
         self.write()
         result = f"{counts}; {status}" if counts else status
@@ -194,7 +212,11 @@ class Report:
 
 
 def reason(e: BaseException) -> str:
-    """Returns an exception as one line of a table."""
+    """Returns an exception as one line of a table.
+
+    Args:
+        e: The exception that ended a measurement.
+    """
     if isinstance(e, torch.OutOfMemoryError):
         return "out of memory"
     message = " ".join(str(e).split())

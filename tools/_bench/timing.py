@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-MIN_FLUSH = 2**28  # bytes
-LEAD_MS = 2.0
-MAX_WRITES = 64
+MIN_FLUSH = 2**28  # bytes of the tensor whose writing flushes the L2 cache, at least
+LEAD_MS = 2.0  # milliseconds that the host has to issue launches before the timed call begins
+MAX_WRITES = 64  # writes of that tensor before a call, at most
 WARMUPS = 2  # calls that compile and tune
-MIN_ROUNDS = 3
-PERCENTILES = (0.5, 0.1, 0.9)
-TARGET_SHAPE = "8x4096x32x64"
+MIN_ROUNDS = 3  # timed calls, even if they take longer than they may
+PERCENTILES = (0.5, 0.1, 0.9)  # in the order of the fields of Times
+TARGET_SHAPE = "8x4096x32x64"  # batch x tokens x heads x head width at which a goal is set
 
 # The steps of a call, such as forward and backward. The first takes nothing, and each other one
 # what the one before it returned.
@@ -136,7 +136,7 @@ class Timer:
         self.on_gpu = device.type == "cuda"
         self.lead_ms = lead_ms
         self.writes = 1
-        # A tensor that is larger than the L2 cache, and that writing flushes it with.
+        # Writing a tensor that is larger than the L2 cache flushes the cache.
         if self.on_gpu:
             cache_size = torch.cuda.get_device_properties(device).L2_cache_size
             size = max(MIN_FLUSH, 4 * cache_size)
@@ -147,7 +147,11 @@ class Timer:
             self.writes = max(1, min(MAX_WRITES, writes))
 
     def step_ms(self, call: Call) -> list[float]:
-        """Runs a call once. Returns the milliseconds of each step."""
+        """Runs a call once. Returns the milliseconds of each of its steps.
+
+        Args:
+            call: The steps, such as forward and backward pass.
+        """
         # On a CPU: by the wall clock.
         if not self.on_gpu:
             seconds = [time.perf_counter()]
@@ -161,7 +165,8 @@ class Timer:
             event.record()
             events.append(event)
 
-        # Flush the cache, and keep the GPU busy while the host issues the launches below.
+        # Flush the cache, and keep the GPU busy while the host issues the launches below: these
+        # writes together take as long as the lead.
         for _ in range(self.writes):
             self.flushed.zero_()
         # Without a lead the GPU must be idle when the call begins.
@@ -226,7 +231,7 @@ def roofline_ms(device: torch.device, nbytes: float, flops: float = 0.0) -> floa
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
-    """Returns value / other; None if one of them is not known."""
+    """Returns value / other; None if one of them is not known, or if `other` is 0."""
     if value is None or not other:
         return None
     return value / other

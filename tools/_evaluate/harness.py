@@ -1,6 +1,7 @@
-"""lm-evaluation-harness on exported models, for `evaluate`: the harness's tasks and our model.
+"""Runs lm-evaluation-harness on exported models, for `evaluate`: the harness's tasks and our model.
 
-docs/evaluation.md lists the choices that change a figure. recall.py makes the paper's tasks that the harness lacks.
+docs/evaluation.md lists the choices that change a figure. recall.py makes the paper's tasks that
+the harness lacks.
 """
 
 import argparse
@@ -28,11 +29,12 @@ def load_tasks(
     """Loads tasks with their data, before any model is loaded.
 
     Args:
-        asked: Suites, tasks and groups of tasks.
+        asked: Suites (groups of tasks in task_table.py), tasks, and groups of the harness's tasks.
         include: Folders with task files of the user.
-        tokenizer: Counts the tokens of texts that are made to a length. Without one, the tasks that
-            are made here are left out.
-        fetch: Asks the hub for data that are not on this machine.
+        tokenizer: Counts the tokens of texts that are made to a length. None leaves out the tasks
+            that recall.py makes without data.
+        fetch: True asks the hub for data that are not on this machine.
+
     Raises:
         ValueError: A name is unknown, or a task's file has a mistake.
         FileNotFoundError: Data cannot be read.
@@ -89,7 +91,12 @@ def load_tasks(
 
 
 def describe_mistake(name: str, error: Exception) -> str:
-    """The error message for a task that the harness could not make or evaluate."""
+    """Returns the error message for a task that the harness could not make or evaluate.
+
+    Args:
+        name: The task.
+        error: What the harness raised.
+    """
     text = " ".join(str(error).split())
     return (
         f"the task {name} failed ({type(error).__name__}: {text}). If its file is yours, compare the splits, fields, filters "
@@ -108,15 +115,21 @@ def evaluate_folder(
     """Evaluates an exported model on one task or group after the other.
 
     Args:
+        folder: The exported model.
         named: The tasks, from `load_tasks`.
-        max_length: The number of tokens that the model sees at most. A text that is made to a length
-            is seen whole.
+        tokenizer: The model's tokenizer.
+        device: The device that the model runs on.
+        max_length: The number of tokens that the model sees at most. A text that is made to a
+            length is seen whole.
         args: The options batch_size, dtype and limit.
+
     Yields:
-        For each task or group its `results`, with a "value" and a "stderr" of each metric of each task,
-        and what the harness says of `samples`, `versions` and `shots`.
+        For each task or group its `results`, with a "value" and a "stderr" of each metric of each
+        task, and the harness's `samples` (numbers of samples), `versions` and `shots` (examples in
+        a prompt).
+
     Raises:
-        ValueError: A mistake in a task's file that appears only now.
+        ValueError: A mistake in a task's file appears only now.
     """
     # The bootstrap would fork beside a GPU's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
@@ -134,7 +147,8 @@ def evaluate_folder(
         softmax_dtype="float32",
         batch_size=args.batch_size,
     )
-    model.model.config.use_cache = False  # scoring needs no state; `generate` asks for one itself
+    # Scoring needs no state; `generate` asks for one itself.
+    model.model.config.use_cache = False
     for name, tasks in named.items():
         made_lengths = [getattr(task, "length", 0) for task in tasks["tasks"].values()]
         model.context_length = max(max_length, *made_lengths)
@@ -161,10 +175,12 @@ def evaluate_folder(
 
 
 def metrics(values: dict[str, Any]) -> dict[str, dict]:
-    """The metrics of a task with their standard errors.
+    """Returns the metrics of a task with their standard errors.
 
     Args:
-        values: As the harness names them: "acc,none" and "acc_stderr,none", with the name of a filter.
+        values: As the harness names them: "acc,none" and "acc_stderr,none", with the name of a
+            filter of the answers.
+
     Returns:
         "value" and "stderr" of each metric. A filter other than `none` stays in the metric's name.
     """

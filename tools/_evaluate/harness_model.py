@@ -1,7 +1,10 @@
-"""lm-evaluation-harness's Hugging Face model class, with an exported model's own tokenizer, for `harness`.
+"""Gives lm-evaluation-harness's Hugging Face model class an exported model's own tokenizer.
 
-The harness would load the tokenizer by AutoTokenizer, which refuses a tokenizer that has no exact counterpart in
-transformers. And here texts begin as documents did in training, which the harness does not do for an empty prompt.
+The harness would load the tokenizer by AutoTokenizer, which refuses a tokenizer that has no exact
+counterpart in transformers. And here texts begin as documents did in training, which the harness
+does not do for an empty prompt.
+
+The names and arguments of the methods are those that the harness calls.
 
 Shapes: B prompts of a batch, T tokens of the longest one.
 """
@@ -21,7 +24,11 @@ HFLM: Any = huggingface.HFLM  # a decorator hides its type
 
 
 class HarnessTokenizer:
-    """The part of the interface of transformers' tokenizers that the harness uses."""
+    """Has the part of the interface of transformers' tokenizers that the harness uses.
+
+    Args:
+        tokenizer: The exported model's tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -36,7 +43,11 @@ class HarnessTokenizer:
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Iterable[int], **_: Any) -> str:
-        """The text before the token that ends it. Padding may follow that token."""
+        """Returns the text before the end-of-text token. Padding may follow that token.
+
+        Args:
+            tokens: Token ids of one text.
+        """
         ids = []
         for token in tokens:
             if token == self.eos_token_id:
@@ -49,9 +60,10 @@ class HarnessTokenizer:
 
 
 class FolderModel(HFLM):
-    """The model of an exported folder.
+    """The model of an exported folder, as the harness calls it.
 
     Attributes:
+        tokenizer: The exported model's tokenizer.
         context_length: The number of tokens that the model sees at most. It is set for each task.
     """
 
@@ -59,6 +71,7 @@ class FolderModel(HFLM):
     context_length: int
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: HarnessTokenizer, **_: Any) -> None:
+        """Keeps the tokenizer that was given, instead of loading one by name."""
         self.tokenizer = tokenizer
 
     @property
@@ -67,7 +80,9 @@ class FolderModel(HFLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context. Of several, the last: the harness takes one.
+        """Returns the token before a text without context.
+
+        If documents began with several tokens in training, it is the last: the harness takes one.
 
         Raises:
             ValueError: No token stood before a text in training.
@@ -86,10 +101,12 @@ class FolderModel(HFLM):
         left_truncate_len: int | None = None,
         **_: Any,
     ) -> list[int]:
-        """The tokens of a text, without special tokens.
+        """Returns the tokens of a text, without special tokens.
 
         Args:
-            left_truncate_len: Keeps the last tokens. None: all.
+            string: The text.
+            add_special_tokens: Ignored.
+            left_truncate_len: The number of last tokens that are kept. None keeps all.
         """
         ids = self.tokenizer.encode(string)
         if left_truncate_len:
@@ -103,7 +120,16 @@ class FolderModel(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The tokens and the attention mask of prompts, int64 [B, T] each. An empty prompt begins a text."""
+        """Returns the tokens and the attention mask of prompts, int64 [B, T] each.
+
+        An empty prompt becomes the token that begins a text.
+
+        Args:
+            strings: The B prompts.
+            padding_side: "left" or "right", where shorter prompts are filled up.
+            left_truncate_len: The number of last tokens of a prompt that are kept. None keeps all.
+            truncation: Ignored: only `left_truncate_len` cuts.
+        """
         rows = []
         masks = []
         for string in strings:
@@ -116,15 +142,23 @@ class FolderModel(HFLM):
         return tokens, pad_sequence(masks, True, 0, padding_side)
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str | None:
-        """The text of tokens. None for the end-of-text token, as an int, whose name the harness asks for.
+        """Returns the text of tokens.
 
-        It has no text, and generation stops at it without a name.
+        The harness also asks for the name of the end-of-text token, as an int. The answer is None:
+        the token has no text, and generation stops at it without a name.
+
+        Args:
+            tokens: Token ids, or a single id.
+            skip_special_tokens: Ignored: the end-of-text token is never part of the text.
         """
         if isinstance(tokens, int) or tokens is None:
             return None
         return self.tokenizer.decode(tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The tokens of both. A context without tokens, such as spaces, is treated as an empty one."""
+        """Returns the tokens of a context and of its continuation.
+
+        A context without tokens, such as spaces, is treated as an empty one.
+        """
         context_ids, continuation_ids = super()._encode_pair(context, continuation)
         return context_ids or [self.prefix_token_id], continuation_ids

@@ -1,7 +1,8 @@
-"""The corpora of the paper's study of length, for `evaluate --perplexity paper` (docs/length.md).
+"""Fetches the corpora of the paper's study of length, for `evaluate --perplexity paper`.
 
-The paper does not say which documents it read. Here each corpus is the first `CORPUS_BYTES` of a data set of the
-Hugging Face hub at a fixed revision, each text once.
+docs/length.md describes the study. The paper does not say which documents it read. Here each corpus
+is the first `CORPUS_BYTES` of a data set of the Hugging Face hub at a fixed revision, each text
+once.
 """
 
 import json
@@ -31,8 +32,9 @@ class Source(NamedTuple):
     field: str
 
 
-# The revisions are the newest that archived pages of the hub and public code name. No fetch of them has been run.
-_LONGBENCH = "Xnhyacinth/LongBench@2e9ade51ebf45d98942056c0716234f9d5d257d5"  # as lm-evaluation-harness reads it
+# The revisions are the newest that archived pages of the hub and public code name. No fetch of them
+# has been run. LongBench is the copy that lm-evaluation-harness reads.
+_LONGBENCH = "Xnhyacinth/LongBench@2e9ade51ebf45d98942056c0716234f9d5d257d5"
 _CODEPARROT = "codeparrot/codeparrot-clean-valid@4db92d2ec0c1b4c41eeb439cfae16854511d9dcd"
 CORPORA = {
     "PG19": Source("emozilla/pg19-test@c5e39bf32e33f9111323aa68d7d9000d22722035::test", "text"),
@@ -43,13 +45,14 @@ CORPORA = {
     "NarrativeQA": Source(f"{_LONGBENCH}:narrativeqa:test", "context"),
 }
 MEAN = "mean of 5"  # the title of the paper's mean
+# The corpora that this mean is over.
 IN_MEAN = [name for name in CORPORA if name != "NarrativeQA"]
 
 Record = dict[str, dict[str, Any]]  # dataset, documents, bytes and sha256 of each corpus
 
 
 def fetch(folder: Path) -> None:
-    """Fetches all corpora into a new folder, a file of JSON lines each, and records their sources.
+    """Fetches all corpora into a new folder: a file of JSON lines each, and the record of all.
 
     Raises:
         ValueError: A data set cannot be read.
@@ -58,12 +61,17 @@ def fetch(folder: Path) -> None:
     record = {}
     with new_folder(folder) as new:
         for name, source in CORPORA.items():
-            record[name] = _fetch(source, new / f"{name}.jsonl")
+            record[name] = _fetch_corpus(source, new / f"{name}.jsonl")
         (new / SOURCES).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _fetch(source: Source, file: Path) -> dict[str, Any]:
-    """Writes one corpus to a file. Returns its row of the record."""
+def _fetch_corpus(source: Source, file: Path) -> dict[str, Any]:
+    """Writes one corpus to a file. Returns its row of the record.
+
+    Args:
+        source: The data set and its column.
+        file: The file of JSON lines to write.
+    """
     texts = set()
     size = 0
     documents = read_documents([HUGGING_FACE + source.dataset], source.field)
@@ -90,6 +98,9 @@ def _fetch(source: Source, file: Path) -> dict[str, Any]:
 
 def read_record(folder: Path) -> Record:
     """Reads the record of the fetched corpora, and checks their files against it.
+
+    Args:
+        folder: The folder that `fetch` wrote.
 
     Raises:
         FileNotFoundError: The corpora are not there.

@@ -1,25 +1,28 @@
-"""Perplexity against context length, for `evaluate`: how well text is predicted after 1, 2, ... up to L tokens of context.
+"""Measures perplexity against context length, for `evaluate`.
 
-The protocol:
+It shows how well text is predicted after 1, 2, ... up to L tokens of context. The protocol:
 
-1. A document is its tokens and the tokens that end it, as in training (`Documents`). `packed` joins all documents of a
-   corpus into one, in order, with the tokens that begin a document between them. Training reads such text. It is for
-   corpora whose documents are shorter than the lengths.
-2. A span has as many consecutive tokens as the longest length. Spans tile each document from its start. The rest of a
-   document, and documents that are shorter than a span, are not used. Joined documents give one span, which holds a
-   whole number of the longest lengths.
-3. For a length L each span is cut into windows of L tokens, without overlap. The model reads a window as it read a
-   document in training: from an empty state, after the tokens that begin a document (or, if there are none, after those
-   that end one). All L tokens of the window are scored. Token p has p tokens of the window before it. The state is
-   carried over pieces of 2,048 tokens. The rest of a span that L does not divide is not scored. With the paper's lengths
-   that is less than one window of a joined corpus. Of separate documents it is the last seventh of every span at 4 K and
-   its last three sevenths at 8 K, so the lengths differ in text, too.
-4. Perplexity is exp of the mean negative log-likelihood (NLL) in nats per scored token of a corpus. Bits per byte is
-   NLL / ln 2 per byte of the scored tokens' text in the corpus: text that the tokenizer loses (unknown characters, white
-   space) counts. Means over corpora are arithmetic means of perplexities.
+1. A document is its tokens and the tokens that end it, as in training (`Documents`). `packed` joins
+   all documents of a corpus into one, in order, with the tokens that begin a document between them.
+   Training reads such text. It is for corpora whose documents are shorter than the lengths.
+2. A span has as many consecutive tokens as the longest length. Spans tile each document from its
+   start. The rest of a document, and documents that are shorter than a span, are not used. Joined
+   documents give one span, which holds a whole number of the longest lengths.
+3. For a length L each span is cut into windows of L tokens, without overlap. The model reads a
+   window as it read a document in training: from an empty state, after the tokens that begin a
+   document (or, if there are none, after those that end one). All L tokens of the window are
+   scored. Token p has p tokens of the window before it. The state is carried over pieces of 2,048
+   tokens. The rest of a span that L does not divide is not scored. With the paper's lengths that is
+   less than one window of a joined corpus. Of separate documents it is the last seventh of every
+   span at 4 K and its last three sevenths at 8 K, so the lengths differ in text, too.
+4. Perplexity is exp of the mean negative log-likelihood (NLL) in nats per scored token of a corpus.
+   Bits per byte is NLL / ln 2 per byte of the scored tokens' text in the corpus: text that the
+   tokenizer loses (unknown characters, white space) counts. Means over corpora are arithmetic means
+   of perplexities.
 
-The paper gives perplexities at 4 K, 8 K and 14 K (here 4,096, 8,192 and 14,336) per corpus and as the mean over five. It
-does not say how documents were cut or joined, so only the shape of our figures can be compared with the paper's.
+The paper gives perplexities at 4 K, 8 K and 14 K (here 4,096, 8,192 and 14,336) per corpus and as
+the mean over five. It does not say how documents were cut or joined, so only the shape of our
+figures can be compared with the paper's.
 
 Shapes: B windows of a batch, L tokens of a window, N spans, S tokens of a span.
 """
@@ -41,13 +44,16 @@ from interdomain.model.generation import PREFILL_CHUNK
 
 
 def text_sizes(tokenizer: Tokenizer, text: str, ids: list[int]) -> np.ndarray:
-    """The UTF-8 bytes of a document that each of its tokens completes.
+    """Returns the UTF-8 bytes of a document that each of its tokens completes.
 
-    Tokens are decoded one after the other. Bytes that decoding adds or loses are shared out over the
-    document in proportion.
+    Tokens are decoded one after the other. Bytes that decoding adds or loses are shared out over
+    the document in proportion.
 
     Args:
+        tokenizer: The tokenizer that made `ids`.
+        text: The document.
         ids: The tokens of `text`, and those that end it.
+
     Returns:
         int64 [len(ids)]. The sum is the size of `text`.
     """
@@ -72,16 +78,20 @@ def read_spans(
     packed: bool = False,
     limit: int | None = None,
 ) -> np.ndarray:
-    """Cuts a corpus into spans, see above.
+    """Cuts a corpus into spans (steps 1 and 2 of the protocol above).
 
     Args:
         corpus: A file, a folder or a glob.
+        tokenizer: The tokenizer of the models that read the spans.
         size: The number of tokens of a span, S.
         text_field: The column or JSON field with the text.
-        packed: Joins the documents. The spans then stand one after the other in a single one.
-        limit: The largest number of spans of `size` tokens.
+        packed: True joins the documents. The spans then stand one after the other in a single one.
+        limit: The largest number of spans of `size` tokens. None reads the whole corpus.
+
     Returns:
-        The tokens and the bytes of text that each completes, int32 [2, N, S]; if packed, [2, 1, N * S].
+        The tokens and the bytes of text that each completes, int32 [2, N, S]; if packed, [2, 1, N *
+        S].
+
     Raises:
         ValueError: The corpus is too short for one span.
     """
@@ -128,11 +138,13 @@ def read_spans(
 
 @torch.inference_mode()
 def window_losses(model: Transformer, windows: Tensor, start: list[int]) -> Tensor:
-    """The NLL of every token of windows that are read after some tokens.
+    """Returns the NLL of every token of windows that are read after some tokens.
 
     Args:
+        model: The model, in inference mode.
         windows: int64 [B, L].
         start: The tokens that begin a document; at least one.
+
     Returns:
         float32 [B, L], in nats.
     """
@@ -166,13 +178,16 @@ def measure(
     """Measures one model on one corpus at one length.
 
     Args:
+        model: The model.
         spans: [2, N, S] of `read_spans`.
         length: The number of tokens of a window, L.
-        start: The tokens before every window.
+        start: The tokens that begin a document, which are read before every window.
         batch: The number of windows at once, B.
         name: The text before the progress bar.
+
     Returns:
-        A row of the results.
+        A row of the results: numbers of windows, tokens and bytes, "nll" in nats per token,
+        "perplexity" and "bits per byte".
     """
     device = model.tok_embeddings.weight.device
     # Cut the spans into windows. The last tokens of a span that make no window are left out.

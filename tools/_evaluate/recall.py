@@ -1,16 +1,22 @@
-"""Recall from the context, for `evaluate`: the paper's table of it at 1.3B as tasks of lm-evaluation-harness.
+"""Makes tasks of recall from the context, for `evaluate`.
 
-`swde`, `fda` and `squad_completion` are the harness's own. The other tasks of that table are made here:
+They are the tasks of the paper's table of recall at 1.3B, for lm-evaluation-harness. `swde`, `fda`
+and `squad_completion` are the harness's own. The other tasks of that table are made here:
 
-- niah_single_1_LENGTH: a number in a haystack of one repeated sentence, S-NIAH-1 of RULER (Hsieh et al., 2024), with its
-  prompt. A text and the 128 tokens of its answer take up to LENGTH tokens of the exported model's tokenizer. All of it is
-  seen, also beyond --max-length. (The harness's own task makes a list of millions of keys first, with further packages.)
-- phonebook_ENTRIES: a list of names and numbers, two answered lookups, and a third to answer (Jelassi et al., 2024).
-- based_nq, based_triviaqa, based_drop: a passage, and the beginning of a sentence that one of the answers completes, of
-  Based (Arora et al., 2024). The harness has the other three. A text that is too long loses its beginning.
+- niah_single_1_LENGTH: a number in a haystack of one repeated sentence, S-NIAH-1 of RULER (Hsieh et
+  al., 2024), with its prompt. A text and the 128 tokens of its answer take up to LENGTH tokens of
+  the exported model's tokenizer. All of it is seen, also beyond --max-length. (The harness's own
+  task makes a list of millions of keys first, with further packages.)
+- phonebook_ENTRIES: a list of names and numbers, two answered lookups, and a third to answer
+  (Jelassi et al., 2024).
+- based_nq, based_triviaqa, based_drop: a passage, and the beginning of a sentence that one of the
+  answers completes, of Based (Arora et al., 2024). The harness has the other three. A text that is
+  too long loses its beginning.
 
-The paper names the benchmarks, lengths and list sizes, but not prompts or numbers of samples. Here each length and size
-has 200 samples from a fixed seed, so that all models read the same.
+The paper names the benchmarks, lengths and list sizes, but not prompts or numbers of samples. Here
+each length and size has 200 samples from a fixed seed, so that all models read the same.
+
+A "document" here is one sample of a task, a dict, as the harness calls it.
 """
 
 import bisect
@@ -27,7 +33,7 @@ from interdomain.data import Tokenizer
 
 SAMPLES = 200
 SEED = 42
-ANSWER_TOKENS = 128  # of a needle task, as in RULER
+ANSWER_TOKENS = 128  # the largest answer of a needle task, as in RULER
 NEEDLES = {f"niah_single_1_{length}": length for length in (1024, 2048, 4096, 8192)}
 BOOKS = {f"phonebook_{entries}": entries for entries in (16, 32, 64, 128)}
 # The data sets of the hub.
@@ -38,11 +44,15 @@ BASED = {
 }
 MADE = [*NEEDLES, *BOOKS]  # tasks that need no data
 NAMES = [*MADE, *BASED]
-PAGE_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # in the passages of TriviaQA
+# Marks of paragraphs, documents and titles in the passages of TriviaQA.
+PAGE_MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")
 
+# The haystack is this sentence, repeated.
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+# A needle's key is a word of KINDS and a word of THINGS.
 KINDS = "amber brisk calm crystal distant early fierce gentle golden hollow ivory lucky mellow northern quiet rapid silver tiny"
 THINGS = "anchor bridge canyon falcon garden harbor island lantern lighthouse meadow orchard pebble river saddle thunder willow"
+# First and last names in the phone books.
 FIRST = """Alice Amir Anna Boris Carla Chen David Diana Elena Emil Fatima Felix Grace Hugo Ines Ivan Jane Jonas Karim Laura Leo
 Lucy Maria Mark Nadia Nora Oliver Olga Omar Paula Peter Rosa Ruth Samuel Sara Simon Tara Tom Vera Victor"""
 LAST = """Adams Baker Bauer Brown Carter Cohen Costa Cruz Davis Evans Fischer Garcia Gray Hall Hansen Hill Ito Jones Kaya Kelly
@@ -58,7 +68,10 @@ class MadeTask(ConfigurableTask):
         """Makes the task.
 
         Args:
-            length: The tokens of its longest text with the answer. 0 if its texts have no fixed length.
+            config: The task's configuration, from `_config`.
+            documents: The samples.
+            length: The tokens of its longest text with the answer. 0 if its texts have no fixed
+                length.
         """
         self.documents = documents
         self.length = length
@@ -73,7 +86,9 @@ def make(name: str, tokenizer: Tokenizer | None) -> ConfigurableTask:
     """Makes one of NEEDLES, BOOKS or BASED.
 
     Args:
-        tokenizer: For NEEDLES.
+        name: The name of the task.
+        tokenizer: The tokenizer of the model, which NEEDLES need. None is enough for the others.
+
     Raises:
         ImportError: A package is missing.
         OSError: The data cannot be read.
@@ -97,13 +112,15 @@ def _config(
     until: list[str],
     max_tokens: int,
 ) -> dict[str, Any]:
-    """The configuration of a task, as the harness's YAML files have it.
+    """Returns the configuration of a task, as the harness's YAML files have it.
 
     Args:
+        name: The name of the task.
         prompt: Makes the text of a sample.
-        score: Makes the metrics of a sample from the text that the model wrote.
+        score: Makes the metric of a sample from the text that the model wrote: a dict with one
+            value under the function's own name.
         until: The answer ends before any of these.
-        max_tokens: The answer ends after so many tokens.
+        max_tokens: The largest number of tokens of an answer.
     """
     return {
         "task": name,
@@ -124,21 +141,32 @@ def answers(document: Document) -> list[str]:
 
 
 def first_answer(document: Document) -> str:
+    """Returns the target that the harness logs beside a sample."""
     return answers(document)[0]
 
 
 def contains(document: Document, results: list[str]) -> dict[str, float]:
-    """1 if an answer stands in the text that was written, in upper or lower case."""
+    """Returns 1 if an answer stands in the text that was written, in upper or lower case.
+
+    Args:
+        document: The sample.
+        results: The text that the model wrote, as a list of one.
+    """
     text = results[0].lower()
     return {"contains": float(any(answer.lower() in text for answer in answers(document)))}
 
 
 def exact_match(document: Document, results: list[str]) -> dict[str, float]:
+    """Returns 1 if the text that was written, `results[0]`, is an answer."""
     return {"exact_match": float(results[0].strip() in answers(document))}
 
 
 def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
-    """Texts of S-NIAH-1: as many sentences as fit, and one with the number.
+    """Makes the texts of RULER's S-NIAH-1: as many sentences as fit, and one with the number.
+
+    Args:
+        length: Tokens of a prompt and its answer together.
+        tokenizer: The tokenizer of the model.
 
     Raises:
         ValueError: Not one sentence fits into `length` tokens.
@@ -148,7 +176,7 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         prompt = needle_prompt({"lines": lines, "key": key})
         return len(tokenizer.encode(prompt)) + ANSWER_TOKENS <= length
 
-    # The number of sentences that fit with a long key.
+    # The number of sentences that fit beside a question with a long key.
     def is_too_long(sentences: int) -> bool:
         return not fits([HAY] * sentences, "crystal-lighthouse")
 
@@ -168,7 +196,7 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
         place = draw.randint(0, room)
         lines = [HAY] * room
         lines.insert(place, f"One of the special magic numbers for {key} is: {number}.")
-        # A key or a number may have more tokens than the long key above.
+        # The sentence with the number was not counted above: leave out others, from the start.
         while not fits(lines, key):
             lines.remove(HAY)
         made.append({"lines": lines, "key": key, "answers": [number]})
@@ -176,7 +204,11 @@ def needles(length: int, tokenizer: Tokenizer) -> list[Document]:
 
 
 def needle_prompt(document: Document) -> str:
-    """RULER's question about one number, and the beginning of its answer."""
+    """Returns RULER's question about one number, and the beginning of its answer.
+
+    Args:
+        document: A sample of `needles`.
+    """
     number = f"special magic number for {document['key']} mentioned in the provided text"
     lines = [
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
@@ -188,9 +220,13 @@ def needle_prompt(document: Document) -> str:
 
 
 def phone_books(entries: int) -> list[Document]:
-    """Phone books of distinct names.
+    """Makes phone books of distinct names.
 
-    Each has its `lines`, "name: number", and the places `asked` of three lines, the last without its answer.
+    Each has its `lines`, "name: number", and the places `asked` of three lines. The prompt shows
+    the answers to the first two.
+
+    Args:
+        entries: The number of lines of a book.
     """
     draw = random.Random(SEED)
     pairs = itertools.product(FIRST.split(), LAST.split())
@@ -213,14 +249,24 @@ def phone_books(entries: int) -> list[Document]:
 
 
 def phone_book_prompt(document: Document) -> str:
-    """The list, two lookups with their answers, and the name of the third."""
+    """Returns the list, two lookups with their answers, and the name of the third.
+
+    Args:
+        document: A sample of `phone_books`.
+    """
     *worked, last = [document["lines"][i] for i in document["asked"]]
     name = last.partition(":")[0]
     return "\n".join([*document["lines"], "", *worked, f"{name}:"])
 
 
 def passage_prompt(document: Document) -> str:
-    """The passage and the sentence to complete, which is cut from the end of the passage if it stands there."""
+    """Returns a passage and the sentence to complete.
+
+    The sentence is cut from the end of the passage if it stands there.
+
+    Args:
+        document: A sample of one of BASED.
+    """
     question = document["question"].strip()
     passage = PAGE_MARKS.sub("", document["context"]).strip()
     # Some passages end with the sentence itself.

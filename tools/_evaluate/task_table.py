@@ -1,4 +1,9 @@
-"""The paper's tasks, and the tables of `evaluate` with the paper's figures beside ours."""
+"""The names of the paper's tasks, and the tables of `evaluate`.
+
+The tables show the paper's figures beside ours. A cell is a model's (size, condition), such as
+("1.3B", "interdomain"); the condition is the name of a mixer's settings in the paper. A group is a
+list of tasks that the paper averages or shows together.
+"""
 
 from typing import Any
 
@@ -32,7 +37,11 @@ SUITES = {
 
 
 def task_names(asked: list[str]) -> list[str]:
-    """The tasks of suites and names, each of them once."""
+    """Returns the tasks of suites and names, each of them once.
+
+    Args:
+        asked: Names of SUITES and of single tasks.
+    """
     names = []
     for name in asked:
         names += SUITES.get(name, [name])
@@ -48,7 +57,10 @@ def _keys_of(group: str) -> list[Key]:
 
 
 def _paper_figures() -> dict[Key, list[float]]:
-    """The paper's figures of each result. The average of a group follows its tasks."""
+    """Returns the paper's figures of each result, in the order of CONDITIONS.
+
+    The average of a group follows its tasks.
+    """
     figures = {}
     for group, tasks in TASKS.items():
         keys = _keys_of(group)
@@ -62,12 +74,19 @@ def _paper_figures() -> dict[Key, list[float]]:
 
 
 def with_averages(tasks: Tasks) -> dict[Key, Measured]:
-    """The results of one model, with the averages of the paper's groups whose tasks are all measured."""
+    """Returns the results of one model, with the averages of the paper's groups of tasks.
+
+    An average is left out if a task of its group was not measured.
+
+    Args:
+        tasks: The results by task and metric.
+    """
     results = {}
     for task, metrics in tasks.items():
         for metric, measured in metrics.items():
             results[task, metric] = measured
     for group, average in PAPER["averages"].items():
+        # As in `_paper_figures`, the average has the metric of its last task.
         keys = _keys_of(group)
         if results.keys() >= set(keys):
             mean = sum(results[key]["value"] for key in keys) / len(keys)
@@ -81,15 +100,16 @@ def task_rows(tasks: dict[str, Tasks], cells: set[tuple[str, str]]) -> list[Row]
 
     Args:
         tasks: The results of each model.
-        cells: (size, condition) of the models. The paper's figures of a condition have a column if a
-            model is exactly that cell of the paper.
+        cells: (size, condition) of the models. The paper's figures of a condition have a column if
+            a model has exactly that size and condition of the paper.
     """
     by_model = {model: with_averages(results) for model, results in tasks.items()}
     measured = {}
     for results in by_model.values():
         measured |= results
 
-    # The paper's results come first, in its order. Other metrics of its tasks are in the JSON file only.
+    # The paper's results come first, in its order. Other metrics of its tasks are in the JSON file
+    # only.
     figures = _paper_figures()
     paper_tasks = {task for task, _ in figures}
     keys = [key for key in figures if key in measured]
@@ -115,6 +135,12 @@ def task_rows(tasks: dict[str, Tasks], cells: set[tuple[str, str]]) -> list[Row]
 
 
 def _text(measured: Measured | None, is_percent: bool) -> str:
+    """Returns a value with its standard error as text, "-" for None.
+
+    Args:
+        measured: "value" and "stderr" as the harness gives them, shares from 0 to 1 for percents.
+        is_percent: True multiplies both by 100.
+    """
     if measured is None:
         return "-"
     value = measured["value"]
@@ -132,10 +158,13 @@ def perplexity_rows(
     groups: dict[str, list[str]],
     cells: set[tuple[str, str]],
 ) -> list[Row]:
-    """Makes the table of perplexities by corpus and length, with two columns for each exported model.
+    """Makes the table of perplexities by corpus and length.
+
+    Each exported model has two columns: perplexity and bits per byte.
 
     Args:
         measured: Rows of `perplexity.measure`, with "folder" and "corpus".
+        models: The folders of the models, in the order of the columns.
         groups: The corpora of each title: one corpus, or several, whose arithmetic mean is shown.
         cells: (size, condition) of the models, as for `task_rows`.
     """
@@ -162,7 +191,7 @@ def perplexity_rows(
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """The arithmetic mean. None if a value is not known yet."""
+    """Returns the arithmetic mean of values. None if one of the `values` is not known yet."""
     total = 0.0
     for value in values:
         if value is None:

@@ -1,6 +1,9 @@
-"""python -m interdomain.tools._start.elastic TORCHRUN'S ARGUMENTS: torchrun, without its traceback after a signal.
+"""python -m interdomain.tools._start.elastic TORCHRUN'S ARGUMENTS
 
-torchrun is meant to end on a signal: the scheduler's, or that of a rank which has said why it stops (titan.errors).
+Runs torchrun without its traceback after a signal.
+
+torchrun is meant to end on a signal: the scheduler's, or that of a rank which has said why it stops
+(titan.errors).
 """
 
 import sys

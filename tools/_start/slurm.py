@@ -1,4 +1,8 @@
-"""A run in a SLURM allocation: srun starts one torchrun per node, and they find each other at the first node."""
+"""Starts a run in a SLURM allocation.
+
+srun starts one torchrun per node, and they find each other at the first node. A site is a cluster,
+and its file in tools/sites holds the environment variables that runs need there.
+"""
 
 import os
 import re
@@ -18,17 +22,19 @@ from interdomain.tools._start.torchrun import (
     torchrun_command,
 )
 
+# The clusters' files of environment variables, NAME.env.
 SITES = Path(__file__).parents[1] / "sites"
 LOCAL = "local"  # --site local: this machine only, even inside an allocation
 # Steps of a job with higher numbers are SLURM's own: the batch script, an interactive shell.
 FIRST_SPECIAL_STEP = 2**32 - 16
-# Variables by which a job shares its nodes' GPUs and CPUs among tasks. srun reads them, too, and would give
-# our one task per node only a share, or refuse.
+# Variables by which a job shares its nodes' GPUs and CPUs among tasks. srun reads them, too, and
+# would give our one task per node only a share, or refuse.
 SHARES = re.compile(
     r"S(LURM|RUN)_((GPUS|CPUS|TRES|NTASKS)_PER_(TASK|GPU|TRES)|(GPU|CPU|TRES|MEM)_BIND)"
 )
-# When one node has ended, srun gives the others this time to end, too. Nodes that save end together. Where one
-# lost its torchrun, the others would wait in vain: ten minutes at the rendezvous, as long in a collective.
+# When one node has ended, srun gives the others this time to end, too. Nodes that save end
+# together. Where one lost its torchrun, the others would wait in vain: ten minutes at the
+# rendezvous, as long in a collective.
 WAIT_SECONDS = 180
 
 
@@ -38,11 +44,12 @@ class Allocation:
 
     Attributes:
         job: The number of the job.
+        hosts: The names of the nodes.
         ranks: The number of processes per node.
         gpus: GPUs per node. 0 if SLURM does not say.
         cpus: CPUs of the smallest node. 0 if SLURM does not say.
         site: The variables of the cluster's file.
-        environment: The environment of srun: the shell's variables over the site's.
+        environment: The environment of srun: the site's variables, and over them the shell's.
     """
 
     job: str
@@ -55,11 +62,14 @@ class Allocation:
 
     @property
     def has_gpus(self) -> bool:
-        """True if SLURM or the site says so. This machine may be a login node without any."""
+        """Returns True if SLURM or the site says that the nodes have GPUs.
+
+        This machine may be a login node without any.
+        """
         return bool(self.gpus or self.environment.get("INTERDOMAIN_GPUS_PER_NODE"))
 
     def command(self, config: str, flags: list[str], restarts: int) -> list[str]:
-        """The command of srun, which starts the same command of torchrun on every node.
+        """Returns the command of srun, which starts the same command of torchrun on every node.
 
         Args:
             config: The TOML file.
@@ -68,7 +78,8 @@ class Allocation:
         """
         nodes = str(len(self.hosts))
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-        # Without these, a step of a job with --gpus-per-task gets the GPUs of one task, and one CPU.
+        # Without these, a step of a job with --gpus-per-task gets the GPUs of one task, and one
+        # CPU.
         if self.gpus:
             srun.append(f"--gpus-per-node={self.gpus}")
         if self.cpus:
@@ -79,7 +90,8 @@ class Allocation:
 
         rendezvous = [*ONE_MACHINE]
         if len(self.hosts) > 1:
-            # A port of the job's own, for jobs may share a node. It is below those that Linux hands out.
+            # A port of the job's own, because jobs may share a node. It is below the ports that
+            # Linux gives to programs that ask for any.
             endpoint = f"{self.hosts[0]}:{20_000 + int(self.job) % 10_000}"
             rendezvous = ["--nnodes", nodes, "--rdzv-backend", "c10d"]
             rendezvous += ["--rdzv-id", self.job, "--rdzv-endpoint", endpoint]
@@ -88,7 +100,7 @@ class Allocation:
         return srun + on_node + torchrun_command(config, flags, self.ranks, restarts, rendezvous)
 
     def describe(self) -> str:
-        """The dry run's rows: the nodes, and the site's variables as they are set."""
+        """Returns the dry run's rows: the nodes, and the site's variables as they are set."""
         variables = []
         for name in self.site:
             if not name.startswith("INTERDOMAIN_"):
@@ -101,8 +113,9 @@ def read_site(name: str) -> dict[str, str]:
     """Reads the variables of a cluster.
 
     Args:
-        name: A file of tools/sites without its ending, or the path of another NAME.env. Its lines are
-            NAME=VALUE or comments.
+        name: A file of tools/sites without its ending, or the path of another NAME.env. Its lines
+            are NAME=VALUE or comments.
+
     Raises:
         ValueError: There is no such file, or a line is something else.
     """
@@ -126,7 +139,13 @@ def read_site(name: str) -> dict[str, str]:
 
 
 def _count(name: str, environment: dict[str, str]) -> int:
-    """The number in a variable; 0 if it is not set. GPUs may have types: "h200:4" or "a100:2,h100:2".
+    """Returns the number in a variable; 0 if it is not set.
+
+    GPUs may have types: "h200:4" or "a100:2,h100:2". Their numbers are summed.
+
+    Args:
+        name: The name of the variable.
+        environment: The environment that may have it.
 
     Raises:
         ValueError: It is no number.
@@ -145,7 +164,7 @@ def _count(name: str, environment: dict[str, str]) -> int:
 
 
 def _hosts() -> list[str]:
-    """The names of the allocation's nodes.
+    """Returns the names of the allocation's nodes.
 
     Raises:
         ValueError: SLURM's variables or its commands are not there, as in a container.
@@ -168,12 +187,14 @@ def _hosts() -> list[str]:
 
 
 def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocation | None:
-    """The allocation that this process is in. None for a run on this machine only.
+    """Returns the allocation that this process is in. None for a run on this machine only.
 
     Args:
         site: The option --site.
         ranks: The option --ranks.
-        ranks_here: The number of processes of this machine, if neither the user nor SLURM gives one.
+        ranks_here: The number of processes of this machine, if neither the user nor SLURM gives
+            one.
+
     Raises:
         ValueError: The allocation cannot be used as it is.
     """
@@ -187,7 +208,8 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
             f"--site {site} needs a SLURM allocation, and this is none (SLURM_JOB_ID is not set). Run the same command under "
             f"sbatch or after salloc. To run on this machine only, leave --site out or give --site {LOCAL}."
         )
-    # srun started this process. SLURM's own steps may also have names, such as batch.
+    # A process of `srun COMMAND` is in a step with a low number. SLURM's own steps have higher
+    # numbers or names, such as batch.
     step = os.environ.get("SLURM_STEP_ID", "")
     if step.isdecimal() and int(step) < FIRST_SPECIAL_STEP:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -207,7 +229,8 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     gpus = _count("SLURM_GPUS_ON_NODE", environment) or _count("SLURM_GPUS_PER_NODE", environment)
     # CPUs of the nodes, such as "288(x3),72": three nodes of 288 and one of 72.
     cpus = re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    # A rank for each GPU, unless the user says otherwise. Some clusters do not tell SLURM about GPUs.
+    # A rank for each GPU, unless the user says otherwise. Some clusters do not tell SLURM about
+    # GPUs.
     ranks = ranks or gpus or _count("INTERDOMAIN_GPUS_PER_NODE", environment) or ranks_here
     return Allocation(
         job=job,
@@ -223,12 +246,17 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
 def run(command: list[str], environment: dict[str, str]) -> int:
     """Runs srun to its end.
 
-    SIGUSR1 and SIGTERM ask the run to save and leave. Both are passed on as SIGUSR1, which srun gives to
-    every node; on SIGTERM it would kill them. Ctrl-C is left to srun: once prints the state of the nodes,
-    twice ends them.
+    SIGUSR1 and SIGTERM ask the run to save and leave. Both are passed on as SIGUSR1, which srun
+    gives to every node; on SIGTERM it would kill them. Ctrl-C is left to srun: once prints the
+    state of the nodes, twice ends them.
+
+    Args:
+        command: The command of `Allocation.command`.
+        environment: The environment of srun, which gives it to all nodes.
 
     Returns:
-        The highest status of the nodes. After a signal CONTINUE, unless the run is finished or was refused.
+        The highest status of the nodes. After a signal CONTINUE, unless the run is finished or was
+        refused.
     """
     process = subprocess.Popen(command, env=environment)
     received = []

@@ -1,10 +1,12 @@
-"""torchrun on one node: its command, its environment, its signals and its exit status.
+"""Runs torchrun on one node: its command, its environment, its signals and its exit status.
 
-The exit status says whether the same command continues the run. Two things start a run again: torchrun starts its ranks
-again when one of them fails (--max-restarts), and a scheduler puts the job back in the queue when a node is lost or the
-time is over (tools/sites/requeue.sbatch, at exit status 75). This module starts nothing a second time.
+The exit status says whether the same command continues the run. Two things start a run again:
+torchrun starts its ranks again when one of them fails (--max-restarts), and a scheduler puts the
+job back in the queue when a node is lost or the time is over (tools/sites/requeue.sbatch, at exit
+status 75). This module starts nothing a second time.
 
-srun runs it on every node of an allocation: python -m interdomain.tools._start.torchrun RANKS TORCHRUN'S COMMAND
+srun runs it on every node of an allocation: python -m interdomain.tools._start.torchrun RANKS
+TORCHRUN'S COMMAND
 """
 
 import os
@@ -23,9 +25,12 @@ from interdomain.folders import private_folder
 from interdomain.launcher import ENDED, LEFT, REASON_FILE, STOPPED
 from interdomain.tools._cli import python_here, user_errors
 
+# Exit statuses.
 CONTINUE = os.EX_TEMPFAIL  # 75, "try again": the same command continues the run
-REFUSED = 2  # by the command line or by a rank's decision, which another start would only repeat
+# The command line was refused, or a rank made a decision that another start would only repeat.
+REFUSED = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+# Variables that torchrun and its elastic agent read.
 ELASTIC = {
     # Seconds in which the ranks can save. torchrun's own 30 would cut a large checkpoint short.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
@@ -38,8 +43,8 @@ ELASTIC = {
     # No warnings of each signal that torchrun passes on.
     "LOGLEVEL": "ERROR",
 }
-# --standalone by itself advertises the machine's name. Where that does not resolve, as in a container or
-# on a laptop without a network, the ranks would wait for ever.
+# --standalone by itself advertises the machine's name. Where that does not resolve, as in a
+# container or on a laptop without a network, the ranks would wait for ever.
 ONE_MACHINE = ("--standalone", "--nnodes", "1", "--local-addr", "127.0.0.1")
 
 
@@ -50,15 +55,16 @@ def torchrun_command(
     restarts: int = 0,
     rendezvous: Sequence[str] = ONE_MACHINE,
 ) -> list[str]:
-    """The command of one node.
+    """Returns the command of one node.
 
     Args:
         config: The TOML file.
         flags: Settings that override the file's.
-        ranks: The number of processes.
+        ranks: The number of processes on this node.
         restarts: How many times torchrun starts failed ranks again.
         rendezvous: torchrun's flags by which nodes find each other.
     """
+    # `elastic` is torchrun without its traceback after a signal.
     command = [python_here(), "-m", "interdomain.tools._start.elastic", *rendezvous]
     command += ["--nproc-per-node", str(ranks)]
     if restarts:
@@ -69,7 +75,13 @@ def torchrun_command(
 
 
 def command_here(name: str) -> list[str]:
-    """The beginning of one of our commands: this environment's `interdomain NAME`, or the module if that is missing."""
+    """Returns the beginning of one of our commands, to paste in this environment.
+
+    It is the environment's script `interdomain NAME`, or the module if that is missing.
+
+    Args:
+        name: The command, such as "convert".
+    """
     script = Path(python_here()).with_name("interdomain")
     if script.is_file():
         return [str(script), name]
@@ -77,15 +89,19 @@ def command_here(name: str) -> list[str]:
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """The environment of a run on this node.
+    """Returns the environment of a run on this node.
 
-    Variables of the user win, except for those by which torchrun takes options: the command has all of
-    them, and operators such as Kubeflow's set some in every pod.
+    Variables of the user win, except for those by which torchrun takes options: the command has all
+    of them, and operators such as Kubeflow's set some in every pod.
+
+    Args:
+        ranks: The number of processes on this node, which share the CPU's cores if there is no GPU.
 
     Raises:
         PermissionError: Others could write to the cache of compiled kernels.
     """
-    # Compiled kernels are thousands of small files. On a shared disk every rank would wait for them.
+    # Compiled kernels are thousands of small files. On a shared disk every rank would wait for
+    # them.
     cache = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -106,7 +122,11 @@ def environment(ranks: int) -> dict[str, str]:
 
 @contextmanager
 def handlers(by_signal: Mapping[Any, Callable | signal.Handlers]) -> Iterator[None]:
-    """Installs signal handlers for the duration of a block."""
+    """Installs signal handlers for the duration of a block.
+
+    Args:
+        by_signal: The handler of each signal, as `signal.signal` takes it.
+    """
     before = {number: signal.signal(number, handler) for number, handler in by_signal.items()}
     try:
         yield
@@ -118,12 +138,17 @@ def handlers(by_signal: Mapping[Any, Callable | signal.Handlers]) -> Iterator[No
 def run(command: list[str], environment: dict[str, str]) -> int:
     """Runs torchrun to its end.
 
-    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave. A second Ctrl-C ends it at once.
+    SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave. A second Ctrl-C ends it at
+    once.
+
+    Args:
+        command: The command of `torchrun_command`.
+        environment: All variables of torchrun and its ranks.
 
     Returns:
-        0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after
-        a second Ctrl-C, REFUSED for one that a rank ended by a decision, else torchrun's status: of a
-        killed one 128 and the signal, as shells report it.
+        0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED
+        after a second Ctrl-C, REFUSED for one that a rank ended by a decision. Otherwise torchrun's
+        status, or 128 and the number of the signal that killed it, as shells report it.
     """
     received = []
 
@@ -135,7 +160,8 @@ def run(command: list[str], environment: dict[str, str]) -> int:
                 message = "\nCtrl-C: saving, then leaving. Once more ends the run at once."
                 print(message, file=sys.stderr, flush=True)
         if not received:
-            # Once only: torchrun passes SIGTERM on to the ranks, and at its third stops waiting for them.
+            # Once only: torchrun passes SIGTERM on to the ranks, and at its third stops waiting for
+            # them.
             process.send_signal(signal.SIGTERM)
         received.append(number)
 
@@ -144,10 +170,11 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     )
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         del requests[signal.SIGHUP]  # nohup: the run goes on without its terminal
-    # Signals that are ignored while torchrun is started are ignored by torchrun, too. A scheduler or a
-    # closing terminal may send them to every process, and torchrun must not die of them.
+    # Signals that are ignored while torchrun is started are ignored by torchrun, too. A scheduler
+    # or a closing terminal may send them to every process, and torchrun must not die of them.
     ignored = dict.fromkeys((signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
-    # A rank writes into this file why the run ended, which torchrun's exit status cannot say.
+    # A rank writes into this file why the run ended, which torchrun's exit status cannot say. The
+    # file has no name on the disk, and is gone when this process ends.
     with tempfile.TemporaryFile("w+") as reason_file, handlers(ignored):
         path = f"/proc/{os.getpid()}/fd/{reason_file.fileno()}"
         process = subprocess.Popen(command, env={**environment, REASON_FILE: path})
@@ -159,12 +186,13 @@ def run(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _meaning_of(status: int, reason: str, received: list[int]) -> int:
-    """The exit status of a run.
+    """Returns the exit status of a run.
 
     Args:
         status: torchrun's exit status; negative if a signal killed it.
-        reason: What a rank wrote about its end; empty if it wrote nothing.
-        received: The signals that came.
+        reason: What a rank wrote about its end (see interdomain.launcher); empty if it wrote
+            nothing.
+        received: The signals that this process received.
     """
     if received.count(signal.SIGINT) > 1:
         return INTERRUPTED
@@ -190,7 +218,13 @@ def _meaning_of(status: int, reason: str, received: list[int]) -> int:
 
 
 def end_at_once(pid: int) -> None:
-    """Kills a process and all of its descendants. torchrun's ranks are in sessions of their own."""
+    """Kills a process and all of its descendants.
+
+    The descendants are looked up in /proc, because torchrun's ranks are in sessions of their own.
+
+    Args:
+        pid: The id of the process, torchrun.
+    """
     processes = [pid]
     for process in processes:  # the list grows by the children of its members
         for file in Path(f"/proc/{process}/task").glob("*/children"):
@@ -204,9 +238,14 @@ def end_at_once(pid: int) -> None:
 
 @user_errors
 def main(argv: list[str] | None = None) -> int:
+    """Runs torchrun on this node of an allocation. Returns its exit status.
+
+    Args:
+        argv: The number of ranks and torchrun's command; None takes the words of the process.
+    """
     ranks, *command = sys.argv[1:] if argv is None else argv
-    # The first node is the host of the rendezvous. torchrun would guess it from the hosts' names, and a
-    # node with several networks has several.
+    # The first node is the host of the rendezvous. torchrun would guess it from the hosts' names,
+    # and a node with several networks has several.
     is_first = os.environ["SLURM_NODEID"] == "0"
     rendezvous = {"PET_RDZV_CONF": f"is_host={str(is_first).lower()}"}
     return run(command, rendezvous | environment(int(ranks)))

@@ -1,7 +1,8 @@
 """The definition of a study, a TOML file, and the record of each of its runs.
 
-The file has tables of sizes, conditions, settings, learning rates and seeds. Each combination is a run.
-A finished run leaves a record, a JSON file, from which the tables of the study are made.
+The file has tables of sizes, conditions, settings, learning rates and seeds: the axes of the study.
+A condition is a choice of the layers' mixers, such as softmax or interdomain. Each combination is a
+run. A finished run leaves a record, a JSON file, from which the tables of the study are made.
 docs/study.md describes the file and the records.
 """
 
@@ -26,16 +27,18 @@ from interdomain.titan.settings.rules import reads_n_basis
 from interdomain.titan.settings.schema import IN_TOKENS
 from interdomain.tools._curves import EVENTS, curves_of, events_folder, facts_of, read_events
 
+# The axes of a study: the name of the table in its file, and the label in the record of a run.
 AXES = {"sizes": "size", "conditions": "condition", "settings": "setting", "rates": "rate"}
+# The keys of a study's file.
 KEYS = ("config", "output", "results", "ranks", "all", *AXES, "runs")
-VALIDATION = "validation_metrics/loss"
+VALIDATION = "validation_metrics/loss"  # the tag of the validation loss in TensorBoard
 # The curves that a record keeps.
 KEPT_TAGS = re.compile(
     r"validation_(metrics/(loss|accuracy)|position/.*)$|loss_metrics/global_avg_loss$|n_tokens_seen$"
 )
 CONFIG = "run.toml"  # the settings of a run, in its folder, as ./launch.sh reads them
 
-Table = dict[str, Any]
+Table = dict[str, Any]  # a table of a TOML file
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class StudyRun:
     """One run of a study.
 
     Attributes:
-        labels: Its size, condition, setting and rate, as far as the study has these axes.
+        labels: Its size, condition, setting and rate, if the study has these axes.
+        seed: The seed of the run.
         name: The labels and the seed, as part of a path.
         settings: The sections of its TOML file.
         record: The file that is written when the run is finished.
@@ -63,7 +67,7 @@ class StudyRun:
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The steps, tokens and FLOPs of the run.
+        """Returns the steps, tokens and FLOPs of the run.
 
         Raises:
             ValueError: The settings are wrong, or a study cannot use them.
@@ -86,12 +90,14 @@ class StudyRun:
 
     @property
     def step(self) -> int:
-        """The step of the newest checkpoint; 0 if there is none."""
+        """Returns the step of the newest checkpoint; 0 if there is none."""
         return max(finished_steps(checkpoints_of(self.folder)), default=0)
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has a record, which is written here if the run has come to its end.
+        """Returns True if the run has a record.
+
+        A run that has come to its end without a record gets it here.
 
         Raises:
             ValueError: The run was finished, or begun, with other settings.
@@ -115,6 +121,11 @@ class StudyRun:
         return has_ended
 
     def _write_record(self, logged: Table) -> None:
+        """Writes the record of the finished run.
+
+        Args:
+            logged: The facts and curves from `record_of`.
+        """
         record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
         # Validation splits with few documents also leave the loss of each document.
         by_document = self._last_checkpoint / DOCUMENTS
@@ -124,7 +135,12 @@ class StudyRun:
         write_atomically(self.record, dumped(record))
 
     def _check_settings(self, path: Path, settings: Table) -> None:
-        """Raises ValueError if the settings in a file of this run are not those of the study."""
+        """Raises ValueError if the settings in a file of this run are not those of the study.
+
+        Args:
+            path: The file, for the error's text.
+            settings: The sections in the file.
+        """
         in_file = dict(pairs(settings))
         in_study = dict(pairs(self.settings))
         changed = []
@@ -206,7 +222,13 @@ def read_study(path: Path) -> Study:
 
 
 def _combinations(table: Table, grid: Table) -> Iterator[tuple[dict[str, str], int]]:
-    """The labels and the seed of each run of a table [[runs]]. An axis that it lacks has all its names."""
+    """Yields the labels and the seed of each run of a table [[runs]].
+
+    Args:
+        table: The study's file.
+        grid: The table. It has the names to combine on each axis; an axis that it lacks has all its
+            names.
+    """
     axes = [axis for axis in AXES if table.get(axis)]
     names = [grid.get(axis, list(table[axis])) for axis in axes]
     for seed, *labels in itertools.product(grid.get("seeds", [42]), *names):
@@ -214,11 +236,18 @@ def _combinations(table: Table, grid: Table) -> Iterator[tuple[dict[str, str], i
 
 
 def _file_name(label: str) -> str:
+    """Replaces the characters of a label that do not belong in a path."""
     return re.sub(r"[^\w.=+-]+", "-", label).strip("-")
 
 
 def _check(path: Path, table: Table, grids: list[Table]) -> None:
-    """Raises ValueError for names that a study does not have, and for lists that name no run."""
+    """Raises ValueError for names that a study does not have, and for lists that name no run.
+
+    Args:
+        path: The study's file, for the error's text.
+        table: The contents of the file.
+        grids: Its tables [[runs]].
+    """
     problems = []
     # The keys of the file.
     for key in table:
@@ -246,7 +275,14 @@ def _check(path: Path, table: Table, grids: list[Table]) -> None:
 
 
 def _settings(table: Table, labels: dict[str, str]) -> Table:
-    """The sections of a run's file. The tables of the study's file override each other in order."""
+    """Returns the sections of a run's file.
+
+    The tables of the study's file override each other in order.
+
+    Args:
+        table: The study's file.
+        labels: The run's name on each axis of AXES, such as {"sizes": "125M"}.
+    """
     settings: Table = {}
     # The shared file and [all] come first, then the tables of the labels in the order of the axes.
     layers = [{"config": table.get("config")}, table.get("all", {})]
@@ -268,7 +304,12 @@ def _settings(table: Table, labels: dict[str, str]) -> Table:
 
 
 def _override(settings: Table, layer: Table) -> None:
-    """Changes settings to those of a table."""
+    """Changes settings to those of a table.
+
+    Args:
+        settings: Sections, changed in place.
+        layer: The table, with sections of its own.
+    """
     for section, values in layer.items():
         if isinstance(values, dict):
             settings.setdefault(section, {}).update(values)
@@ -290,7 +331,13 @@ def _override(settings: Table, layer: Table) -> None:
 
 
 def toml(settings: Table) -> str:
-    """A TOML file of sections. TOML writes strings, numbers, switches and lists as JSON does."""
+    """Returns the text of a TOML file of sections.
+
+    TOML writes strings, numbers, switches and lists as JSON does.
+
+    Args:
+        settings: The values of each section.
+    """
     lines = []
     for section, values in settings.items():
         lines.append(f"[{section}]")
@@ -301,7 +348,11 @@ def toml(settings: Table) -> str:
 
 
 def read_record(path: Path) -> Table:
-    """Reads the record of a run. Raises ValueError if it is damaged."""
+    """Reads the record of a run.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     try:
         return json.loads(path.read_text())
     except ValueError as e:
@@ -311,8 +362,13 @@ def read_record(path: Path) -> Table:
 def record_of(folder: Path) -> Table:
     """Makes the record of a run from its TensorBoard events.
 
+    Args:
+        folder: The folder of the run, or of its events.
+
     Returns:
-        The facts, the configuration, the environment, and the value of each kept tag by step.
+        The facts (hyperparameters), the configuration, the environment, and the value of each kept
+        tag by step.
+
     Raises:
         FileNotFoundError: The folder has no events.
         ValueError: The folder holds no run of this project.
@@ -338,7 +394,10 @@ def record_of(folder: Path) -> Table:
 
 
 def dumped(record: Table) -> bytes:
-    """A record as JSON, with a fact or a curve on each line. Values have seven digits, as float32 has."""
+    """Returns a record as JSON, with a fact or a curve on each line.
+
+    Values have seven digits, as float32 has.
+    """
     lines = []
     for name, fact in record.items():
         if name != "curves":

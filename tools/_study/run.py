@@ -1,4 +1,8 @@
-"""Trains the missing runs of a study on this machine, several at a time if asked, or submits them to SLURM."""
+"""Trains the missing runs of a study on this machine, several at a time, or submits them to SLURM.
+
+With several runs at a time (`jobs`), each has an equal share of this machine: a part of its GPUs,
+or of the CPU's cores.
+"""
 
 import contextlib
 import os
@@ -26,7 +30,9 @@ class Running(NamedTuple):
     """A run in a process of its own.
 
     Attributes:
-        share: Which of the equal shares of this machine the process has, from 0.
+        run: The run.
+        share: The number of the share of this machine that the process has, from 0.
+        process: The launcher's process.
     """
 
     run: StudyRun
@@ -35,7 +41,13 @@ class Running(NamedTuple):
 
 
 def start(run: StudyRun, share: int, jobs: int) -> Running:
-    """Starts a run on one of `jobs` shares of this machine. A run that was begun continues."""
+    """Starts a run on one of `jobs` shares of this machine. A run that was begun continues.
+
+    Args:
+        run: The run.
+        share: The number of the share, from 0 to jobs - 1.
+        jobs: The number of shares.
+    """
     command = [sys.executable, "-m", "interdomain.tools.launch", str(run.write_config())]
     command += ["--site", "local"]
     if run.ranks is not None:
@@ -55,7 +67,13 @@ def start(run: StudyRun, share: int, jobs: int) -> Running:
 
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
-    """The environment of a process that has one of `jobs` shares of the GPUs, or of the CPU's cores."""
+    """Returns the environment of a process that has one of `jobs` shares of this machine.
+
+    Args:
+        share: The number of the share, from 0 to jobs - 1.
+        jobs: The number of shares of the GPUs, or of the CPU's cores.
+        ranks: The number of processes of the run, which share its cores.
+    """
     # One run at a time has the whole machine.
     if jobs == 1:
         return dict(os.environ)
@@ -90,12 +108,17 @@ def check_data_of(runs: list[StudyRun]) -> None:
 def run_here(missing: list[StudyRun], jobs: int) -> int:
     """Trains runs in order, `jobs` at a time.
 
-    A run that fails is reported, and the others go on. SIGINT and SIGTERM are passed on to the runs,
-    which save and leave. A second SIGINT ends them at once.
+    A run that fails is reported, and the others go on. SIGINT and SIGTERM are passed on to the
+    runs, which save and leave. A second SIGINT ends them at once.
+
+    Args:
+        missing: The runs that are not finished.
+        jobs: The number of runs at a time.
 
     Returns:
         0 if all are finished, 1 if a run failed, CONTINUE if a signal came.
     """
+    # Runs that wait for a share of the machine, and runs at work.
     waiting = list(missing)
     running: list[Running] = []
     signals: list[int] = []
@@ -158,8 +181,10 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
     """Submits each run that is not in SLURM's queue.
 
     Args:
+        missing: The runs that are not finished.
         study: The name of the study, with which the names of the jobs begin.
         command: sbatch, its flags and a script that takes a run's TOML file.
+
     Raises:
         OSError: sbatch or squeue is not there.
         ValueError: One of them fails.
@@ -177,6 +202,7 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
 
 
 def _output_of(command: list[str]) -> str:
+    """Runs a command and returns what it prints. Raises ValueError if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(

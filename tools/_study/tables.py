@@ -36,8 +36,9 @@ CELL_SETTINGS = (
     "lr_scheduler.min_lr",
     "checkpoint.initial_load_path",
 )
-FREE_FACTS = ("seed", "ranks", "recompute")  # hyperparameters in which runs of one cell may differ
-BOOTSTRAP_SAMPLES = 2000
+# Hyperparameters in which runs of one cell may differ.
+FREE_FACTS = ("seed", "ranks", "recompute")
+BOOTSTRAP_SAMPLES = 2000  # of the 95 % intervals
 NOTES = """\
 loss: the best validation loss of each run in nats per token, ± the standard deviation over seeds. vs softmax: mean perplexity
 against softmax at its best rate, if both read as many tokens of the same text. interval: 95 %, by bootstrap over the validation
@@ -55,6 +56,7 @@ class Value(NamedTuple):
 
 
 def mean_of(values: Iterable[float]) -> Value:
+    """Returns the mean of values, one for each seed, and their standard deviation."""
     values = list(values)
     deviation = None
     if len(values) > 1:
@@ -67,12 +69,14 @@ class Run:
     """A run as `study show` reads it.
 
     Attributes:
-        labels: Its size, condition, setting and rate in a study. A single run has size and condition.
+        labels: Its size, condition, setting and rate in a study. A single run has size and
+            condition.
         facts: The hyperparameters that it logged.
         curves: The value of each tag by tokens read.
         trained: The number of tokens that it has read.
-        documents: Sums over each validation document at the last validation: its loss in "nats", and its
-            "labels", the number of predicted tokens, 0 if it was not read. None if the split has many.
+        documents: Sums over each validation document at the last validation: its loss in "nats",
+            and its "labels", the number of predicted tokens, 0 if it was not read. None if the
+            split has many documents.
         configuration: The value of each setting.
     """
 
@@ -85,7 +89,13 @@ class Run:
 
     @classmethod
     def of(cls, name: str, record: Row) -> "Run":
-        """Reads a record of `definition.record_of`. A study's records also have labels and documents.
+        """Reads a record of `definition.record_of`.
+
+        A study's records also have labels and documents.
+
+        Args:
+            name: The name of the run, for the error's text.
+            record: The record.
 
         Raises:
             ValueError: The run was never validated.
@@ -132,12 +142,12 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """The lowest validation loss in nats per token."""
+        """Returns the lowest validation loss in nats per token."""
         return min(self.curves[VALIDATION].values())
 
     @property
     def compared(self) -> dict[str, str]:
-        """Everything in which two runs must agree for their perplexities to be compared."""
+        """Returns all in which two runs must agree for their perplexities to be compared."""
         compared = {name: str(self.configuration.get(name)) for name in COMPARED_SETTINGS}
         fingerprints = self.facts["fingerprints"]
         compared["the training text"] = str(fingerprints.get("train"))
@@ -147,7 +157,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Settings that tell a cell from other cells of the same condition."""
+        """Returns the settings that tell a cell from other cells of the same condition."""
         settings = {name: str(self.configuration.get(name)) for name in CELL_SETTINGS}
         return {"lr": f"{self.facts['lr']:g}", **settings}
 
@@ -179,21 +189,25 @@ def perplexities(runs: list[dict[str, list[float]]], seed: int) -> np.ndarray:
 
 @functools.cache
 def _document_counts(documents: int) -> np.ndarray:
-    """How many times each sample draws each document, [BOOTSTRAP_SAMPLES, documents]."""
+    """Returns how many times each sample draws each document, [BOOTSTRAP_SAMPLES, documents].
+
+    Args:
+        documents: The number of documents.
+    """
     probabilities = np.full(documents, 1 / documents)
     counts = np.random.default_rng(0).multinomial(documents, probabilities, BOOTSTRAP_SAMPLES)
     return counts.astype(np.float64)
 
 
 def interval_of(samples: np.ndarray) -> list[float]:
-    """The interval that holds the middle 95 % of the samples."""
+    """Returns the interval that holds the middle 95 % of the samples."""
     low, high = np.quantile(samples, [0.025, 0.975])
     return [float(low), float(high)]
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """Runs that differ in the seed only."""
+    """Runs that differ in the seed only. The class computes their means and intervals."""
 
     runs: list[Run]
 
@@ -207,6 +221,7 @@ class Cell:
 
     @property
     def group(self) -> str:
+        """Names the group of the cell: its size and setting."""
         labels = self.first.labels.items()
         return " ".join(str(label) for axis, label in labels if axis not in ("condition", "rate"))
 
@@ -216,12 +231,15 @@ class Cell:
 
     @property
     def compute(self) -> float:
-        """6ND of all parameters, as the paper counts FLOPs."""
+        """Returns 6ND FLOPs (N: all parameters, D: tokens), as the paper counts them."""
         return 6 * self.first.facts["parameters"] * self.first.trained
 
     @functools.cached_property
     def interval(self) -> list[float] | None:
-        """The 95 % interval of the perplexity of the last validation. None without losses by document."""
+        """Returns the 95 % interval of the perplexity of the last validation.
+
+        None if a run has no losses by document.
+        """
         documents = []
         for run in self.runs:
             if run.documents is None:
@@ -232,7 +250,11 @@ class Cell:
         return interval_of(perplexities(documents, seed))
 
     def curve(self, tag: str) -> dict[int, Value]:
-        """The mean of a tag by tokens, wherever all runs have a value."""
+        """Returns the mean of a tag by tokens, wherever all runs have a value.
+
+        Args:
+            tag: A key of `Run.curves`.
+        """
         curves = [run.curves.get(tag, {}) for run in self.runs]
         means = {}
         for tokens in sorted(set(curves[0]).intersection(*curves[1:])):
@@ -241,14 +263,14 @@ class Cell:
 
     @property
     def accuracy(self) -> Value | None:
-        """The accuracy of the last validation. None if the corpus has no answers."""
+        """Returns the accuracy of the last validation. None if the corpus has no answers."""
         curve = self.curve(ACCURACY)
         if not curve:
             return None
         return curve[max(curve)]
 
     def name_among(self, cells: "list[Cell]", without: str = "") -> str:
-        """The condition, with the settings that tell this cell from others of the same condition.
+        """Returns the condition, with the settings that tell this cell from its neighbours.
 
         Args:
             cells: The cells that stand beside it.
@@ -262,6 +284,7 @@ class Cell:
         return name
 
 
+# The cells of each group, by its name.
 Groups = dict[str, list[Cell]]
 
 
@@ -288,9 +311,13 @@ def cells_of(runs: list[Run]) -> Groups:
 
 
 def at_best_rates(cells: list[Cell]) -> list[Cell]:
-    """Keeps each condition's best rate: the one with the most seeds, then the lowest perplexity.
+    """Keeps each condition's best learning rate.
 
-    Cells of a study without rates are all kept.
+    It is the one with the most seeds, then the one with the lowest perplexity. Cells of a study
+    without rates are all kept.
+
+    Args:
+        cells: The cells of one group, the lowest perplexity first.
     """
     # `sorted` keeps the order of cells with as many seeds, which is that of their perplexities.
     best: dict[str, Cell] = {}
@@ -300,13 +327,23 @@ def at_best_rates(cells: list[Cell]) -> list[Cell]:
 
 
 def softmax_cells(cell: Cell, cells: list[Cell]) -> list[Cell]:
-    """The cells of softmax that read as many tokens of the same text as a cell."""
+    """Returns the cells of softmax that read as many tokens of the same text as a cell.
+
+    Args:
+        cell: The cell to compare.
+        cells: The cells of its group.
+    """
     softmax = [other for other in cells if other.condition == "softmax"]
     return [other for other in softmax if other.first.compared == cell.first.compared]
 
 
 def incomparable(group: str, cells: list[Cell]) -> list[str]:
-    """Says why no percentage compares some cells of a group, a sentence for each reason."""
+    """Says why no percentage compares some cells of a group, a sentence for each reason.
+
+    Args:
+        group: The name of the group.
+        cells: Its cells at their best rates.
+    """
     reasons = []
     # Other text, validation or number of tokens.
     for name in cells[0].first.compared:
@@ -320,7 +357,11 @@ def incomparable(group: str, cells: list[Cell]) -> list[str]:
 
 
 def rows(groups: Groups) -> list[Row]:
-    """Makes a row for each cell, against softmax at its best rate and beside the paper's figures."""
+    """Makes a row for each cell, against softmax at its best rate and beside the paper's figures.
+
+    Args:
+        groups: The cells of each group, from `cells_of`.
+    """
     table = []
     for group, cells in groups.items():
         best = at_best_rates(cells)
@@ -330,7 +371,12 @@ def rows(groups: Groups) -> list[Row]:
 
 
 def _row(cell: Cell, best: list[Cell]) -> Row:
-    """The columns of a cell. `best` are the cells of its group at their best rates."""
+    """Returns the columns of a cell.
+
+    Args:
+        cell: The cell.
+        best: The cells of its group at their best rates.
+    """
     # Over the seeds.
     facts = cell.first.facts
     seeds = [run.facts["seed"] for run in cell.runs]
@@ -342,7 +388,8 @@ def _row(cell: Cell, best: list[Cell]) -> Row:
     if len(softmax) == 1:
         vs_softmax = perplexity.mean / softmax[0].perplexity.mean - 1
 
-    # The paper's figure. A condition with settings of its own has another name, and so no figure of the paper.
+    # The paper's figure. A condition with settings of its own has another name, and so no figure of
+    # the paper.
     paper_figures = PAPER["validation_perplexity"].get(facts["model"], {})
     paper = paper_figures.get(facts["condition"])
     paper_vs_softmax = None
@@ -368,11 +415,11 @@ def _row(cell: Cell, best: list[Cell]) -> Row:
 
 
 def describe_state(fixed: int, growing: int) -> str:
-    """The size of the state in all layers.
+    """Returns the size of the state in all layers, as text.
 
     Args:
-        fixed: Numbers per sequence.
-        growing: Numbers that every token adds.
+        fixed: Elements per sequence, such as those of a recurrence's state.
+        growing: Elements that every token adds, such as softmax's keys and values.
     """
     if not growing:
         return f"{fixed:,}"
@@ -395,26 +442,32 @@ FORMATS = {
 
 
 def page(groups: Groups) -> str:
-    """The table, what its columns mean, and why some cells are not compared."""
+    """Returns the table, the meaning of its columns, and why some cells are not compared.
+
+    Args:
+        groups: The cells of each group, from `cells_of`.
+    """
     table = rows(groups)
     # A column that no row fills is left out.
     columns = []
     for name in table[0]:
         if any(row[name] is not None for row in table):
             columns.append(name)
-    cells = [[name.replace("_", " ") for name in columns]]
+    texts = [[name.replace("_", " ") for name in columns]]
     for row in table:
-        cells.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
-    lines = [*markdown_rows(cells), "", NOTES]
+        texts.append([cell_text(row[name], FORMATS.get(name, "")) for name in columns])
+    lines = [*markdown_rows(texts), "", NOTES]
     for group, members in groups.items():
         lines += [f"- {reason}" for reason in incomparable(group, at_best_rates(members))]
     return "\n".join(lines) + "\n"
 
 
 def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
-    """Panels of each group: the results of all conditions at their best rates, and curves by tokens.
+    """Returns the plots of each group, the runs of one size and setting.
 
-    The measure is accuracy if the corpus has answers, else perplexity.
+    The first plot has a dot for each condition: its best validation at its best learning rate. The
+    second has the curves over tokens, if a curve has several points. The measure is accuracy if the
+    corpus has answers, else perplexity.
     """
     drawn: dict[str, list[Panel | Dots]] = {}
     for group, cells in cells_of(runs).items():
@@ -428,7 +481,15 @@ def panels(runs: list[Run]) -> dict[str, list[Panel | Dots]]:
 
 
 def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
-    """A curve for each cell by tokens, from the second validation on: the first is of the untrained model."""
+    """Draws a curve for each cell by tokens.
+
+    The first validation is left out: it is of the untrained model.
+
+    Args:
+        title: The title of the panel, the name of the group.
+        cells: The cells of the group at their best rates.
+        has_answers: True draws accuracy, False perplexity.
+    """
     measure = PERPLEXITY
     if has_answers:
         measure = ACCURACY
@@ -451,7 +512,15 @@ def _panel_by_tokens(title: str, cells: list[Cell], has_answers: bool) -> Panel:
 
 
 def _dots(title: str, cells: list[Cell], has_answers: bool) -> Dots:
-    """The result of each cell, with its 95 % interval if it is known, else with its deviation over seeds."""
+    """Draws the result of each cell, with a bar.
+
+    The bar is the 95 % interval if it is known, else the deviation over seeds.
+
+    Args:
+        title: The title of the panel, the name of the group.
+        cells: The cells of the group at their best rates.
+        has_answers: True draws accuracy, False perplexity.
+    """
     x_label = "validation perplexity (less is better)"
     if has_answers:
         x_label = "accuracy (more is better)"

@@ -9,8 +9,8 @@ from typing import Any
 from interdomain.model.config import MODEL_SETTINGS, ModelConfig
 from interdomain.model.settings import MIXER_SETTINGS
 
-# The names in config.json of settings that have another name there.
-SETTINGS = {
+# The settings that have another name in config.json, with that name.
+NAMES_IN_CONFIG_JSON = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -19,22 +19,22 @@ SETTINGS = {
     "norm_eps": "rms_norm_eps",
     "kind": "mixer",
 }
-# The mixer of a model whose layers differ. `layer_settings` then holds the mixer's settings of the first layers, a
-# pattern that the following layers repeat.
+# The value of `mixer` in a model whose layers differ. The member `layer_settings` then holds the
+# mixer's settings of the first layers, a pattern that the following layers repeat.
 HYBRID = "hybrid"
 
 
 def to_transformers(config: ModelConfig) -> dict[str, Any]:
-    """Returns the settings as config.json has them."""
+    """Returns a model's settings as config.json has them. `from_transformers` is the inverse."""
     settings = config.to_dict()
     del settings["mixer"]
     record = _renamed(settings)
     mixers = []
     for layer in config.layers[: len(config.mixers)]:
         mixer = asdict(layer.mixer)
-        del mixer[
-            "n_kv_heads"
-        ]  # None for as many as query heads, which transformers wants as a number
+        # A MixerConfig has None for as many heads as query heads. transformers wants the number,
+        # which comes last.
+        del mixer["n_kv_heads"]
         mixers.append(_renamed({**mixer, "n_kv_heads": layer.n_kv_heads}))
     if len(mixers) == 1:
         record |= mixers[0]
@@ -44,32 +44,39 @@ def to_transformers(config: ModelConfig) -> dict[str, Any]:
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    return {SETTINGS.get(name, name): value for name, value in settings.items()}
+    """Returns settings under their names in config.json."""
+    return {NAMES_IN_CONFIG_JSON.get(name, name): value for name, value in settings.items()}
 
 
 def from_transformers(record: dict[str, Any]) -> ModelConfig:
-    """Returns the model's configuration.
+    """Reads the model's configuration from config.json. This is the inverse of `to_transformers`.
 
     Args:
-        record: The contents of config.json. Others than the model's settings are ignored.
+        record: The contents of config.json. Members that are no settings of the model or of its
+            mixers are ignored.
 
     Raises:
-        KeyError, TypeError, ValueError: A setting is missing, or has a value that is not allowed.
+        KeyError: `mixer`, `format_version` or a setting of the model is missing. A setting of a
+            mixer that is missing has its default.
+        TypeError, ValueError: A setting has a value that is not allowed.
     """
     settings = {}
     for name in ("format_version", *MODEL_SETTINGS):
-        settings[name] = record[SETTINGS.get(name, name)]
+        settings[name] = record[NAMES_IN_CONFIG_JSON.get(name, name)]
+    # The members of config.json that hold the settings of each mixer. If all layers have the same
+    # mixer, they are among the model's own.
     layers = [record]
     if record["mixer"] == HYBRID:
         layers = record["layer_settings"] or []
     mixers = []
     for layer in layers:
-        # A setting that is newer than the file has its default.
+        # A setting is missing if it is newer than the file. It then has its default.
         mixer = {}
         for name in MIXER_SETTINGS:
-            key = SETTINGS.get(name, name)
+            key = NAMES_IN_CONFIG_JSON.get(name, name)
             if key in layer:
                 mixer[name] = layer[key]
+        # A MixerConfig has None for as many heads of keys and values as query heads.
         if mixer.get("n_kv_heads") == settings["n_heads"]:
             mixer["n_kv_heads"] = None
         mixers.append(mixer)

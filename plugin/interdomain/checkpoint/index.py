@@ -1,9 +1,10 @@
 """Reads the index and the tensors of torch.distributed.checkpoint folders, without trusting them.
 
 A checkpoint is a folder of files, each with pieces of tensors that one rank wrote, and an index of
-the pieces. No process group is needed to read it. PyTorch's index has a Python object for each piece:
-967,000 for 1.3B on 1,024 ranks, which take 3 GB and half a minute to send from one rank to another.
-Here the index becomes arrays, and each rank turns back only the pieces that its own tensors need.
+the pieces. No process group is needed to read it. PyTorch's index has a Python object for each
+piece: 967,000 for 1.3B on 1,024 ranks, which take 3 GB and half a minute to send from one rank to
+another. Here the index becomes arrays, and each rank turns back only the pieces that its own
+tensors need.
 """
 
 import io
@@ -129,10 +130,15 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def as_arrays(metadata: Any) -> Index:
-    """Converts PyTorch's `Metadata`, or a description of it, to arrays.
+    """Converts PyTorch's index to arrays.
+
+    Args:
+        metadata: A `Metadata` of PyTorch, or a `_Description` of one, which has the same
+            attributes.
 
     Raises:
-        ValueError: Pieces of a tensor are missing, or a piece lies outside of the checkpoint's folder.
+        ValueError: Pieces of a tensor are missing, or a piece lies outside of the checkpoint's
+            folder.
     """
     described = metadata.state_dict_metadata
     places = metadata.storage_data
@@ -192,7 +198,11 @@ def as_arrays(metadata: Any) -> Index:
 
 
 def check_lengths(folder: Path, index: Index) -> None:
-    """Checks that each file of a checkpoint exists and is as long as the index says.
+    """Checks that each file of a checkpoint exists and is at least as long as the index says.
+
+    Args:
+        folder: The checkpoint.
+        index: Its index.
 
     Raises:
         ValueError: A file is missing or too short.
@@ -219,7 +229,10 @@ def altered_entry(
     torch.save writes a zip archive with a CRC-32 per record, which torch.load does not compare.
 
     Args:
-        part: The rank that calls. Each reads its own run of neighbouring pieces, so that it opens few files.
+        folder: The checkpoint.
+        index: Its index.
+        part: The rank that calls. Each reads its own run of neighbouring pieces, so that it opens
+            few files.
         parts: The number of ranks that share the work.
         names: The entries to compare; None for all.
 
@@ -246,7 +259,10 @@ def altered_entry(
 
 
 def _archive_fault(data: bytes) -> str | None:
-    """Returns what is wrong with a zip archive, such as its first damaged record; None for nothing."""
+    """Returns what is wrong with a zip archive, such as the name of its first damaged record.
+
+    None means that nothing is.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             # torch.save does not compress, and a compressed record may be of any size.
@@ -274,10 +290,11 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
     """Converts the pieces that these tensors need back to PyTorch's index.
 
     Args:
+        index: The index of the checkpoint.
         tensors: Tensors and objects to load, by name. Of a DTensor only this rank's part counts.
     """
-    # The box of each entry that this rank needs, from `low` to `high`. The box is empty if this rank
-    # holds no part of the tensor.
+    # The box of each entry that this rank needs, from `low` to `high`. The box is empty if this
+    # rank holds no part of the tensor.
     D = index.pieces["begin"].shape[1]
     low = np.zeros((len(index.entries), D), np.int64)
     high = np.zeros((len(index.entries), D), np.int64)
@@ -288,6 +305,7 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
             entry = replace(entry, chunks=[])  # the pieces are added to it below
         entries[name] = entry
         if name in tensors:
+            # An object is one element. So are the dimensions that a tensor does not have.
             high[number] = 1
             for chunk in _create_chunk_list(tensors[name]) if is_tensor else ():
                 dims = len(chunk.sizes)
@@ -327,7 +345,11 @@ class _Reader(FileSystemReader):
 
 
 class _PartialPlanner(DefaultLoadPlanner):
-    """PyTorch's plan of a load, with the part of the index that this rank's tensors overlap."""
+    """PyTorch's plan of a load, with the part of the index that this rank's tensors overlap.
+
+    Args:
+        index: The index of the checkpoint.
+    """
 
     def __init__(self, index: Index) -> None:
         super().__init__()
@@ -336,13 +358,23 @@ class _PartialPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        """Prepares a load. The arguments are PyTorch's: `metadata` is the index from the reader."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # The reader is given the same object after this call.
+        # The part is written into the reader's empty index, because the reader is given the same
+        # object after this call.
         vars(metadata).update(vars(overlapping(self.index, self.state_dict)))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # PyTorch's planner unpickles objects. This load fails for everything but tensors, numbers,
-        # texts and their containers.
+        """Loads an object, which is not trusted.
+
+        Args:
+            read_item: PyTorch's description of what to read.
+            value: The bytes of the object.
+
+        Raises:
+            pickle.UnpicklingError: It is not made of tensors, numbers, texts and their containers.
+        """
+        # PyTorch's planner unpickles objects. This load before it fails for other contents.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
@@ -351,9 +383,12 @@ class _PartialPlanner(DefaultLoadPlanner):
 def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
     """Loads tensors and objects in place; of a DTensor, this rank's part.
 
-    Each rank plans its own load. PyTorch would collect the plans of all ranks on rank 0, and wait for all.
+    Each rank plans its own load. PyTorch would collect the plans of all ranks on rank 0, and wait
+    for all.
 
     Args:
+        checkpoint: The folder of the checkpoint.
+        index: Its index.
         states: Tensors and objects to load, by name.
 
     Raises:
@@ -367,7 +402,8 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """Returns the description of every tensor in a checkpoint by its name, without reading any.
 
     Raises:
-        FileNotFoundError, ValueError: As in `read_index`.
+        FileNotFoundError: The folder has no index.
+        ValueError: The index is damaged.
     """
     tensors = {}
     for name, entry in read_index(checkpoint).entries.items():
@@ -377,17 +413,18 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Reads tensors by name, from however many ranks wrote them. Nothing else is read.
+    """Reads tensors by name to the CPU, from however many ranks wrote them. Nothing else is read.
 
     Raises:
-        FileNotFoundError: The folder is not a complete checkpoint.
+        FileNotFoundError: The folder has no index, so it is not a complete checkpoint.
         ValueError: A tensor is missing, or the index or a tensor is damaged.
     """
+    # Make an empty tensor for each name, and load the contents into it.
     index = read_index(checkpoint)
     tensors = {}
     for name in names:
         if name not in index.entries:
-            raise ValueError(f"{checkpoint} has no tensor {name}. Take another checkpoint.")
+            raise ValueError(f"{checkpoint} has no tensor {name}. Take another step.")
         entry = index.entries[name]
         tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
@@ -422,8 +459,9 @@ def _system_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as e:
+        # The exception of the only rank. If an error of the operating system caused it, that one's
+        # text says more.
         failure = e.failures[0][0]
-        # The error of the operating system says more than PyTorch's around it, if there is one.
         error: BaseException | None = failure
         while error is not None and not isinstance(error, OSError):
             error = error.__context__

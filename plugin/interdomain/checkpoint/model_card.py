@@ -1,4 +1,4 @@
-"""README.md of an exported model: a model card as the Hugging Face hub reads it, from what the run recorded."""
+"""README.md of an exported model: a model card for the Hugging Face hub, from the run's record."""
 
 import json
 from pathlib import Path
@@ -25,18 +25,23 @@ def write_card(
     configuration: dict[str, Any],
     license: str | None,
 ) -> None:
-    """Writes README.md.
+    """Writes README.md of an exported model.
 
     Args:
+        folder: The exported model. If its tokenizer.json is there, the card shows the tokenizer in
+            transformers.
+        config: The model's configuration.
         dtype: The name of the weights' data type.
-        facts: What is known of the run, as in config.json.
+        tokenizer: The model's tokenizer.
+        facts: What is known of the run: the member `facts` of config.json.
         configuration: The run's resolved settings by section; empty if they are not recorded.
         license: The licence of the weights as the Hugging Face hub names it, or None.
     """
     run = facts["run"]
     corpora = _corpora(run)
 
-    # The header that the hub reads. A condition is "softmax + interdomain, n_basis 32", for example.
+    # The header that the hub reads. A condition is "softmax + interdomain, n_basis 32", for
+    # example.
     tags = ["interdomain-attention", *facts["condition"].partition(",")[0].split(" + ")]
     if len(config.mixers) > 1:
         tags.append("hybrid")
@@ -93,7 +98,10 @@ def _with_commas(number: int | None) -> str:
 def _corpora(run: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the corpora of a run in the order in which it read them.
 
-    Each has `begins`, the step after which the run began to read it.
+    Each is a corpus of the record with `begins`, the step after which the run began to read it.
+
+    Args:
+        run: The member `run` of the record.
     """
     corpora = []
     begins = 0
@@ -108,6 +116,9 @@ def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the models whose weights the run began with, the latest first.
 
     Models that `convert` made and that nobody trained, at step 0, are left out.
+
+    Args:
+        run: The member `run` of the record.
     """
     origins = []
     while origin := run.get("started_from"):
@@ -120,7 +131,12 @@ def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
 def _settings(
     config: ModelConfig, configuration: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns TOML's tables, as (heading, settings), of the model and of the run's recipe."""
+    """Returns TOML's tables, as (heading, settings), of the model and of the run's recipe.
+
+    Args:
+        config: The model's configuration.
+        configuration: The run's resolved settings by section; empty if they are not recorded.
+    """
     # The model, with a table for each mixer of a hybrid's pattern.
     model = config.to_dict()
     mixers = model.pop("mixer")

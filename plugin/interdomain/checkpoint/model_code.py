@@ -1,8 +1,9 @@
 """Writes the Python files of an exported model: what transformers runs there, without this package.
 
-The files of `interdomain.hf` are copied: the configuration, the cache and transformers' classes. They import the
-rest of the model from `plain_interdomain`. In the package that file imports it from `interdomain.model`. In an
-exported model it holds the text of MODULES, without the definitions and the methods that nothing there names.
+The files of `interdomain.hf` are copied: the configuration, the cache and transformers' classes.
+They import the rest of the model from `plain_interdomain`. In the package that file imports it from
+`interdomain.model`. In an exported model it holds the text of MODULES, without the definitions and
+the methods that nothing there names.
 """
 
 import ast
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
-PLAIN = "plain_interdomain.py"
+PLAIN = "plain_interdomain.py"  # the file that holds the text of MODULES
 MODULES = (  # each needs only those before it
     "scan/tables.py",
     "scan/plain.py",
@@ -38,14 +39,18 @@ CALLED_BY_TORCH = {"forward", "reset_parameters", "_apply"}  # methods of nn.Mod
 
 
 def write_code(folder: Path) -> None:
-    """Writes the files of interdomain/hf and the licence to a folder, with the text of MODULES in PLAIN."""
+    """Writes the Python files of an exported model.
+
+    They are the files `*_interdomain.py` of interdomain/hf and its licence. plain_interdomain.py
+    has the text of MODULES in place of imports.
+    """
     code = PACKAGE / "hf"
     for file in (*code.glob("*_interdomain.py"), code / "LICENSE"):
         shutil.copyfile(file, folder / file.name)
-    (folder / PLAIN).write_text(plain())
+    (folder / PLAIN).write_text(text_of_modules())
 
 
-def plain() -> str:
+def text_of_modules() -> str:
     """Returns the source of the definitions in MODULES that the other files need, as one text."""
     # Begin with the names in the files that are copied.
     texts = {name: (PACKAGE / name).read_text() for name in MODULES}
@@ -76,20 +81,28 @@ def plain() -> str:
 
 
 def _parts(statement: ast.AST, used: set[str]) -> list[ast.AST]:
-    """Returns the parts of a statement, without the methods of a class that nothing calls, judged by their names."""
+    """Returns the parts of a statement, without the methods of a class that are not needed.
+
+    A method is needed if any attribute of its name is in use, if PyTorch calls it, or if Python
+    does.
+
+    Args:
+        statement: A statement of a module, such as a class.
+        used: The names in use, and the attributes in use as ".attribute" (`_uses`).
+    """
     parts = []
     for part in ast.iter_child_nodes(statement):
         if isinstance(statement, ast.ClassDef) and isinstance(part, ast.FunctionDef):
             name = part.name
-            is_called = f".{name}" in used or name in CALLED_BY_TORCH or name.startswith("__")
-            if not is_called:
+            is_needed = f".{name}" in used or name in CALLED_BY_TORCH or name.startswith("__")
+            if not is_needed:
                 continue
         parts.append(part)
     return parts
 
 
 def _defines(statement: ast.AST) -> set[str]:
-    """Returns the names that a statement at the top level of a file defines, imports apart."""
+    """Returns the names that a top-level statement of a file defines. Imports define none."""
     match statement:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
@@ -105,7 +118,7 @@ def _defines(statement: ast.AST) -> set[str]:
 
 
 def _uses(tree: ast.AST) -> set[str]:
-    """Returns the names in a tree, and its attributes as ".attribute"."""
+    """Returns the names in a syntax tree, and the attributes in it as ".attribute"."""
     used = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -118,7 +131,12 @@ def _uses(tree: ast.AST) -> set[str]:
 
 
 def _imports(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
-    """Returns the lines that import the names in use from other packages, one name per line."""
+    """Returns the lines that import the names in use from other packages, one name per line.
+
+    Args:
+        trees: The syntax trees of MODULES.
+        used: The names in use.
+    """
     lines = set()
     for tree in trees:
         for statement in tree.body:
@@ -136,7 +154,13 @@ def _imports(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
 
 
 def _kept_lines(text: str, tree: ast.Module, used: set[str]) -> list[str]:
-    """Returns the lines of a file that define names in use, each definition with the comment above it."""
+    """Returns the lines of a file that define names in use, with the comments above them.
+
+    Args:
+        text: The contents of the file.
+        tree: Its syntax tree.
+        used: The names in use, and the attributes in use as ".attribute" (`_uses`).
+    """
     lines = text.splitlines()
     kept = []
     begin = 0

@@ -7,8 +7,8 @@
                                       hf_tokenizer.json)
     tokenizer.json, tokenizer_config.json   the same for transformers' AutoTokenizer
 
-Nothing in an exported model is ever unpickled. `interdomain convert` writes it under another name, and
-renames it when it is complete.
+Nothing in an exported model is ever unpickled. `interdomain convert` writes it under another name,
+and renames it when it is complete.
 """
 
 import json
@@ -32,8 +32,9 @@ from .step_folder import TOKENIZER
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"  # names the files of the weights if there are several
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The classes of the exported model's own Python files, which transformers' Auto classes load.
 AUTO_MAP = {
     "AutoConfig": "configuration_interdomain.InterdomainConfig",
     "AutoModel": "modeling_interdomain.InterdomainModel",
@@ -51,9 +52,12 @@ def stored_name(name: str) -> str:
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a tensor in a model of `dtype`.
+    """Returns the data type in which a tensor is stored.
 
-    SSM parameters and random frequencies are never less than float32.
+    Args:
+        name: The tensor's name.
+        dtype: The data type of the model. SSM parameters and random frequencies are float32 if it
+            is less precise.
     """
     if ".attention.ssm." in name or ".feature_map." in name:
         return torch.promote_types(dtype, torch.float32)
@@ -65,7 +69,10 @@ def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
 
     Args:
         sizes: Bytes of each tensor, by name.
-        max_bytes: Bytes per file. A larger tensor has a file of its own.
+        max_bytes: Largest number of bytes per file. A larger tensor has a file of its own.
+
+    Returns:
+        The names of the tensors in each file.
     """
     files: list[list[str]] = [[]]
     filled = 0
@@ -88,9 +95,12 @@ def write_weights(
     """Writes the model's tensors, one file at a time.
 
     Args:
-        dtype: The data type to store, as in `storage_dtype`.
-        read: Returns the tensors of these names. It is called once per file.
-        max_shard_bytes: Bytes per file.
+        folder: The folder of the exported model.
+        config: The model's configuration, which gives the tensors' names and sizes.
+        dtype: The data type to store. SSM parameters and random frequencies are float32 if it is
+            less precise.
+        read: Returns the tensors of the names that it is given. It is called once per file.
+        max_shard_bytes: Largest number of bytes per file.
 
     Returns:
         The number of tensors.
@@ -143,8 +153,11 @@ def write_config(
     """Writes config.json beside weights that are there already.
 
     Args:
+        folder: The folder of the exported model.
+        config: The model's configuration.
         dtype: The name of the weights' data type, a key of DTYPES.
-        facts: What is known of the run.
+        tokenizer: The model's tokenizer.
+        facts: What is known of the run, such as its step and its data.
     """
     record = {
         # What transformers' Auto classes read.
@@ -193,7 +206,9 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def weight_files(folder: Path | str) -> list[Path]:
-    """Returns the files of the weights: model.safetensors, or those that the index of several files names.
+    """Returns the files of the weights.
+
+    They are model.safetensors, or the files that model.safetensors.index.json names.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -239,7 +254,9 @@ def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
     """Checks that every file of the weights has the bytes that `interdomain convert` wrote.
 
     Args:
-        record: The contents of config.json. One that transformers wrote has no checksums, and passes.
+        folder: The exported model.
+        record: The contents of config.json. One that transformers wrote has no checksums, and
+            passes.
 
     Raises:
         ValueError: A checksum differs.
@@ -265,8 +282,10 @@ def load_model(
     """Loads an exported model, in eval mode and without gradients.
 
     Args:
-        dtype: The data type of the weights; None for the one that is stored. SSM parameters are float32,
-            or float64 in a model of that type.
+        folder: The exported model.
+        device: The device of the weights.
+        dtype: The data type of the weights; None for the one that is stored. SSM parameters are
+            float32, or float64 in a model of that type.
         backend: The backend of the scan, one of `interdomain.scan.BACKENDS`.
         verify: Compares the checksums of the weights, which reads them once more.
 
@@ -296,7 +315,12 @@ def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, To
     """Loads the model, in eval mode, and the tokenizer of an exported model.
 
     Args:
-        options: `device`, `dtype`, `backend` and `verify`, as in `load_model`, with its errors.
+        folder: The exported model.
+        options: The keyword arguments of `load_model`: `device`, `dtype`, `backend` and `verify`.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged, or does not belong to the others.
     """
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record)
@@ -306,13 +330,17 @@ def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, To
 def load_checked_tokenizer(
     folder: Path | str, config: ModelConfig, record: dict[str, Any]
 ) -> Tokenizer:
-    """Loads the tokenizer of an exported model or of a checkpoint, with the documents of its training data.
+    """Loads the tokenizer of an exported model or of a checkpoint.
+
+    Its `documents` say how documents begin and end in the model's training data.
 
     Args:
+        folder: The exported model or the checkpoint.
+        config: The model's configuration.
         record: The contents of config.json or of interdomain.json.
 
     Raises:
-        FileNotFoundError: The folder has no such file.
+        FileNotFoundError: The folder lacks the tokenizer's file.
         ValueError: The file is another tokenizer than the record's.
     """
     folder = Path(folder)

@@ -1,7 +1,8 @@
 """The folder of a run (job.dump_folder): the places of its checkpoints and its TensorBoard events.
 
-Both places are settings, and may lead out of the run's folder. So a run writes them to `folders.json` at each
-start, and the tools read them here. Without this file the defaults count: earlier versions did not write it.
+Both places are settings, and may lead out of the run's folder. So a run writes them to
+`folders.json` at each start, and the tools read them here. Without this file the defaults count:
+earlier versions did not write it.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 from interdomain.folders import write_atomically
 
 NOTE = "folders.json"
-# The settings that it holds, and their defaults.
+# The settings that folders.json holds, and their defaults.
 CHECKPOINTS = "checkpoint.folder"
 EVENTS = "metrics.save_tb_folder"
 DEFAULTS = {CHECKPOINTS: "checkpoint", EVENTS: "tb"}
@@ -20,6 +21,7 @@ def note_folders(run: Path, checkpoints: str, events: str) -> None:
     """Writes folders.json into a run's folder.
 
     Args:
+        run: The run's folder.
         checkpoints: The setting checkpoint.folder.
         events: The setting metrics.save_tb_folder.
     """
@@ -46,6 +48,12 @@ def events_of(run: Path) -> Path:
 
 
 def _noted_folder(run: Path, setting: str) -> Path:
+    """Returns the folder that a setting named when the run last started.
+
+    Args:
+        run: The run's folder.
+        setting: CHECKPOINTS or EVENTS.
+    """
     path = run / NOTE
     folders = DEFAULTS
     try:

@@ -1,8 +1,9 @@
-"""Checkpoint folders: their names, which of them are complete, and the records that say what model they hold.
+"""Checkpoint folders: their names, which of them are complete, and the records of their models.
 
-A checkpoint of this project is a folder `step-N` with the files of the ranks and an index `.metadata`. The
-index is written last: without it the folder is no checkpoint. Beside them are `interdomain.json`, which says
-what model it is, and the tokenizer. index.py reads the index and the tensors.
+A checkpoint of this project is a folder `step-N` with the files of the ranks and an index
+`.metadata`. The index is written last: without it the folder is no checkpoint. Beside them are
+`interdomain.json`, which says what model it is, and the tokenizer. index.py reads the index and the
+tensors.
 """
 
 import json
@@ -16,20 +17,22 @@ from interdomain.model.config import ModelConfig
 
 from .run_folder import checkpoints_of
 
-SIDECAR = "interdomain.json"
-# {"nats": [...], "labels": [...]} with one number per document, for a validation split of few documents.
+RECORD_FILE = "interdomain.json"  # the run's record, beside each checkpoint
+# {"nats": [...], "labels": [...]} with one number per document, for a validation split of few
+# documents.
 DOCUMENTS = "validation-documents.json"
 # {"step", "loss", "perplexity"[, "accuracy"]}, if the run validated after the step.
 VALIDATION = "validation.json"
 KEEP = "KEEP"  # an empty file in a milestone, a checkpoint that is never removed
 TOKENIZER = "tokenizer.model"
-METADATA = ".metadata"
-# A file in a step folder that a run is saving or removing. A folder that has neither this file nor the index
-# was put there by somebody else, such as half a copy: no run removes it or writes into it.
+METADATA = ".metadata"  # PyTorch's index of a checkpoint, which is written last
+# A file in a step folder that a run is saving or removing. A folder that has neither this file nor
+# the index was put there by somebody else, such as half a copy: no run removes it or writes into
+# it.
 INCOMPLETE = ".incomplete"
-SIDECAR_VERSION = 1
+RECORD_VERSION = 1
 # The members of interdomain.json that an exported model keeps.
-SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")
+RECORD_FACTS = ("size", "condition", "step", "tokens", "run", "versions")
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -39,7 +42,7 @@ def step_of(folder: Path | str) -> int | None:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Returns the entries of a folder with the name of a checkpoint, complete or not, sorted by step."""
+    """Returns the entries of a folder that are named step-N, sorted by N, complete or not."""
     if not folder.is_dir():
         return []
     steps = []
@@ -61,7 +64,10 @@ def finished_steps(folder: Path) -> dict[int, Path]:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Returns whether a folder is what a run left when its save or its removal was interrupted."""
+    """Returns whether a folder is what a run left when its save or its removal was interrupted.
+
+    Such a folder has no index. It has the file `.incomplete`, or it is empty but for KEEP.
+    """
     if folder.is_symlink() or not folder.is_dir() or (folder / METADATA).is_file():
         return False
     # A milestone's KEEP may be there before the first file of the save.
@@ -70,22 +76,27 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def half_copies(folder: Path) -> list[Path]:
-    """Returns the step folders that lack their index, though no run left them so.
+    """Returns the step folders that look like half a copy of a checkpoint.
 
-    A step folder that is a link to nowhere is one of them: perhaps a disk is not mounted.
+    Such a folder has no index, and no run left it so (`is_unfinished`). But it has an
+    interdomain.json or a rank's file (*.distcp). A link that leads nowhere is one of them, too:
+    perhaps a disk is not mounted.
     """
     copies = []
     for path in step_folders(folder):
         if (path / METADATA).is_file() or is_unfinished(path):
             continue
         leads_nowhere = path.is_symlink() and not path.exists()
-        if leads_nowhere or (path / SIDECAR).exists() or any(path.glob("*.distcp")):
+        if leads_nowhere or (path / RECORD_FILE).exists() or any(path.glob("*.distcp")):
             copies.append(path)
     return copies
 
 
 def milestones(folder: Path) -> dict[int, Path]:
-    """Returns the complete checkpoints that are never removed, by step. `touch step-400/KEEP` makes one."""
+    """Returns the complete checkpoints that are never removed, by step.
+
+    `touch step-400/KEEP` makes one.
+    """
     return {step: path for step, path in finished_steps(folder).items() if (path / KEEP).exists()}
 
 
@@ -115,30 +126,38 @@ def latest_checkpoint(folder: Path | str) -> Path:
 
 
 def write_record(folder: Path, record: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Writes interdomain.json and the tokenizer into a folder."""
+    """Writes interdomain.json and the tokenizer into a folder, which is made if it is not there.
+
+    Args:
+        folder: The checkpoint, or the run's folder under TorchTitan's own trainer.
+        record: The contents of interdomain.json.
+        tokenizer: The model's tokenizer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.write(folder)
-    write_atomically(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+    write_atomically(folder / RECORD_FILE, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def record_folder(checkpoint: Path) -> Path:
     """Returns the folder of a checkpoint's interdomain.json and tokenizer.
 
-    This is the checkpoint itself. TorchTitan's own trainer writes them once into the run's folder, and the
-    checkpoints into a folder in it, which may be several levels down.
+    This is the checkpoint itself. TorchTitan's own trainer writes them once into the run's folder,
+    and the checkpoints into a folder in it, which may be several levels down.
     """
-    if (checkpoint / SIDECAR).is_file():
+    if (checkpoint / RECORD_FILE).is_file():
         return checkpoint
     checkpoints = checkpoint.absolute().parent
     for run in (checkpoints, *checkpoints.parents):
-        if not (run / SIDECAR).is_file():
+        if not (run / RECORD_FILE).is_file():
             continue
+        # By default the run's folder is the next one. Else the run's folders.json names the folder
+        # of checkpoints.
         if run == checkpoints.parent or checkpoints_of(run) == checkpoints:
             return run
     return checkpoint
 
 
-def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
+def read_run_record(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads interdomain.json of a checkpoint.
 
     Returns:
@@ -148,10 +167,10 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
         FileNotFoundError: There is no interdomain.json.
         ValueError: It is damaged or of another version.
     """
-    path = record_folder(checkpoint) / SIDECAR
+    path = record_folder(checkpoint) / RECORD_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder."
+            f"{checkpoint} has no {RECORD_FILE}, which says what model it is. Copy the whole folder."
         )
     try:
         record = json.loads(path.read_text())
@@ -160,9 +179,9 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
             step = step_of(checkpoint) or 0
             record["step"] = step
             record["tokens"] = step * record["run"]["tokens_per_step"]
-        if record["format_version"] != SIDECAR_VERSION:
+        if record["format_version"] != RECORD_VERSION:
             raise ValueError(
-                f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}"
+                f"format version {record['format_version']!r}; this program reads {RECORD_VERSION}"
             )
         return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError) as e:

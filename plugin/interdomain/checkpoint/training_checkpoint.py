@@ -14,6 +14,9 @@ from .pretrained import load_checked_tokenizer
 class TrainingCheckpoint:
     """A checkpoint of this project. `MegatronCheckpoint` has the same attributes and methods.
 
+    Args:
+        folder: The folder of the checkpoint.
+
     Attributes:
         folder: The folder of the checkpoint.
         config: The model's configuration.
@@ -25,7 +28,7 @@ class TrainingCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config, self.record = step_folder.read_sidecar(folder)
+        self.config, self.record = step_folder.read_run_record(folder)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Reads tensors of the model by name."""

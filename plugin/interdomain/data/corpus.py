@@ -176,6 +176,7 @@ class TokenCorpus:
         vocab_size: int | None = None,
         verify: bool = False,
     ) -> None:
+        """Opens the shards of a split, and checks their sizes."""
         self.split = split
         self.vocab_size = vocab_size
         self.source = {}
@@ -230,20 +231,24 @@ class TokenCorpus:
 
     @staticmethod
     def _replaced(path: Path) -> ValueError:
+        """Returns the error for a file that differs from the manifest."""
         return ValueError(
             f"{path} is damaged or was replaced: it differs from the manifest. Copy the folder again, or prepare the corpus "
             "again."
         )
 
     def _bare_fingerprint(self) -> str:
+        """Returns the fingerprint of shards without a manifest.
+
+        Reading every token would take too long. Two texts of the same sizes nearly always differ
+        in the lengths of their documents, which the index begins with.
+        """
         digest = hashlib.sha256()
         for shard in self.shards:
-            # Reading every token would take too long. Another text of the same sizes has other
-            # lengths of documents.
             description = f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:"
             digest.update(description.encode())
             with open(shard.idx_path, "rb") as f:
-                digest.update(f.read(65536))
+                digest.update(f.read(65536))  # about 16,000 lengths
         return digest.hexdigest()
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

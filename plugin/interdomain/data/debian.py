@@ -21,7 +21,8 @@ from interdomain.data.indexed import file_sha256
 DEBIAN = "debian"
 DOWNLOADS = Path("data/debian-packages")
 SHORTEST = 500  # characters of a document
-JOINED = 8_000  # characters at which a document takes no further entry of a dictionary, or node of a manual
+# Characters at which a document takes no further entry of a dictionary, or node of a manual.
+JOINED = 8_000
 
 CHAPTER = re.compile(r"^(?=Chapter \d+[.:] )", re.M)
 DRAWN_TABLE = re.compile(r"^[ \t]*([|│].*[|│]|[+┌├└][-=+─┬┼┴]+[+┐┤┘])\n", re.M)
@@ -156,6 +157,7 @@ def read_package(path: Path) -> Iterator[str]:
 
 
 def _matches(file: str, patterns: list[str]) -> bool:
+    """Returns True if the path of a file in a package matches one of the shell patterns."""
     return any(fnmatch(file, pattern) for pattern in patterns)
 
 
@@ -164,6 +166,9 @@ def _data_member(deb: bytes) -> bytes:
 
     A .deb file is an ar archive: 8 bytes, then members. Each has a header of 60 bytes, its size at
     byte 48, and begins at an even position.
+
+    Args:
+        deb: Contents of the .deb file.
     """
     position = 8
     while position < len(deb):
@@ -177,7 +182,12 @@ def _data_member(deb: bytes) -> bytes:
 
 
 def _documents(file: str, data: bytes) -> list[str]:
-    """Returns the documents of one file of a package, by the kind of the file."""
+    """Returns the documents of one file of a package, by the kind of the file.
+
+    Args:
+        file: Path of the file in the package. Its ending or folder says of which kind it is.
+        data: Contents of the file, decompressed.
+    """
     text = DRAWN_TABLE.sub("", data.decode().replace("\xa0", " "))
     if file.endswith(".dict.dz"):
         # An entry of a dictionary begins at a line without indentation.
@@ -205,7 +215,11 @@ def _documents(file: str, data: bytes) -> list[str]:
 
 
 def _joined(texts: Iterable[str]) -> list[str]:
-    """Joins neighbouring texts into documents of JOINED characters or little more."""
+    """Joins neighbouring texts into documents of JOINED characters or little more.
+
+    Args:
+        texts: Texts that are too short for a document of their own.
+    """
     documents = [""]
     for text in texts:
         if len(documents[-1]) >= JOINED:
@@ -218,10 +232,14 @@ def man_text(source: str) -> str:
     """Returns the text of a manual page in troff.
 
     A paragraph becomes one line. Code keeps its lines. Tables are left out.
+
+    Args:
+        source: The page, in troff.
     """
     parts = []
     in_code = False
-    heads_line = False  # whether the next text is a line of its own: a heading, or the word that a paragraph explains
+    # True if the next text is a line of its own: a heading, or the word that a paragraph explains.
+    heads_line = False
     # A page begins with its title, .TH. Before it stand comments and definitions.
     begin = source.find("\n.TH ") + 1
     lines = iter(source[begin:].split("\n"))

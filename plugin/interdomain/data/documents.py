@@ -50,7 +50,7 @@ def prepared_documents(tokenizer: Any, recorded: bool = True) -> Documents:
 
     Args:
         tokenizer: A Tokenizer.
-        recorded: See `Documents`.
+        recorded: False if a model's record does not say what its documents are like.
     """
     if tokenizer.eos_id is not None:
         return Documents((), (tokenizer.eos_id,), recorded)

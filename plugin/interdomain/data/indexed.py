@@ -26,7 +26,10 @@ from interdomain.folders import sync, write_atomically
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
-DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
+# NumPy's name of the dtype that each code in the header means. Codes 6 and 7 are floating point.
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+CODE_I32 = 4
+CODE_U16 = 8
 U16_VOCAB = 65500  # Megatron's rule: ids of a smaller vocabulary are stored as u16, others as i32
 
 
@@ -62,6 +65,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: Path | str) -> None:
+        """Maps the files of the shard, and checks that they are complete."""
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = shard_files(prefix)
         for path in (self.idx_path, self.bin_path):
@@ -88,6 +92,7 @@ class IndexedDataset:
             self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def _damaged(self, why: str) -> ValueError:
+        """Returns the error for a damaged index. `why` comes after "Shard index FILE" in it."""
         return ValueError(
             f"Shard index {self.idx_path} {why}: the shard is truncated or damaged. Copy it again from where it was made, "
             "or prepare it again."
@@ -107,6 +112,7 @@ class IndexedDataset:
             raise self._damaged(
                 f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8"
             )
+        # A sequence has an i32 length and an i64 offset, and a document an i64 index.
         expected = HEADER.size + 12 * n_seq + 8 * n_doc_idx
         if (
             self.idx_bytes != expected
@@ -135,7 +141,12 @@ class IndexedDataset:
         return self.tokens(self._document_start(document), self._document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped."""
+        """Returns the tokens [start, stop) of the shard, in the shard's dtype, mapped.
+
+        Args:
+            start: Position of the first token in the shard.
+            stop: Position after the last one.
+        """
         return self._tokens[start:stop]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
@@ -165,7 +176,7 @@ class IndexedDataset:
         return int(self.offsets[sequence]) // self.dtype.itemsize
 
     def verify(self) -> None:
-        """Reads the whole index, and checks what opening does not.
+        """Reads the whole index. Opening compares sizes only.
 
         Raises:
             ValueError: Sequences do not lie back to back, or documents are in another order.
@@ -187,19 +198,21 @@ class IndexedDatasetWriter:
     The index appears last and complete. Files of a killed writer have no index, so they are not a
     shard, and the next writer of the same prefix overwrites them.
 
-    Args:
-        prefix: Path without `.bin` or `.idx`.
-        vocab_size: Bound of the ids. It decides the dtype: u16 below 65,500, else i32.
-        code: Code of another dtype in DTYPES.
-
     Attributes:
         num_tokens: Tokens so far.
-
-    Raises:
-        FileExistsError: The shard exists.
     """
 
     def __init__(self, prefix: Path | str, vocab_size: int, code: int | None = None) -> None:
+        """Opens the .bin file.
+
+        Args:
+            prefix: Path without `.bin` or `.idx`.
+            vocab_size: Bound of the ids. It decides the dtype: u16 below 65,500, else i32.
+            code: Code of another dtype in DTYPES.
+
+        Raises:
+            FileExistsError: The shard exists.
+        """
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self._bin_path, self._idx_path = shard_files(prefix)
@@ -207,7 +220,9 @@ class IndexedDatasetWriter:
             raise FileExistsError(
                 f"{self._idx_path} exists, and shards are never overwritten; remove it first."
             )
-        self._code = code or (8 if vocab_size < U16_VOCAB else 4)
+        if code is None:
+            code = CODE_U16 if vocab_size < U16_VOCAB else CODE_I32
+        self._code = code
         self._dtype = np.dtype(DTYPES[self._code])
         self._lengths = array("i")  # tokens of each document
         self._bin_sha256 = hashlib.sha256()
@@ -218,6 +233,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Finalizes the shard. If the block raised an error, removes what was written."""
         if error[0] is not None:
             # Closing flushes, which fails once more on a full disk.
             with contextlib.suppress(OSError):
@@ -239,13 +255,17 @@ class IndexedDatasetWriter:
         self.add_documents(tokens, [tokens.size])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends several documents at once. Raises the errors of `add_document`.
+        """Appends several documents at once.
 
         Args:
-            tokens: The documents back to back.
-            lengths: Tokens of each document.
+            tokens: The documents back to back, integers in [0, vocab_size).
+            lengths: Tokens of each document, at least one. Their sum is the size of `tokens`.
+
+        Raises:
+            ValueError: An id is outside the vocabulary, or a document is empty.
         """
         lengths = np.asarray(lengths, np.int32)
+        assert int(lengths.sum(dtype=np.int64)) == tokens.size
         if not len(lengths):
             return
         are_ids = tokens.ndim == 1 and lengths.min() > 0 and tokens.dtype.kind in "iu"
@@ -254,7 +274,6 @@ class IndexedDatasetWriter:
                 f"A document for {self.prefix} must be a non-empty row of ids from 0 to {self.vocab_size - 1}. Leave empty "
                 "documents out, and give the writer the vocabulary size of the tokenizer that made the ids."
             )
-        assert int(lengths.sum(dtype=np.int64)) == tokens.size
         data = tokens.astype(self._dtype).tobytes()
         self._bin.write(data)
         self._bin_sha256.update(data)
@@ -292,14 +311,15 @@ class ShardWriter:
 
     Args:
         prefix: Path without the number.
-        vocab_size: As in `IndexedDatasetWriter`.
+        vocab_size: Bound of the ids. It decides the dtype: u16 below 65,500, else i32.
         shard_tokens: A shard is full with the document that brings it to this size.
-        code: As in `IndexedDatasetWriter`.
+        code: Code of another dtype in DTYPES.
     """
 
     def __init__(
         self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None
     ) -> None:
+        """Prepares to write. The first shard is opened with the first documents."""
         self.prefix = prefix
         self.shard_tokens = shard_tokens
         self.options = (vocab_size, code)
@@ -307,7 +327,15 @@ class ShardWriter:
         self.writer: IndexedDatasetWriter | None = None
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends documents, as in `IndexedDatasetWriter`."""
+        """Appends documents, and begins a new shard when one is full.
+
+        Args:
+            tokens: The documents back to back, integers in [0, vocab_size).
+            lengths: Tokens of each document, at least one. Their sum is the size of `tokens`.
+
+        Raises:
+            ValueError: An id is outside the vocabulary, or a document is empty.
+        """
         while len(lengths):
             # Write the documents that fill this shard, or all that are left, and go on with the
             # rest.

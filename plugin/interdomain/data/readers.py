@@ -54,7 +54,7 @@ CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of th
 
 SPAN_BYTES = 2_000_000  # size of a span of JSON lines
 DATASET_SPAN_BYTES = 100_000_000  # assumed size of a span of a dataset on the hub
-EXCERPT = 200  # characters of a bad row that its error message shows
+EXCERPT = 200  # characters, or bytes, of a bad row that its error message shows
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class SourceFile:
 
 
 def _source_file(name: str, kind: str, path: Path) -> SourceFile:
+    """Describes a file as it is now, with its size and the time of its last write."""
     status = path.stat()
     return SourceFile(name, kind, path, status.st_size, str(status.st_mtime_ns))
 
@@ -119,7 +120,15 @@ def read_documents(
 ) -> Iterator[Any]:
     """Yields the documents of inputs in a fixed order.
 
-    Arguments and errors are those of `find_inputs`, `list_spans` and `documents_of`.
+    Args:
+        inputs: What to read, as for `find_inputs`.
+        text_field: Column, or field of a JSON row, that holds the text.
+        max_bytes: Read about this many bytes on the disk (`list_spans`). None: read all.
+        convert: Makes something of a text, for example its ids.
+
+    Raises:
+        FileNotFoundError: An input names no file.
+        ValueError: An input is of another kind, or a file or a document is damaged.
     """
     spans = list_spans(find_inputs(inputs).files, text_field, max_bytes)
     yield from documents_of(spans, text_field, convert)
@@ -250,6 +259,9 @@ def _local_files(item: str) -> list[SourceFile]:
     """The files that a path, a glob or a folder names, sorted by name.
 
     A folder's hidden files, and files of other kinds, are left out.
+
+    Args:
+        item: A path, a glob or a folder, as the user wrote it.
     """
     folder = Path(item)
     named = []  # (name in the manifest, path)
@@ -315,23 +327,31 @@ def list_spans(
 
 
 def _spans(file: SourceFile, text_field: str) -> list[Span]:
-    """The spans of one file. A file that can only be read from its start has one span."""
+    """Returns the spans of one file.
+
+    Datasets of the Hugging Face hub, Parquet files and JSON lines can be read from several places.
+    Any other file is one span.
+
+    Args:
+        file: A file from `find_inputs`.
+        text_field: Column that Parquet files must have.
+    """
     spans = []
     if file.kind == HUGGING_FACE:
         _, rows = _dataset(str(file.path))
         for i in range(rows.num_shards):
-            spans.append(Span(file, i, size=DATASET_SPAN_BYTES))
+            spans.append(Span(file, start=i, size=DATASET_SPAN_BYTES))
     elif file.kind == PARQUET:
         with _file_named_in_errors(file):
             metadata = _open_parquet(file.path, text_field).metadata
         for group in range(metadata.num_row_groups):
             # The size is the row group's share of the rows.
             size = file.size * metadata.row_group(group).num_rows // max(1, metadata.num_rows)
-            spans.append(Span(file, group, size=size))
+            spans.append(Span(file, start=group, size=size))
     elif file.path.suffix.lower() in JSON_LINES:  # not compressed, so any byte can be read
         for start in range(0, file.size, SPAN_BYTES):
             stop = min(start + SPAN_BYTES, file.size)
-            spans.append(Span(file, start, stop, stop - start))
+            spans.append(Span(file, start=start, stop=stop, size=stop - start))
     else:
         spans.append(Span(file, size=file.size))
     return spans
@@ -350,6 +370,10 @@ def _place(span: Span, i: int) -> str:
     """Says where row `i` of a span stands in its file, for an error message.
 
     `i` counts from 0. Lines and rows in the message count from 1.
+
+    Args:
+        span: A span of the file.
+        i: Number of the row in the span.
     """
     path = span.file.path
     if span.file.kind in JSON_LINES:
@@ -391,6 +415,7 @@ def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def _whole_file(span: Span, text_field: str) -> Iterator[bytes]:
+    """Yields the decompressed bytes of a file. `text_field` is ignored."""
     with open_decompressed(span.file.path) as f:
         yield f.read()
 
@@ -400,7 +425,12 @@ def _decoded(data: bytes, text_field: str) -> str:
 
 
 def _lines(span: Span, text_field: str) -> Iterator[bytes]:
-    """The lines that begin in the span, as bytes: text mode would also end lines at U+2028."""
+    """The lines that begin in the span, as bytes: text mode would also end lines at U+2028.
+
+    Args:
+        span: A span of JSON lines.
+        text_field: Ignored: lines are not parsed here.
+    """
     with open_decompressed(span.file.path) as f:
         position = span.start
         if position > 0:
@@ -416,6 +446,7 @@ def _lines(span: Span, text_field: str) -> Iterator[bytes]:
 
 
 def _line_text(line: bytes, text_field: str) -> str:
+    """Returns the text under `text_field` in a JSON line; empty for an empty line."""
     if not line.strip():
         return ""
     try:
@@ -449,7 +480,12 @@ def row_text(row: object, text_field: str) -> str:
 
 
 def _open_parquet(path: Path, text_field: str | None = None) -> Any:
-    """Opens a Parquet file, and checks that it has the column `text_field`."""
+    """Opens a Parquet file, and checks that it has the column `text_field`.
+
+    Args:
+        path: The file.
+        text_field: The column. None: do not check.
+    """
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
@@ -462,6 +498,7 @@ def _open_parquet(path: Path, text_field: str | None = None) -> Any:
 
 
 def _parquet_rows(span: Span, text_field: str) -> Iterator[Any]:
+    """Yields the values of the column `text_field` in a row group, which is the span."""
     batches = _open_parquet(span.file.path, text_field).iter_batches(
         512,
         row_groups=[span.start],
@@ -506,6 +543,7 @@ def _dataset(name: str) -> tuple[Any, Any]:
 
 
 def _dataset_rows(span: Span, text_field: str) -> Iterator[Any]:
+    """Yields the rows of one file of a dataset, which is the span. `text_field` is ignored."""
     _, rows = _dataset(str(span.file.path))
     yield from rows.shard(rows.num_shards, span.start)
 

@@ -25,18 +25,20 @@ LONGEST_PATTERN = 1_000_000  # samples after which the order of a mixture's corp
 class FeistelPermutation:
     """A bijection of [0, n) that a key chooses: `FeistelPermutation(n, key)(i)` is the place of i.
 
-    An alternating Feistel network permutes the next power of two. A result that is not below n is
-    permuted again, fewer than two times on average. The memory does not depend on n. The order
-    looks random; it is not meant for cryptography.
-
-    Args:
-        n: Number of elements.
-        key: Any text.
+    An alternating Feistel network permutes the next power of two, at least 16. A result that is
+    not below n is permuted again: fewer than two times on average if n is 8 or more. The memory
+    does not depend on n. The order looks random; it is not meant for cryptography.
     """
 
-    ROUNDS = 8
+    ROUNDS = 8  # an even number: two rounds change each half once
 
     def __init__(self, n: int, key: str) -> None:
+        """Prepares the keys of the rounds.
+
+        Args:
+            n: Number of elements.
+            key: Any text. Each text gives another order.
+        """
         assert n > 0
         bits = max(4, (n - 1).bit_length())  # with halves of one bit, some orders would never occur
         self.n = n
@@ -50,6 +52,7 @@ class FeistelPermutation:
         self.key_pairs = list(zip(keys[::2], keys[1::2], strict=True))
 
     def __call__(self, i: int) -> int:
+        """Returns the place of element i, from 0 to n - 1."""
         assert 0 <= i < self.n
         # Local names, which are faster than attributes in this loop.
         low_bits = self.low_bits
@@ -60,7 +63,7 @@ class FeistelPermutation:
             high = i >> low_bits
             for even, odd in self.key_pairs:
                 # Multiply, fold, multiply: the upper half of the product depends on every bit of
-                # the other half and the key.
+                # the other half and the key. The factors are those of SplitMix64.
                 x = (high ^ even) * 0x9E3779B97F4A7C15 & MASK64
                 low ^= ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & MASK64) >> 32 & low_mask
                 x = (low ^ odd) * 0x9E3779B97F4A7C15 & MASK64
@@ -103,6 +106,7 @@ class PackedDataset:
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
+        """Counts the windows, and describes the order of the samples."""
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
         self.corpus = corpus
@@ -304,6 +308,7 @@ class MixtureDataset(PackedDataset):
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
+        """Makes the pattern that says which data set each sample comes from."""
         if len(datasets) != len(weights):
             raise ValueError(
                 f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}."
@@ -342,7 +347,10 @@ class MixtureDataset(PackedDataset):
         }
 
     def locate(self, g: int) -> tuple[int, int]:
-        """Returns the number of the dataset that sample g comes from, and the index in it."""
+        """Returns the number of the dataset that sample g comes from, and the index in it.
+
+        The pattern of dataset numbers repeats without end.
+        """
         assert g >= 0
         repetition, place = divmod(int(g), len(self._pattern))
         c = int(self._pattern[place])

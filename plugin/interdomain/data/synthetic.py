@@ -74,6 +74,7 @@ class Task:
     defaults: ClassVar[dict[str, int]]
 
     def __post_init__(self) -> None:
+        """Checks that the numbers fit one another."""
         if min(self.length, self.items, self.vocab) < 1 or self.seed < 0:
             problem = "each must be at least 1, and the seed at least 0"
         elif self.vocab > MAX_WORDS:
@@ -99,18 +100,22 @@ class Task:
         raise NotImplementedError
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
-        """Writes the examples of a block.
+        """Writes N examples: all of their T tokens but the last, which is EOS.
 
         Args:
             draw: Source of random numbers.
-            ids: Token ids to write, uint16 [N, T - 1], zeros before.
-            marks: Set to 1 at answers, uint8 [N, T - 1], zeros before.
+            ids: Token ids to write, uint16 [N, T - 1]. They are zeros before.
+            marks: To be set to 1 at answers, uint8 [N, T - 1]. They are zeros before.
             split: `train` or `validation`.
         """
         raise NotImplementedError
 
     def examples(self, split: str, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Makes the examples block * BLOCK to (block + 1) * BLOCK of a split.
+
+        Args:
+            split: `train` or `validation`.
+            block: Number of the block, from 0.
 
         Returns:
             Token ids, uint16 [N, T], and 1 for each answer, uint8 [N, T].
@@ -147,12 +152,14 @@ class MQAR(Task):
         return self.length // 2 - self.items - 1
 
     def words(self) -> list[str]:
+        """Returns as many keys as values: k0, k1, ..., v0, v1, ..."""
         n = (self.vocab - len(SPECIALS)) // 2
         keys = [f"k{i}" for i in range(n)]
         values = [f"v{i}" for i in range(n)]
         return keys + values
 
     def _problem(self) -> str:
+        """Says which constraint the numbers break. Empty if they break none."""
         if self.length % 2 or self.answers < 1:
             return "the length must be even, and at least 2 * items + 4"
         if len(self.words()) < 2 * self.items:
@@ -160,6 +167,14 @@ class MQAR(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
+        """Writes N examples of pairs and questions, without EOS.
+
+        Args:
+            draw: Source of random numbers.
+            ids: Token ids to write, uint16 [N, T - 1]. They are zeros before.
+            marks: To be set to 1 at answers, uint8 [N, T - 1]. They are zeros before.
+            split: `train`, or `validation`, whose examples have a single list.
+        """
         N = len(ids)
         P = self.items
         n = len(self.words()) // 2
@@ -217,6 +232,7 @@ class SelectiveCopying(Task):
         return [*tokens, ".", "copy"]
 
     def _problem(self) -> str:
+        """Says which constraint the numbers break. Empty if they break none."""
         if self.length < 2 * self.items + 2:
             return "the length must be at least 2 * items + 2"
         if self.vocab < len(SPECIALS) + 4:
@@ -224,11 +240,20 @@ class SelectiveCopying(Task):
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
+        """Writes N examples of noise, tokens and their copy, without EOS.
+
+        Args:
+            draw: Source of random numbers.
+            ids: Token ids to write, uint16 [N, T - 1]. They are zeros before.
+            marks: To be set to 1 at answers, uint8 [N, T - 1]. They are zeros before.
+            split: Ignored: the examples of both splits are made alike.
+        """
         N, width = ids.shape
         P = self.items
+        # The last two words are `.` and `copy`. The words before them are what is copied.
         n = len(self.words()) - 2
-        tokens = draw.below(n, N, P)
-        places = np.sort(draw.distinct(width - P - 1, N, P))
+        tokens = draw.below(n, N, P)  # [N, P], each from 0 to n - 1
+        places = np.sort(draw.distinct(width - P - 1, N, P))  # [N, P], no two alike in a row
         # The first part is noise (`.`), with the tokens at their places.
         ids[:] = n
         ids[np.arange(N)[:, None], places] = tokens

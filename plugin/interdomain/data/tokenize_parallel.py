@@ -31,6 +31,8 @@ from interdomain.data.readers import Span, documents_of, in_validation
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
+# Parts of a corpus of middle size: enough to keep many processes busy to the end.
+PARTS = 200
 # Bytes of a part's input on the disk.
 SMALLEST_PART = 2_000_000
 LARGEST_PART = 64_000_000
@@ -44,8 +46,8 @@ class Encoding:
     Attributes:
         folder: Where the files of the parts go.
         tokenizer: Path of the tokenizer.
-        text_field: As in `documents_of`.
-        leave_out_bad: As in `documents_of`.
+        text_field: Column, or field of a JSON row, that holds the text.
+        leave_out_bad: Print bad documents to standard error and go on, instead of failing.
         validation_fraction: Share of the documents in the validation split.
     """
 
@@ -70,10 +72,16 @@ class Part:
 
 
 def cut(spans: list[Span]) -> list[Part]:
-    """Groups neighbouring spans into about 200 parts, within the limits of their size."""
+    """Groups neighbouring spans into PARTS parts, or into more or fewer to limit their size.
+
+    A span is never cut. So a part may be larger than LARGEST_PART if its span is.
+
+    Args:
+        spans: The spans of the whole input, in order.
+    """
     total = sum(span.size for span in spans)
-    limit = min(LARGEST_PART, max(SMALLEST_PART, total // 200))
-    # A group ends before the span with which it would exceed the limit.
+    limit = min(LARGEST_PART, max(SMALLEST_PART, total // PARTS))
+    # A group has one span, or all the next ones that together do not exceed the limit.
     groups = []
     size = 0
     for span in spans:
@@ -91,11 +99,16 @@ def cut(spans: list[Span]) -> list[Part]:
 def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> list[Path]:
     """Writes the .bin and .idx files of a part, unless an earlier preparation wrote the same.
 
+    Args:
+        tokenizer: The tokenizer that `encoding` names, opened.
+        encoding: Settings that decide how a part is encoded.
+        part: A part from `cut`.
+
     Returns:
         Their path prefixes, in the order of SPLITS.
 
     Raises:
-        ValueError: As in `documents_of`.
+        ValueError: A document is bad, or a file is damaged or was changed.
     """
     # Everything that decides the bytes: input, settings, tokenizer and its library.
     causes = (
@@ -146,7 +159,7 @@ def encode_parts(
         workers: Number of processes. 1 encodes in this process.
 
     Raises:
-        ValueError: As in `encode_part`, or a worker was killed.
+        ValueError: A document is bad, a file is damaged or was changed, or a worker was killed.
     """
     if workers == 1:
         tokenizer = load_tokenizer(encoding.tokenizer)
@@ -174,7 +187,11 @@ def encode_parts(
 
 
 def _begin_worker(encoding: Encoding) -> None:
-    """Runs once in each worker process, before `_work`."""
+    """Runs once in each worker process, before `_work`.
+
+    Args:
+        encoding: Settings for all parts.
+    """
     global _encoding, _tokenizer
     # Ctrl-C ends a worker at once and without a message; the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -184,6 +201,7 @@ def _begin_worker(encoding: Encoding) -> None:
 
 
 def _end_with_the_parent() -> None:
+    """Ends this worker when its parent process has ended. Runs in a thread."""
     # A parent that is killed does not close its pool: the workers would wait for ever.
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -153,6 +153,7 @@ class SentencePieceTokenizer(Tokenizer):
     library = "sentencepiece"
 
     def __init__(self, path: Path | str) -> None:
+        """Loads the model file `path`. An empty or damaged one raises an error."""
         super().__init__(path, Path(path).read_bytes())
         # sentencepiece returns negative ids for tokens that do not exist.
         self._processor = sentencepiece.SentencePieceProcessor()
@@ -172,6 +173,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def converted(self) -> Any:
+        """Returns a BPE tokenizer of the `tokenizers` library with the same pieces and merges."""
         import tokenizers
         from sentencepiece import sentencepiece_model_pb2
         from tokenizers import decoders, normalizers
@@ -235,7 +237,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _id_or_none(token_id: int) -> int | None:
-    """An id as sentencepiece returns it, which is negative for a token that does not exist."""
+    """An id as sentencepiece returns it, which is negative for a token that does not exist.
+
+    Args:
+        token_id: The id of a control token, such as BOS.
+    """
     if token_id < 0:
         return None
     return token_id
@@ -329,15 +335,15 @@ class JsonTokenizer(Tokenizer):
     """Hugging Face's `tokenizer.json`.
 
     The `tokenizer_config.json` beside it says which tokens are BOS and EOS. Corpora and checkpoints
-    keep both in one file,
-    `hf_tokenizer.json`: the tokenizer.json with one more key. Its post-processor, which adds BOS in
-        many files, is not applied.
+    keep both in one file, `hf_tokenizer.json`: the tokenizer.json with one more key. Its
+    post-processor, which adds BOS in many files, is not applied.
     """
 
     file = "hf_tokenizer.json"
     library = "tokenizers"
 
     def __init__(self, path: Path | str) -> None:
+        """Loads a tokenizer.json, or an `hf_tokenizer.json`, which has the control tokens, too."""
         import tokenizers
 
         data = Path(path).read_bytes()
@@ -364,7 +370,12 @@ class JsonTokenizer(Tokenizer):
 
     @staticmethod
     def _named_specials(config_file: Path) -> dict[str, str | None]:
-        """The control tokens that a tokenizer_config.json names, by SPECIALS."""
+        """The control tokens that a tokenizer_config.json names, by SPECIALS.
+
+        Args:
+            config_file: The file, beside the tokenizer's. It may be missing: all values are then
+                None.
+        """
         config = {}
         if config_file.is_file():
             config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -383,6 +394,7 @@ class JsonTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def converted(self) -> Any:
+        """Returns the same tokenizer without truncation, padding and post-processor."""
         import tokenizers
 
         without = {"truncation": None, "padding": None, "post_processor": None}
@@ -393,8 +405,7 @@ class TiktokenTokenizer(Tokenizer):
     """One of tiktoken's encodings, from a local rank file or by the name that tiktoken knows.
 
     A rank file (`X.tiktoken`) has a token in base64 and its rank in each line. It has no pattern
-    that splits text, and no
-    control tokens. The `X.json` beside it has these:
+    that splits text, and no control tokens. The `X.json` beside it has these:
 
         {"pattern": "...", "special_tokens": {"<|endoftext|>": 100257}, "eos_token": "<|endoftext|>", "bos_token": null}
 
@@ -406,6 +417,7 @@ class TiktokenTokenizer(Tokenizer):
     library = "tiktoken"
 
     def __init__(self, path: Path | str) -> None:
+        """Loads an encoding from a file, or `tiktoken:NAME`."""
         import tiktoken
 
         super().__init__(path, self._read(path))
@@ -573,6 +585,7 @@ class StreamDecoder:
     LONGEST = 64  # ids that are held back at most: more without a complete character are not text
 
     def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = ()) -> None:
+        """Begins a text after the ids `after`, whose text is not returned."""
         self._decode = tokenizer.decode
         self._context: list[int] = []  # the last ids whose text was returned
         self._pending: list[int] = []  # ids after these, whose text was not returned yet
@@ -580,7 +593,11 @@ class StreamDecoder:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token completes: often a word, sometimes nothing."""
+        """Returns the text that this token completes: often a word, sometimes nothing.
+
+        Args:
+            token_id: The next id of the text.
+        """
         self._pending.append(int(token_id))
         text = self._pending_text()
         if text.endswith("\ufffd") and len(self._pending) < self.LONGEST:

@@ -1,8 +1,11 @@
-"""The model in transformers. Importing this package registers it: the Auto classes then need no trust_remote_code.
+"""The model in transformers.
 
-The files `*_interdomain.py` are copied into every exported model (`checkpoint.model_code`), and plain_interdomain.py
-with the text of the definitions that it imports here. In an exported model they import torch and transformers, and
-the kernels of `interdomain.scan` and `interdomain.features` if these are installed: nothing else of this project.
+Importing this package registers the model: the Auto classes then need no trust_remote_code.
+
+The files `*_interdomain.py` are copied into every exported model (`checkpoint.model_code`), and
+plain_interdomain.py with the text of the definitions that it imports here. In an exported model
+they import torch and transformers, and the kernels of `interdomain.scan` and `interdomain.features`
+if these are installed: nothing else of this project.
 """
 
 from pathlib import Path
@@ -26,6 +29,7 @@ from .modeling_interdomain import (
     InterdomainModel,
 )
 
+# The model's classes, by the Auto class that loads each.
 CLASSES = {
     AutoModel: InterdomainModel,
     AutoModelForCausalLM: InterdomainForCausalLM,
@@ -34,11 +38,16 @@ CLASSES = {
 
 
 def save_pretrained(self: PretrainedConfig, save_directory: str | Path, **options: Any) -> None:
-    """Saves a configuration as transformers does, which copies the files of this folder, and then the code that
-    needs nothing of this project.
+    """Saves config.json as transformers does, and then the model's Python files.
+
+    transformers copies the Python files of this folder, too, which need the package. `write_code`
+    then writes all files that an exported model has: `*_interdomain.py`, which need only torch and
+    transformers, and the licence.
 
     Args:
-        options: Those of `PretrainedConfig.save_pretrained`.
+        self: The configuration, an InterdomainConfig.
+        save_directory: The folder of the exported model.
+        options: The arguments of `PretrainedConfig.save_pretrained`.
     """
     PretrainedConfig.save_pretrained(self, save_directory, **options)
     write_code(Path(save_directory))

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from .plain_interdomain import FORMAT_VERSION, MixerConfig, ModelConfig, from_transformers
 
+# The settings with defaults, under their names in config.json. Those of the mixer follow below.
 DEFAULTS: dict[str, Any] = dict(
     vocab_size=32_000,
     hidden_size=768,
@@ -31,21 +32,23 @@ class InterdomainConfig(PretrainedConfig):
     """A Llama-style decoder around token mixers.
 
     Args:
-        intermediate_size: Width of the feed-forward layers. None for 8/3 of hidden_size, rounded up to a multiple of
-            128.
-        num_key_value_heads: Heads of keys, values and state, which groups of query heads share. None for as many as
-            query heads.
+        intermediate_size: Width of the feed-forward layers. None for 8/3 of hidden_size, rounded up
+            to a multiple of 128.
+        num_key_value_heads: Heads of keys, values and state, which groups of query heads share.
+            None for as many as query heads.
         head_dim: Width of a head. It must be hidden_size / num_attention_heads.
-        weights: Checksums of the files beside config.json. They are dropped, because a model that is saved anew has
-            other weights.
-        facts: What is known of the files beside config.json. They are dropped, too.
-        layer_types: Ignored. It follows from the mixers: the layers that have a cache of keys and values, as
-            transformers calls them.
-        settings: The names in DEFAULTS, and what every `PretrainedConfig` takes. `mixer` is a kind of `MixerConfig`,
-            and dual_input, readout and so on are its settings. With `mixer = "hybrid"`, the list `layer_settings`
-            holds the mixer's settings of each layer instead, `mixer` and num_key_value_heads among them; a list that
-            is shorter than the layers is repeated. initializer_range is the standard deviation of linear layers in a
-            new model; hidden_size, num_hidden_layers, num_attention_heads and so on are as in Llama.
+        weights: Checksums of the files beside config.json. They are dropped, because a model that
+            is saved anew has other weights.
+        facts: What is known of the run that made the files beside config.json. They are dropped,
+            too.
+        layer_types: Ignored. It follows from the mixers: the layers that have a cache of keys and
+            values, as transformers calls them.
+        settings: The names in DEFAULTS, and what every `PretrainedConfig` takes. `mixer` is a kind
+            of `MixerConfig`, and dual_input, readout and so on are its settings. With `mixer =
+            "hybrid"`, the list `layer_settings` holds the mixer's settings of each layer instead,
+            `mixer` and num_key_value_heads among them; a list that is shorter than the layers is
+            repeated. initializer_range is the standard deviation of linear layers in a new model;
+            hidden_size, num_hidden_layers, num_attention_heads and so on are as in Llama.
 
     Raises:
         ValueError: A choice is unknown, sizes do not fit, or the mixer does not have a setting.
@@ -77,6 +80,8 @@ class InterdomainConfig(PretrainedConfig):
         # What follows from the settings.
         model = self.checked()
         self.intermediate_size = intermediate_size or model.ffn_hidden
+        # transformers' names of layers: with a state of fixed size, with the keys and values of all
+        # tokens, or with those of the last ones.
         self.layer_types = []
         for layer in model.layers:
             if layer.mixer.kind != "softmax":
@@ -87,12 +92,13 @@ class InterdomainConfig(PretrainedConfig):
                 self.layer_types.append("sliding_attention")
 
     def checked(self) -> ModelConfig:
-        """Returns the model's own configuration.
+        """Returns the configuration as the package's `ModelConfig`, which checks it.
 
-        A model asks for it again when it is made, because `from_pretrained` sets options after __init__.
+        A model calls this again when it is made, because `from_pretrained` sets options after
+        __init__.
 
         Raises:
-            ValueError: As for the class.
+            ValueError: A choice is unknown, sizes do not fit, or the mixer does not have a setting.
         """
         if self.tie_word_embeddings:
             logging.get_logger(__name__).warning(

@@ -1,4 +1,6 @@
-"""Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size.
+"""Interdomain Attention in transformers.
+
+The model is a Llama-style decoder whose token mixer reads a recurrent state of fixed size.
 
 Shapes: B batch, T tokens.
 """
@@ -33,7 +35,7 @@ from .plain_interdomain import (
 )
 
 logger = logging.get_logger(__name__)
-PACKED = "no packed sequences"
+NO_PACKED_SEQUENCES = "no packed sequences"  # in errors
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. The model takes both.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 # By this table Trainer's label smoothing knows that labels are shifted.
@@ -64,18 +66,27 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
         """Maps hidden states [B, T, dim] to [B, T, dim], and advances a cache.
 
         Args:
-            rope: The cosines and sines of the tokens in the order of `rows`; None if no layer rotates.
+            hidden: The hidden states.
+            rope: The cosines and sines of the tokens in the order of `rows`; None if no layer
+                rotates.
+            rows: The padding of the batch: how the tokens of each row are ordered for the mixer,
+                what it must mask, and the slots that stay in the cache.
+            past_key_values: The cache, which has the state of every layer. None: each row begins
+                without a state, and none is kept.
         """
-        cache = past_key_values
+        # A recurrence reads each row's tokens first and its padding last.
         x = self.attention_norm(hidden)
         if rows.order is not None:
             x = take(x, rows.order)
-        if cache is None:
-            y = self.attention(x, rope, ssm_tensors_of(self.attention, x), None, rows.packing)
+
+        # A cache has the layer's state, and the tables of the SSM parameters from the first pass.
+        if past_key_values is None:
+            ssm_tensors = ssm_tensors_of(self.attention, x)
+            y = self.attention(x, rope, ssm_tensors, None, rows.packing)
         else:
-            state, ssm_tensors = cache.state_of(self.layer_idx, self.attention, x)
+            state, ssm_tensors = past_key_values.state_of(self.layer_idx, self.attention, x)
             y = self.attention(x, rope, ssm_tensors, state, rows.packing)
-            cache.take_over(self.layer_idx, state, rows.stay)
+            past_key_values.take_over(self.layer_idx, state, rows.stay)
         if rows.back is not None:
             y = take(y, rows.back)
         hidden = hidden + y
@@ -83,7 +94,7 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
 
 
 class InterdomainPreTrainedModel(PreTrainedModel):
-    """What the classes below share: initial values, data types, and transformers' properties of a model."""
+    """Base of the classes below: initial values, data types, and transformers' properties."""
 
     config_class = InterdomainConfig
     base_model_prefix = "model"
@@ -98,38 +109,55 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     def post_init(self) -> None:
+        """Draws initial values, and names the modules that stay float32 in any model."""
+        # `_init_weights` draws by the module's name in the package's model. It is set through
+        # `vars`: type checkers allow only modules and tensors as attributes of a module.
         modules = dict(self.named_modules())
         for name, module in modules.items():
-            vars(module)["path"] = name.removeprefix("model.")  # for _init_weights
+            vars(module)["path"] = name.removeprefix("model.")
         super().post_init()
+        # These are set after transformers' own post_init. transformers 4 refuses names of modules
+        # without parameters there, and feature_map has only buffers. It also refuses modules that a
+        # model lacks.
         last_names = {name.rpartition(".")[2] for name in modules}
         self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & last_names
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
+        """Returns False: transformers must not make a cache of its own kind."""
         return False
 
     def float32_modules(self) -> list[nn.Module]:
-        """Returns the modules to shard first with FSDP2, without a `param_dtype`: they must not be rounded."""
+        """Returns the modules of SSM parameters, which must not be rounded.
+
+        With FSDP2, shard them first and without a `param_dtype`.
+        """
         return float32_modules(self)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws the package's initial values for the tensors of a module, unless they were loaded."""
+        """Draws the package's initial values for a module's tensors, unless they were loaded.
+
+        Args:
+            module: Any module of the model. Only tensors of its own are drawn, not those of its
+                children.
+        """
+        # The module's name in the package's model, which post_init has set. A module that was added
+        # later has none.
         path = getattr(module, "path", "")
-        is_linear = isinstance(module, nn.Linear | nn.Embedding)
-        if is_linear and not path.startswith("layers."):
+        is_matrix = isinstance(module, nn.Linear | nn.Embedding)
+        if is_matrix and not path.startswith("layers."):
             # Embeddings and heads start alike, also those that are added later.
             path = "output"
+        # The values are a function of name and seed, and the seed follows PyTorch's random state.
         seed = int(torch.randint(2**62, (), device="cpu"))
         tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
         for name, tensor in tensors:
-            if getattr(
-                tensor, "_is_hf_initialized", False
-            ):  # transformers' mark of a loaded tensor
+            # transformers marks the tensors that it has loaded.
+            if getattr(tensor, "_is_hf_initialized", False):
                 continue
             value = initial_value(f"{path}.{name}", tensor.shape, self.config.checked(), seed)
-            if is_linear:
+            if is_matrix:
                 value = value * (self.config.initializer_range / INITIAL_STD)
             tensor.copy_(value)
 
@@ -138,10 +166,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
     """The decoder without a head: tokens to the output of the last norm.
 
     Attributes:
-        own: The model's own configuration.
-        windows: For each layer None if it is a recurrence, else the window of its softmax attention; 0 for no
-            window. Layers with the same window need to know the same about the rows of a batch.
-        rotated: Whether a layer rotates queries and keys.
+        own: The configuration as the package's `ModelConfig`.
+        windows: For each layer None if it is a recurrence, else the window of its softmax
+            attention; 0 for no window. Layers with the same window need to know the same about the
+            rows of a batch.
+        rotated: True if some layer rotates queries and keys.
     """
 
     def __init__(self, config: InterdomainConfig) -> None:
@@ -173,25 +202,33 @@ class InterdomainModel(InterdomainPreTrainedModel):
         cache: InterdomainCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Computes the forward pass of transformers' decoders.
+        """Computes the output of the last norm, with the arguments of transformers' decoders.
 
         Args:
             input_ids: Tokens [B, T], or None with inputs_embeds.
-            attention_mask: [B, T] or [B, tokens read + T], 0 for padding: before, after or between the tokens of a
-                row, also in a turn that continues a cache. Padding leaves no trace.
-            position_ids: Accepted if they count a row's tokens, with or without padding. The model counts by itself.
+            attention_mask: [B, T] or [B, tokens read + T], 0 for padding: before, after or between
+                the tokens of a row, also in a turn that continues a cache. Padding leaves no trace.
+            position_ids: Accepted if they count a row's tokens, with or without padding. The model
+                counts by itself.
             past_key_values: The cache, which the pass advances.
             inputs_embeds: Embeddings [B, T, dim] in place of input_ids.
-            use_cache: None for the configuration's value in evaluation. In training, None means that value if a
-                cache is given, else False.
-            output_hidden_states: Returns the inputs of all layers and the output of the last norm as well.
-            output_attentions: Refused.
+            use_cache: None for the configuration's value in evaluation. In training, None means
+                that value if a cache is given, else False.
+            output_hidden_states: Returns the inputs of all layers and the output of the last norm
+                as well.
+            output_attentions: True is an error: there are no attention matrices.
             cache: Another name of past_key_values.
             kwargs: Ignored, apart from arguments for packed sequences, which are refused.
 
+        Returns:
+            transformers' output: the hidden states [B, T, dim]; the cache if use_cache is true; and
+            the hidden states of all layers if output_hidden_states is.
+
         Raises:
-            ValueError: For other position_ids, packed sequences, a mask of another shape, another model's cache,
-                attention matrices, and under gradient checkpointing a cache that has read something.
+            ValueError: For other position_ids, packed sequences, a mask of another shape, another
+                model's cache, attention matrices, and under gradient checkpointing a cache that has
+                read something.
+            NotImplementedError: Under torch.jit.trace.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two.")
@@ -201,7 +238,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             )
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
             if kwargs.get(name) is not None:
-                raise ValueError(f"{PACKED}: give each text a row.")
+                raise ValueError(f"{NO_PACKED_SEQUENCES}: give each text a row.")
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             raise NotImplementedError(
                 "torch.jit.trace would make constants of length and mask: use torch.export."
@@ -229,6 +266,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         # Embed the tokens, and pass them through the layers.
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        # `prepared` has RoPE's tables and the rows by a layer's window; `position` is the number of
+        # tokens of each row after this pass.
         prepared, position = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -253,13 +292,17 @@ class InterdomainModel(InterdomainPreTrainedModel):
         position_ids: Tensor | None,
         cache: InterdomainCache | None,
     ) -> tuple[dict[int | None, tuple[Any, Rows]], Tensor]:
-        """Prepares what the layers need to know of a batch, the same for all layers with the same window.
+        """Prepares what the layers need to know of a batch, once for all layers of the same window.
 
         Args:
             embeds: The embeddings [B, T, dim] of the tokens.
+            attention_mask: [B, T] or [B, tokens read + T], 0 for padding; None for no padding.
+            position_ids: The positions that the user gave, which are only checked; or None.
+            cache: The cache that the pass advances, or None.
 
         Returns:
-            RoPE's cosines and sines and the rows, by window; and the tokens of each row after this pass, [B].
+            RoPE's cosines and sines and the rows, by window; and the tokens of each row after this
+            pass, [B].
         """
         B, T, _ = embeds.shape
         device = embeds.device
@@ -278,13 +321,18 @@ class InterdomainModel(InterdomainPreTrainedModel):
         mask = None
         if attention_mask is not None:
             mask = self._mask_of_new_tokens(attention_mask, B, T, cache).to(device)
-            # While a graph is traced, values decide nothing.
-            if T == 1 if torch.compiler.is_compiling() else mask.all():
+            # While a graph is traced, values decide nothing. A single token is not padding then.
+            if torch.compiler.is_compiling():
+                is_without_padding = T == 1
+            else:
+                is_without_padding = bool(mask.all())
+            if is_without_padding:
                 mask = None
             elif cache is not None and not is_exporting():
                 cache.masks.append((before, mask))
 
-        # The place of each token in its row, padding apart.
+        # The number of each token in its row: `counted` if padding stands between the tokens,
+        # `ordered` if it stands behind them.
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and not is_exporting():
@@ -310,6 +358,12 @@ class InterdomainModel(InterdomainPreTrainedModel):
         self, attention_mask: Tensor, B: int, T: int, cache: InterdomainCache | None
     ) -> Tensor:
         """Returns the mask [B, T] of the new tokens, False for padding.
+
+        Args:
+            attention_mask: The mask that the user gave, 0 for padding.
+            B: The number of rows of the batch.
+            T: The number of new tokens.
+            cache: The cache of the tokens before, or None.
 
         Raises:
             ValueError: The mask has another shape, or other padding than the cache has read.
@@ -349,7 +403,8 @@ def check_position_ids(position_ids: Tensor, mask: Tensor, start: Tensor, before
     fits = ids.shape in ((T,), (1, T), (B, T))
     if not fits or ((ids != counted)[mask].any() and (ids != places).any()):
         raise ValueError(
-            f"position_ids, {list(position_ids.shape)}, must count the {T} tokens of each row: leave them out ({PACKED})."
+            f"position_ids, {list(position_ids.shape)}, must count the {T} tokens of each row: leave them out "
+            f"({NO_PACKED_SEQUENCES})."
         )
 
 
@@ -371,9 +426,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> nn.Module:
+        """Resizes the embedding and the head. `generate` never chooses rows that are no tokens.
+
+        Args:
+            new_num_tokens: The number of tokens of the new vocabulary; None for no change.
+            args, kwargs: transformers' other arguments, such as pad_to_multiple_of.
+        """
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         if new_num_tokens is not None and self.generation_config is not None:
-            # Rows from here on are no tokens: the number of rows is rounded up.
+            # The number of rows may be rounded up: rows from new_num_tokens on are no tokens.
             padding = [*range(new_num_tokens, self.config.vocab_size)]
             self.generation_config.suppress_tokens = padding or None
         return embeddings
@@ -394,12 +455,22 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Computes logits [B, T, vocabulary], and the loss if there are labels.
 
+        `InterdomainModel.forward` says more about the arguments that it has, too.
+
         Args:
-            labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which follows nothing,
-                are never predicted.
-            logits_to_keep: How many last positions the logits are computed for, 0 for all; or these positions. With
-                1 it is each row's last token, which padding may follow.
-            kwargs: The other arguments of `InterdomainModel.forward`, and those of transformers' loss.
+            input_ids: Tokens [B, T], or None with inputs_embeds.
+            attention_mask: [B, T] or [B, tokens read + T], 0 for padding; None for no padding.
+            position_ids: Accepted if they count a row's tokens. The model counts by itself.
+            past_key_values: The cache, which the pass advances; or None.
+            inputs_embeds: Embeddings [B, T, dim] in place of input_ids.
+            use_cache: True to return a cache, False for none. None: as the configuration has it.
+            cache: Another name of past_key_values.
+            labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which
+                follows nothing, are never predicted.
+            logits_to_keep: The number of last positions for which logits are computed, 0 for all;
+                or these positions. With 1 it is each row's last token, which padding may follow.
+            kwargs: Further arguments of `InterdomainModel.forward`, and those of transformers'
+                loss.
         """
         cache = past_key_values if cache is None else cache
         outputs = self.model(
@@ -410,9 +481,11 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
         kept = logits_to_keep
         if isinstance(logits_to_keep, int):
-            kept = slice(-logits_to_keep, None)
+            kept = slice(-logits_to_keep, None)  # all of them for 0
             if logits_to_keep == 1 and attention_mask is not None:
                 order, _, lengths = token_order(attention_mask[:, -T:].to(hidden.device).bool())
+                # The last token of each row in token_order; the last place for a row without
+                # tokens.
                 last = (lengths[:, None] - 1) % T
                 hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])
@@ -426,7 +499,8 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 kept_labels = labels.masked_fill(~predicted, -100)
                 items = kwargs.get("num_items_in_batch")
                 if items is not None:
-                    # Trainer counts the labels without the mask.
+                    # Trainer divides the loss by this number, and counts the labels without the
+                    # mask.
                     given = (labels[:, 1:] != -100).sum()
                     left = (kept_labels[:, 1:] != -100).sum()
                     kwargs["num_items_in_batch"] = items * left / given.clamp_min(1)
@@ -439,11 +513,21 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # How many tokens are new: transformers 5 has a number, transformers 4 their positions.
+        """Returns the arguments of the next pass of `generate`, as transformers makes them.
+
+        Args:
+            input_ids: All tokens so far, [B, tokens].
+            inputs_embeds: Embeddings of the prompt, in place of its tokens.
+            kwargs: transformers' other arguments, such as the cache.
+
+        Raises:
+            ValueError: The cache has read all tokens, and no token is new.
+        """
+        # The number of new tokens. transformers 4 gives their positions instead.
         new = kwargs.get("next_sequence_length")
-        if new is None:
-            new = len(kwargs.get("cache_position", "-"))
-        if new < 1 and kwargs.get(CACHE) is not None:
+        if new is None and "cache_position" in kwargs:
+            new = len(kwargs["cache_position"])
+        if new is not None and new < 1 and kwargs.get(CACHE) is not None:
             raise ValueError(
                 "input_ids must have at least one token more than past_key_values has read."
             )
@@ -455,6 +539,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         return prepared
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: there are no pages of keys and values."""
         raise NotImplementedError(
             "transformers' continuous batching keeps pages of keys and values, and this model has a state of fixed size: call "
             "generate with a padded batch."
@@ -463,12 +548,24 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
+        """Prepares the cache before the first pass of `generate`, by which transformers calls this.
+
+        Args:
+            generation_config: transformers' GenerationConfig.
+            model_kwargs: The arguments of the model's passes. The cache is put among them.
+            args: transformers' other arguments.
+
+        Raises:
+            ValueError: Another kind of cache is asked for.
+        """
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation is {kind!r}, and this model has its own: leave it out."
             )
-        # A row that ended early, for example, has padding after its answer, which was read as text.
+        # The cache may have read as text what is padding in the mask, such as the padding behind
+        # the answer of a row that ended early. No token can be taken back, so the whole text is
+        # read again.
         cache = model_kwargs.get(CACHE)
         mask = model_kwargs.get("attention_mask")
         if isinstance(cache, InterdomainCache) and mask is not None and not cache.has_read(mask):
@@ -479,6 +576,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )
+        # transformers makes none for this model (`_supports_default_dynamic_cache`).
         if generation_config.use_cache and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = InterdomainCache()
 
@@ -486,10 +584,14 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 class InterdomainForSequenceClassification(
     GenericForSequenceClassification, InterdomainPreTrainedModel
 ):
-    """A linear head on each row's last token that is not config.pad_token_id, as transformers computes it."""
+    """The decoder with a linear head on each row's last token.
+
+    As in transformers' own classes, that is the last one that is not config.pad_token_id.
+    """
 
     def __init__(self, config: InterdomainConfig) -> None:
-        # Not transformers' own __init__: its AutoModel does not know the classes of an exported model.
+        # Not transformers' own __init__: its AutoModel does not know the classes of an exported
+        # model.
         InterdomainPreTrainedModel.__init__(self, config)
         self.num_labels = int(config.num_labels or 0)
         self.model = InterdomainModel(config)

@@ -2,12 +2,13 @@
 
 docs/megatron.md shows its use.
 
-layer_spec, block_spec for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec
-interdomain` transformer_config Megatron's settings for a ModelConfig
-overrides                  the parameter group of the SSM parameters, for get_megatron_optimizer
-Schedule                   the paper's learning rates, in place of OptimizerParamScheduler
-SSMTensorsOnce               for finalize_model_grads_func: SSM parameters computed once a step
-contiguous                 a context-parallel rank's piece of a batch
+    layer_spec, block_spec    for GPTModel's transformer_layer_spec. Megatron-LM's scripts take
+                              them by `--spec interdomain.megatron.spec interdomain`
+    transformer_config        Megatron's settings for a ModelConfig
+    overrides                 the parameter group of the SSM parameters, for get_megatron_optimizer
+    Schedule                  the paper's learning rates, in place of OptimizerParamScheduler
+    SSMTensorsOnce            for finalize_model_grads_func: SSM parameters computed once a step
+    contiguous                a context-parallel rank's piece of a batch
 
 Megatron is imported when one of these is read, because `checkpoint` reads and writes its files
 without it.
@@ -29,6 +30,7 @@ __all__ = [
     "overrides",
     "transformer_config",
 ]
+# The versions of megatron-core with which this package runs.
 OLDEST = (0, 16)
 NEWEST = (0, 19)
 
@@ -37,7 +39,7 @@ def require_megatron() -> None:
     """Checks that megatron-core is installed in a version with which this package runs.
 
     Raises:
-        ImportError: It is not.
+        ImportError: It is not installed, or in another version.
     """
     try:
         from megatron.core import __version__ as version
@@ -55,6 +57,7 @@ def require_megatron() -> None:
 
 
 def __getattr__(name: str) -> Any:
+    """Imports one of the names above when it is first read."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_megatron()

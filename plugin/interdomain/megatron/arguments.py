@@ -30,19 +30,24 @@ from interdomain.model.config import (
 
 from .mixer import InterdomainAttention, check_split, plain_config
 from .settings import check_settings
-from .spec import SETTINGS, backbone, mlp_submodules, submodules
+from .spec import OWN_MIXER_SETTINGS, backbone, mlp_submodules, submodules
 
 
 def add_arguments(parser: Any) -> None:
     """Adds this project's arguments to a parser.
 
-    A setting of MixerConfig that is not given is None: the condition or the size then decides.
+    The mixer's settings are `--mixer.NAME`. A field of MixerConfig that is not given is None: its
+    value then comes from the condition that --spec names, or from --model.size. A field of
+    Execution, such as the backend, has its own default.
+
+    Args:
+        parser: An argparse parser, or a group of its arguments.
     """
     parser.add_argument(
         "--model.size", choices=SIZES, action=Size, help="of the study; what comes after it wins"
     )
     parser.add_argument("--data.corpus", action=Corpus, help="folder of interdomain prepare-data")
-    for name, f in (SETTINGS | EXECUTION_SETTINGS).items():
+    for name, f in (OWN_MIXER_SETTINGS | EXECUTION_SETTINGS).items():
         default = None
         if name in EXECUTION_SETTINGS:
             default = f.default
@@ -58,9 +63,14 @@ def add_arguments(parser: Any) -> None:
 
 
 def _parser_of(kind: Any) -> Callable[[str], Any]:
-    """Returns the function that reads a value of a setting's type, such as int for `int | None`."""
+    """Returns the function that reads a setting's value from text.
+
+    Args:
+        kind: The type of the setting, such as `int | None`, whose function is int.
+    """
     if kind is bool:
         return _true_or_false
+    # int() is 0 and float() is 0.0, which belong to the type or do not.
     for parser in (int, float):
         if isinstance(parser(), kind):
             return parser
@@ -68,6 +78,7 @@ def _parser_of(kind: Any) -> Callable[[str], Any]:
 
 
 def _true_or_false(text: str) -> bool:
+    """Reads a bool from text."""
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
     return text.lower() == "true"
@@ -88,10 +99,19 @@ def model_arguments(config: ModelConfig) -> dict[str, Any]:
 class Size(argparse.Action):
     """`--model.size 125M`: sets Megatron's arguments for a size of the study.
 
-    Arguments that come after it win.
+    Arguments that come after it win. It also sets mixer.n_basis, the size's number of basis
+    functions.
     """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Sets the arguments when argparse reads this one.
+
+        Args:
+            parser: The parser. Unused.
+            namespace: The parsed arguments so far, which are changed.
+            values: The size.
+            option_string: Unused.
+        """
         arguments = model_arguments(build_config(values))
         arguments["mixer.n_basis"] = SIZES[values]["n_basis"]
         arguments[self.dest] = values
@@ -99,9 +119,20 @@ class Size(argparse.Action):
 
 
 class Corpus(argparse.Action):
-    """`--data.corpus FOLDER`: a prepared corpus, which Megatron's data sets read as it is."""
+    """`--data.corpus FOLDER`: sets Megatron's arguments for a corpus of `interdomain prepare-data`.
+
+    Megatron's data sets read its files as they are.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Sets the arguments when argparse reads this one.
+
+        Args:
+            parser: The parser, which ends the program if there is no such corpus.
+            namespace: The parsed arguments so far, which are changed.
+            values: The folder of the corpus.
+            option_string: Unused.
+        """
         try:
             folder = expand_path(values)
             manifest = read_manifest(Path(folder))
@@ -110,8 +141,10 @@ class Corpus(argparse.Action):
         except (OSError, ValueError) as e:
             parser.exit(2, f"error: {e}\n")
         setattr(namespace, self.dest, folder)
+        # The files hold ids of tokens already: Megatron needs only their number.
         namespace.tokenizer_type = "NullTokenizer"
-        # Up to Megatron-Core 0.17 NullTokenizer adds one token to this number.
+        # Up to Megatron-Core 0.17 NullTokenizer adds one token to this number: NullTokenizer(0) has
+        # 1.
         namespace.vocab_size = manifest["vocab_size"] - NullTokenizer(0).vocab_size
         if hasattr(namespace, "null_tokenizer_eod_id"):  # from 0.19
             namespace.null_tokenizer_eod_id = manifest["eos_id"]
@@ -123,7 +156,7 @@ def corpus_files(folder: str, split: str) -> list[str]:
     """Returns the prefixes of the files of a prepared corpus.
 
     Args:
-        folder: The corpus.
+        folder: The folder of the corpus.
         split: "train" or "validation".
     Raises:
         ValueError: The corpus is one with answers, or not a corpus.
@@ -143,7 +176,7 @@ def check(args: Namespace) -> None:
     The linear layers are those that --transformer-impl names.
 
     Args:
-        args: The parsed arguments. `hetereogenous_dist_checkpoint` is set.
+        args: The parsed arguments. `hetereogenous_dist_checkpoint` is set in them.
     Raises:
         ValueError: A setting must be changed.
         ImportError: --spec cannot be imported.
@@ -154,7 +187,7 @@ def check(args: Namespace) -> None:
 
     # The mixers of all layers, with the settings that were given.
     given = {}
-    for name in SETTINGS:
+    for name in OWN_MIXER_SETTINGS:
         value = getattr(args, f"mixer.{name}")
         if value is not None:
             given[name] = value
@@ -196,6 +229,7 @@ def check(args: Namespace) -> None:
         own = {"mixers": tuple(mixers[:n])}
         layer.submodules = submodules(params | shared | own, engine)
         mixers = mixers[n:]
+    # In a HybridModel the MLPs are layers of their own.
     if spec not in layers:
         spec.submodules.mlp_layer.submodules = mlp_submodules(engine)
 
@@ -203,6 +237,8 @@ def check(args: Namespace) -> None:
 def _check_combinations(args: Namespace) -> None:
     """Checks arguments of Megatron that depend on one another.
 
+    Args:
+        args: The parsed arguments.
     Raises:
         ValueError: A setting must be changed.
     """
@@ -274,9 +310,10 @@ def layers_of(args: Namespace) -> tuple[Any, list[Any]]:
     # If the module cannot be imported, Megatron-Core 0.19 would train its own softmax model.
     module, name = args.spec
     spec: Any = vars(import_module(module)).get(name)
-    # The option has another name up to 0.17.
+    # The layer pattern. Up to Megatron-Core 0.17 its option was --hybrid-override-pattern.
     pattern = getattr(args, "hybrid_layer_pattern", None)
     pattern = pattern or getattr(args, "hybrid_override_pattern", None)
+    # `spec` is GPTModel's layer, or HybridModel's stack, whose submodules are layers by letter.
     layers = [spec]
     slots = getattr(spec, "submodules", None)
     if hasattr(slots, "gdn_layer"):
@@ -305,7 +342,11 @@ def layers_of(args: Namespace) -> tuple[Any, list[Any]]:
 
 
 def params_of(layer: Any) -> dict[str, Any]:
-    """Returns the arguments of a layer's InterdomainAttention."""
+    """Returns the keyword arguments of a layer's InterdomainAttention.
+
+    Args:
+        layer: The specification of a layer, such as `layer_spec` returned.
+    """
     return layer.submodules.self_attention.params
 
 
@@ -317,7 +358,7 @@ def _check_shape(args: Namespace, mixers: tuple[MixerConfig, ...], mlp_apart: bo
     Args:
         args: The parsed arguments.
         mixers: The mixers of the layers.
-        mlp_apart: True for HybridModel.
+        mlp_apart: True if Megatron counts a mixer and its MLP as two layers, as HybridModel does.
     Raises:
         ValueError: They make no model. The error has Megatron's names of the sizes.
     """
@@ -332,6 +373,7 @@ def _check_shape(args: Namespace, mixers: tuple[MixerConfig, ...], mlp_apart: bo
         shape.kv_channels = args.hidden_size // args.num_attention_heads
     ranks = args.tensor_model_parallel_size
     groups = key_heads(args)
+    # plain_config checks the sizes, and check_split the number of ranks.
     try:
         check_split(plain_config(shape, groups, mixers, mlp_apart), ranks)
     except ValueError as e:
@@ -344,5 +386,5 @@ def _check_shape(args: Namespace, mixers: tuple[MixerConfig, ...], mlp_apart: bo
 
 
 def key_heads(args: Namespace) -> int:
-    """Returns the number of heads of keys and values."""
+    """Returns the number of heads of keys and values that Megatron's arguments give."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -6,6 +6,9 @@ of its tensors have one of three forms:
 stacked     GPTModel: `decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]
 by layer    GPTModel with layers of several kinds: `decoder.layers.0.mlp.linear_fc2.weight`
 hybrid      HybridModel, whose mixers and MLPs are layers: `decoder.layers.1.mlp.linear_fc2.weight`
+
+The plain model is `interdomain.model.Transformer`, as an exported model is. Functions here take its
+names, such as `layers.0.feed_forward.w2.weight`.
 """
 
 import json
@@ -29,20 +32,23 @@ from interdomain.data import Tokenizer, check_vocab, load_tokenizer, recorded_do
 from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
-FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
+# Megatron's file in a checkpoint: {"sharded_backend": "torch_dist", ...}
+FORMAT = "metadata.json"
+# Megatron's file in a run's folder, which names the latest checkpoint.
 TRACKER = "latest_checkpointed_iteration.txt"
 # The tensor of each layer's self_attention that has its configuration as JSON, uint8.
 RECORD = "interdomain"
-RECORD_BYTES = 1024
-TOKENIZER_DIGITS = 16
-LAYERS = "decoder.layers."
+RECORD_BYTES = 1024  # the size of that tensor; JSON is followed by spaces
+TOKENIZER_DIGITS = 16  # digits of the tokenizer's sha256 that a record has
+LAYERS = "decoder.layers."  # how the names of all layers' tensors begin
 Form = Literal["stacked", "by layer", "hybrid"]
-HYBRID_NORM = "decoder.final_norm.weight"
+HYBRID_NORM = "decoder.final_norm.weight"  # the last norm in a checkpoint of HybridModel
 # Letters of HybridModel's layer pattern by the kind of mixer. Every other kind is G. The MLP that
 # follows each mixer is -.
 LETTERS = {"softmax": "*", "mamba2": "M"}
 FUSED = "mlp.linear_fc1.weight"  # its rows are all of w1, then all of w3
-# Names in a checkpoint, by the plain model's: of the model, and of each layer.
+# Names in a checkpoint, by the plain model's. The first three are whole names; the others follow
+# the beginning of a layer's names.
 NAMES = {
     "tok_embeddings.weight": "embedding.word_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
@@ -66,6 +72,7 @@ BACKBONE = {
     "layernorm_zero_centered_gamma": False,
     "use_mup": False,
 }
+# Flags of Megatron-LM that a run needs, for errors.
 FLAGS = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
 )
@@ -76,11 +83,13 @@ class LayerRecord(NamedTuple):
     """The contents of a layer's record.
 
     Attributes:
-        config: The model, as if all its layers were like this one. A layer does not know the
-            vocabulary's size.
-        backbone: The settings of BACKBONE in the run.
-        tokenizer: The beginning of the sha256 of its tokenizer, if the run knew it.
-        documents: How documents begin and end in the data, if the run knew it.
+        config: The configuration of a plain model all of whose layers are like this one. Its
+            vocabulary's size is the default: a layer does not know it.
+        backbone: The settings of BACKBONE with their values in the run.
+        tokenizer: The beginning of the sha256 of the run's tokenizer; None if the run did not know
+            it.
+        documents: How documents begin and end in the data (`Documents.to_dict`); None if the run
+            did not know it.
     """
 
     config: ModelConfig
@@ -95,7 +104,7 @@ def record_of(
     """Makes a layer's record.
 
     Args:
-        config: The model, all of whose layers are like this one.
+        config: The configuration of a plain model all of whose layers are like this one.
         tokenizer: The sha256 of the corpus's tokenizer, if it is known.
         documents: How documents begin and end in the data (`Documents.to_dict`), if it is known.
     Returns:
@@ -124,8 +133,10 @@ def read_record(record: Tensor) -> LayerRecord:
 
 
 def hybrid_pattern(config: ModelConfig) -> str:
-    """Returns the model as HybridModel's --hybrid-layer-pattern, such as "G-G-*-".
+    """Returns the layers of a model as HybridModel's --hybrid-layer-pattern, such as "G-G-*-".
 
+    Args:
+        config: The plain model's configuration.
     Raises:
         ValueError: Two mixers that differ would have one letter.
     """
@@ -147,9 +158,11 @@ def place_of(name: str, form: Form = "stacked") -> tuple[str, int | None]:
 
     Args:
         name: Its name in the plain model.
-        form: The form of the checkpoint's names.
+        form: "stacked" if a tensor of the checkpoint has all layers, "by layer" if each layer has
+            its own, or "hybrid" if a mixer and its MLP are two layers.
     Returns:
-        Its name there, and its index in a stack of layers; None if it is not stacked.
+        The name of the tensor in the checkpoint that holds it; and its index along that tensor's
+        first dimension if layers are stacked, else None.
     """
     if not name.startswith("layers."):
         if name == "norm.weight" and form == "hybrid":
@@ -167,7 +180,14 @@ def place_of(name: str, form: Form = "stacked") -> tuple[str, int | None]:
 
 
 def _prefix(layer: int, form: Form, is_mlp: bool = False) -> str:
-    """Returns how the names of a layer's tensors begin: those of its mixer, or of its MLP."""
+    """Returns how the names of a layer's tensors begin in a checkpoint.
+
+    Args:
+        layer: The layer's place in the plain model.
+        form: The form of the checkpoint's names.
+        is_mlp: True for the tensors of its MLP, False for those of its mixer. HybridModel has a
+            layer for each of the two.
+    """
     if form == "stacked":
         return LAYERS
     if form == "hybrid":
@@ -179,12 +199,15 @@ def part_of(whole: dict[str, Tensor], name: str, form: Form = "stacked") -> Tens
     """Returns a plain model's tensor as a view of a checkpoint's.
 
     Args:
-        whole: The checkpoint's tensors by their names there.
+        whole: The checkpoint's tensors by their names there. A tensor may hold those of all layers,
+            or w1 and w3 of a layer.
         name: The tensor's name in the plain model.
-        form: The form of the checkpoint's names.
+        form: "stacked" if a tensor of the checkpoint has all layers, "by layer" if each layer has
+            its own, or "hybrid" if a mixer and its MLP are two layers.
     """
     key, layer = place_of(name, form)
     tensor = whole[key] if layer is None else whole[key][layer]
+    # One tensor of the checkpoint has the rows of w1, then those of w3.
     if key.endswith(FUSED):
         w1, w3 = tensor.chunk(2)
         return w3 if name.endswith("w3.weight") else w1
@@ -213,12 +236,14 @@ class MegatronCheckpoint:
 
     Args:
         folder: The checkpoint.
-
     Attributes:
-        form: The form of its names.
-        config: The model.
-        record: The run's record, as beside a checkpoint of this project.
-        tokenizer: The beginning of the sha256 of its tokenizer, if the run knew it.
+        folder: The checkpoint.
+        index: The description of each tensor, by its name in the checkpoint.
+        form: The form of the checkpoint's names: "stacked", "by layer" or "hybrid".
+        config: The plain model's configuration.
+        record: The run's record, with the same members as interdomain.json.
+        tokenizer: The beginning of the sha256 of the run's tokenizer; None if the run did not know
+            it.
     Raises:
         FileNotFoundError: The folder holds no checkpoint.
         ValueError: It is damaged, or of another model: its settings differ, or it has other
@@ -271,10 +296,12 @@ class MegatronCheckpoint:
     def _check_tensors(self, records: list[str]) -> None:
         """Checks that the checkpoint has all tensors of the model in their shapes, and no others.
 
+        An optimizer's tensors may be there, too.
+
         Args:
-            records: The names of the layers' records.
+            records: The names of the tensors that are the layers' records.
         Raises:
-            ValueError: It has not.
+            ValueError: A tensor is missing, has another shape, or is not of the model.
         """
         tensors = meta_model(self.config).state_dict()
         places = {name: place_of(name, self.form) for name in tensors}
@@ -303,20 +330,28 @@ class MegatronCheckpoint:
                 )
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Reads tensors by the plain model's names.
+        """Reads tensors of the model.
 
+        Args:
+            names: Their names in the plain model.
+        Returns:
+            The tensors by these names.
         Raises:
             ValueError: The checkpoint is damaged.
         """
+        # Tensors of the checkpoint may hold several of the model: each is read once. The copies let
+        # go of the rest.
         keys = sorted({place_of(name, self.form)[0] for name in names})
         whole = read_tensors(self.folder, keys)
         return {name: part_of(whole, name, self.form).clone() for name in names}
 
     def check_bytes(self, names: Iterable[str]) -> None:
-        """Checks that tensors, by the plain model's names, are stored as they were saved.
+        """Checks that tensors of the model are stored as they were saved.
 
+        Args:
+            names: Their names in the plain model.
         Raises:
-            ValueError: They are not.
+            ValueError: The bytes of a tensor do not match their checksum.
         """
         check_bytes(self.folder, {place_of(name, self.form)[0] for name in names})
 
@@ -329,6 +364,9 @@ def _layer_number(key: str) -> int:
 def _check_backbone(folder: Path, backbone: dict[str, Any]) -> None:
     """Checks that a run had the plain model's settings of BACKBONE.
 
+    Args:
+        folder: The checkpoint, for the error.
+        backbone: The settings that the run recorded.
     Raises:
         ValueError: It had others, or did not record them.
     """
@@ -356,7 +394,8 @@ def open_checkpoint(folder: Path, tokenizer: Path | None) -> tuple[MegatronCheck
 
     Args:
         folder: The checkpoint.
-        tokenizer: The corpus of its run, or the corpus's tokenizer.
+        tokenizer: The folder of the run's corpus, or the file of the corpus's tokenizer. None is an
+            error, because the checkpoint has no tokenizer.
     Raises:
         ValueError: No tokenizer is given, or not that of the run.
     """
@@ -393,11 +432,11 @@ def write_checkpoint(
 
     Args:
         folder: The folder to write to.
-        config: The model.
+        config: The plain model's configuration.
         tensors: The plain model's tensors by name, in the precision that Megatron is to find.
-        tokenizer: The sha256 of its tokenizer, if it is known.
+        tokenizer: The sha256 of the model's tokenizer, if it is known.
         hybrid: True for HybridModel, False for GPTModel.
-        documents: As in `record_of`.
+        documents: How documents begin and end in the data (`Documents.to_dict`), if it is known.
     Raises:
         OSError: The folder cannot be written.
     """
@@ -408,8 +447,8 @@ def write_checkpoint(
     else:
         form = "by layer"
 
-    # The tensors, layer by layer and w1 before w3. Those of one layer that have the same name are
-    # joined, then the layers.
+    # The parts of each tensor of the checkpoint: by layer if layers are stacked (else by None), and
+    # w1 before w3 of a layer. Join the parts of a layer, then stack the layers.
     parts: dict[str, dict[int | None, list[Tensor]]] = {}
     for name in meta_model(config).state_dict():
         key, layer = place_of(name, form)
@@ -428,7 +467,11 @@ def write_checkpoint(
     for i, layer_config in enumerate(config.layers):
         attention = f"{_prefix(i, form)}self_attention"
         mlp = f"{_prefix(i, form, is_mlp=True)}mlp"
-        shard = f"shard_{i}_{config.n_layers}" if form == "stacked" else "shard_0_1"
+        # Megatron ends the name of an extra state by its place among the stacked layers, and their
+        # number.
+        shard = "shard_0_1"
+        if form == "stacked":
+            shard = f"shard_{i}_{config.n_layers}"
         if form != "stacked":
             state[f"{attention}.{RECORD}"] = record_of(layer_config, tokenizer, documents)
         state[f"{attention}.in_proj._extra_state/{shard}"] = [None]
@@ -449,7 +492,7 @@ def write_checkpoint(
     common: dict[str, Any] = {"checkpoint_version": 3.0}
     if hybrid:
         # Without arguments Megatron takes it for a checkpoint of GPTModel, and translates it. It
-        # compares these.
+        # compares these four with those of the run.
         common["args"] = Namespace(
             hybrid_layer_pattern=hybrid_pattern(config),
             num_layers=2 * config.n_layers,

@@ -29,13 +29,16 @@ except ImportError as e:
         "--spec interdomain.megatron.spec."
     ) from e
 
-# The fields of HybridStackSubmodules, by the letters of the mixers.
+# The fields of HybridStackSubmodules that hold the layers of this project, by the letters of a
+# pattern.
 SLOTS = {"G": "gdn_layer", "*": "attention_layer", "M": "mamba_layer"}
 
 
 def mixer_letters(pattern: str) -> str:
     """Returns the letters of the mixers of a pattern, in order.
 
+    Args:
+        pattern: HybridModel's --hybrid-layer-pattern, such as "G-G-*-G-".
     Raises:
         ValueError: The model could not be exported: the pattern is not made of pairs of a mixer and
             an MLP.
@@ -62,6 +65,8 @@ class Stack(HybridStack):
     """
 
     def __init__(self, config: Any, *, post_process: bool = True, **settings: Any) -> None:
+        # With False HybridStack makes no norm, which would be Transformer Engine's. With True it
+        # applies self.final_norm in its forward pass.
         super().__init__(config, post_process=post_process, post_layer_norm=False, **settings)
         self.post_layer_norm = True
         if post_process:
@@ -75,12 +80,15 @@ def stack_spec(
 
     Args:
         condition: The condition whose mixer has the letter G.
-        transformer_engine: As in `spec.submodules`.
-        settings: As in `spec.layer_spec`. The mixer of each letter takes those settings of
-            MixerConfig that it has.
+        transformer_engine: True for Transformer Engine's linear layers, False for Megatron's own.
+        settings: The other keyword arguments of `spec.layer_spec`, such as rope_theta, and fields
+            of MixerConfig. The mixer of each letter takes those fields that it has.
     Raises:
-        ValueError: As in `spec.layer_spec`.
+        ValueError: A condition or setting is unknown, no mixer has the combination, or Transformer
+            Engine cannot be imported.
     """
+    # GPTModel's layer for a hybrid of these three mixers, one for each letter of SLOTS. Only its
+    # arguments are used.
     whole: Any = layer_spec(layers=(condition, "softmax", "mamba2"), **settings)
     params = whole.submodules.self_attention.params
     layers: dict[str, Any] = {
@@ -88,24 +96,27 @@ def stack_spec(
     }
     for letter, mixer in zip(SLOTS, params["mixers"], strict=True):
         parts = submodules(params | {"mixers": (mixer,), "mlp_apart": True}, transformer_engine)
-        # HybridStack adds the number of layers in the stages before for all letters but M.
+        # HybridStack's numbers of layers count those of earlier pipeline stages already. It tells
+        # this to every layer but M, so that TransformerLayer does not add them again.
         offset = {"add_layer_offset": False} if letter == "M" else {}
         layers[SLOTS[letter]] = ModuleSpec(TransformerLayer, submodules=parts, params=offset)
     return ModuleSpec(Stack, submodules=HybridStackSubmodules(**layers))
 
 
 def hybrid_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
-    """Returns Megatron's configuration of a model as HybridModel.
+    """Returns Megatron's configuration of a model for HybridModel.
 
-    Its layer pattern is `hybrid_pattern(config)`.
+    A mixer and its MLP count as two layers. The order of the layers is no part of it: give
+    HybridModel the pattern that `checkpoint.hybrid_pattern(config)` returns.
 
     Args:
-        config: The model.
-        settings: As in `spec.transformer_config`.
+        config: The plain model's configuration.
+        settings: Any other fields of TransformerConfig (parallelism, precision, ...).
+    Raises:
+        ValueError: The layers of a hybrid differ in their number of heads of keys.
     """
-    return replace(
-        transformer_config(config, **settings), num_layers=2 * config.n_layers, is_hybrid_model=True
-    )
+    gpt_config = transformer_config(config, **settings)
+    return replace(gpt_config, num_layers=2 * config.n_layers, is_hybrid_model=True)
 
 
 # Any condition can be named after --spec.

@@ -3,6 +3,9 @@
 The first projection is column-parallel and gives queries, keys, values and gate; the second is
 row-parallel.
 
+The plain model is `interdomain.model.Transformer`: the model as it is exported, with all heads on
+one rank. Its parameters, their names and their initial values are the reference here.
+
 Shapes: S time, B batch (Megatron's order is [S, B, dim]), H heads, R head_dim.
 """
 
@@ -37,14 +40,17 @@ from .training import SSMTensorsOnce
 
 # Parameters that all heads share, so that every rank has them; interdomain attention has all others
 # per head.
-SHARED = ("k_norm.weight", "v_norm.weight", "o_norm.weight")
+SHARED_BY_HEADS = ("k_norm.weight", "v_norm.weight", "o_norm.weight")
 # Projections of the fixed-state baselines whose whole product every rank needs. Each baseline has
 # some of them.
 OF_ALL_HEADS = ("wq", "wk", "wa", "wb", "gate_down")
 
 
 class Computed(nn.Module):
-    """Takes the place of a projection whose product was computed together with others.
+    """Takes the place of a projection in a mixer, and looks up its product.
+
+    The mixer calls it as it would call the projection. In place of hidden states it passes on the
+    products of all projections, by name.
 
     Args:
         name: The projection's name.
@@ -64,7 +70,9 @@ class Computed(nn.Module):
 class InterdomainAttentionSubmodules:
     """The classes of the two projections, Megatron's own or Transformer Engine's.
 
-    in_proj may begin with the input norm.
+    Attributes:
+        in_proj: A column-parallel linear layer. It may begin with the input norm.
+        out_proj: A row-parallel linear layer.
     """
 
     in_proj: ModuleSpec | type
@@ -85,11 +93,11 @@ def plain_config(
     mlp_apart: bool = False,
     **others: Any,
 ) -> ModelConfig:
-    """Returns the plain model of Megatron's settings.
+    """Returns the plain model's configuration for Megatron's settings.
 
     Args:
         settings: A TransformerConfig, or parsed arguments.
-        groups: Number of heads of keys and values.
+        groups: Number of heads of keys and values. Fixed-state baselines do not take it.
         mixers: The mixers of the layers in order. A shorter pattern is repeated.
         mlp_apart: True if Megatron counts a mixer and its MLP as two layers, as HybridModel does.
         others: Further fields of ModelConfig.
@@ -97,7 +105,10 @@ def plain_config(
     n_layers = settings.num_layers
     if mlp_apart:
         n_layers //= 2
-    n_kv_heads = groups if groups != settings.num_attention_heads else None
+    # A MixerConfig has None for as many heads of keys and values as query heads.
+    n_kv_heads = None
+    if groups != settings.num_attention_heads:
+        n_kv_heads = groups
     layers = []
     for mixer in mixers:
         if mixer.kind not in FIXED_STATE:
@@ -141,7 +152,27 @@ class InterdomainAttention(MegatronModule):
         mlp_apart: True if layer_number counts a mixer and its MLP as two layers, as HybridModel
             does.
         tokenizer: The sha256 of the corpus's tokenizer, for the record in a checkpoint.
-        documents: How documents begin and end in the corpus, for the record in a checkpoint.
+        documents: How documents begin and end in the corpus (`Documents.to_dict`), for the record
+            in a checkpoint.
+
+    Attributes:
+        tp_group: The tensor-parallel ranks.
+        layer: The place of the layer in the plain model, from 0.
+        whole: The configuration of a plain model whose layers are all like this one.
+        core: The mixer of this rank's heads, with `Computed` in place of its projections.
+        in_proj: The column-parallel projection.
+        out_proj: The row-parallel projection.
+        in_proj_rows: The projections that in_proj joins, with the number of rows of each on this
+            rank, in their order.
+        shared_rows: The projections of a fixed-state baseline whose whole product every rank needs
+            (OF_ALL_HEADS), with their numbers of rows. They stay parameters of the core.
+        shared_parameters: The names of the core's parameters that every rank has whole. All others
+            are split by heads along their first dimension.
+        record: The layer's record as a checkpoint has it (`checkpoint.record_of`).
+        recompute: True if the backward pass computes the core again, as Megatron's selective
+            recomputation does for core_attn.
+    Raises:
+        ValueError: A setting of Megatron is not possible with this mixer.
     """
 
     def __init__(
@@ -175,7 +206,6 @@ class InterdomainAttention(MegatronModule):
             max_seq_len=max_seq_len,
         )
         _check(config, ranks, model, contiguous)
-        # `whole` is the plain model whose layers are all like this one.
         self.layer = layer_number - 1
         if mlp_apart:
             self.layer //= 2
@@ -196,8 +226,7 @@ class InterdomainAttention(MegatronModule):
                 core.tp_rank = GroupRank(self.tp_group.group_name, self.tp_group.rank(), ranks)
 
             # Take its projections out: their products are computed by in_proj,
-            # `_products_of_all_heads` and out_proj. By name, the rows of in_proj on this rank, and
-            # of the products that every rank needs whole.
+            # `_products_of_all_heads` and out_proj.
             self.in_proj_rows: dict[str, int] = {}
             self.shared_rows: dict[str, int] = {}
             for name in ("wq", "wk", "wv", "wg"):
@@ -256,9 +285,11 @@ class InterdomainAttention(MegatronModule):
         # Parameters that every rank has whole: Megatron sums their gradients under sequence
         # parallelism.
         names = [name for name, _ in core.named_parameters()]
-        self.shared = tuple(name for name in names if has_fixed_state or name in SHARED)
+        self.shared_parameters = tuple(
+            name for name in names if has_fixed_state or name in SHARED_BY_HEADS
+        )
         for name, p in core.named_parameters():
-            if name in self.shared:
+            if name in self.shared_parameters:
                 p.sequence_parallel = config.sequence_parallel
             else:
                 set_tensor_model_parallel_attributes(p, is_parallel=True, dim=0, stride=1)
@@ -279,10 +310,11 @@ class InterdomainAttention(MegatronModule):
             whole = mixer_class(self.whole.mixer)(self.whole).state_dict()
 
         def draw(name: str, dim: int = 0) -> Tensor:
+            """Returns this rank's part along `dim` of the mixer's tensor of this name."""
             full = initial_value(
                 f"layers.{self.layer}.attention.{name}", whole[name].shape, self.whole, seed
             )
-            return full if name in self.shared else full.chunk(ranks, dim)[rank]
+            return full if name in self.shared_parameters else full.chunk(ranks, dim)[rank]
 
         for name, tensor in self.core.state_dict().items():
             tensor.copy_(draw(name))
@@ -302,7 +334,8 @@ class InterdomainAttention(MegatronModule):
         """Computes the layer's mixer.
 
         Args:
-            hidden_states: [S, B, dim]; with sequence parallelism [S / ranks, B, dim].
+            hidden_states: The layer's input, [S, B, dim]; with sequence parallelism
+                [S / ranks, B, dim].
             attention_mask: Unused: the mixer is causal.
             inference_context: Must be None.
             packed_seq_params: Where packed documents end (`PackedSeqParams`). None: each sequence
@@ -319,23 +352,28 @@ class InterdomainAttention(MegatronModule):
                 "of fixed size. Convert the checkpoint (interdomain convert) and generate from "
                 "the exported model."
             )
+        # The products of this rank's heads. For a fixed-state baseline also those that every rank
+        # needs whole.
         x, _ = self.in_proj(hidden_states)
         if self.shared_rows:
             x = torch.cat([x, self._products_of_all_heads(hidden_states)], dim=-1)
 
-        # The place of each token in its document.
+        # The place of each token in its sequence (`order`) and, if documents are packed, in its
+        # document (`positions`). A context-parallel rank has its own piece of a sequence.
         order = torch.arange(x.shape[0], device=x.device)
-        shard = self.core.cp_rank
-        if shard is not None:
-            order = order + shard.rank * len(order)
+        cp_rank = self.core.cp_rank
+        if cp_rank is not None:
+            order = order + cp_rank.rank * len(order)
         positions = None
         rotated_by = order
         if packed_seq_params is not None:
             positions = _positions(packed_seq_params, order, x.shape[1])
             rotated_by = positions
-        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, shard)
+        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, cp_rank)
         rope = rope_of(self.whole, rotated_by, x.dtype)
 
+        # With selective recomputation the backward pass computes the mixer again from x. False:
+        # each rank keeps its x whole.
         if self.recompute and torch.is_grad_enabled():
             o = tensor_parallel.checkpoint(lambda x: self._mix(x, rope, packing), False, x)
         else:
@@ -362,27 +400,31 @@ class InterdomainAttention(MegatronModule):
         Args:
             x: The products, [S, B, rows of in_proj and of `_products_of_all_heads`].
             rope: Cosines and sines of the rotary embedding.
-            packing: What the mixer must know about packed documents.
+            packing: What the mixer must know about packed documents, from `Mixer.packing`.
         Returns:
             The input of out_proj, [S, B, its columns on this rank].
         """
+        # Copies of the shared parameters, whose backward pass sums the gradients over the ranks.
+        # With sequence parallelism Megatron sums them.
         shared = {}
-        # Without sequence parallelism nothing else sums the gradients of shared parameters over the
-        # ranks.
         if self.tp_group.size() > 1 and not self.config.sequence_parallel:
             for name, p in self.core.named_parameters():
-                if name in self.shared:
+                if name in self.shared_parameters:
                     shared[name] = tensor_parallel.copy_to_tensor_model_parallel_region(
                         p, group=self.tp_group
                     )
+        # The tensors of the SSM parameters, if they are computed once a step: this field of
+        # Megatron's configuration is then an SSMTensorsOnce. None: the core computes its own.
         ssm_tensors = None
         ssm_tensors_once = self.config.finalize_model_grads_func
         if self.training and isinstance(ssm_tensors_once, SSMTensorsOnce):
             x, ssm_tensors = ssm_tensors_once.enter(self, x)
+        # The product of each projection, by name. One split, so that the backward pass makes one
+        # copy.
         rows = self.in_proj_rows | self.shared_rows
-        # One split, so that the backward pass makes one copy.
         parts = x.transpose(0, 1).split(list(rows.values()), dim=-1)
         products = dict(zip(rows, parts, strict=True))
+        # Call the core with these copies. Its input is the products, and it has no state.
         o = torch.func.functional_call(
             self.core, shared, (products, rope, ssm_tensors, None, packing)
         )
@@ -396,23 +438,25 @@ class InterdomainAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None, **_: Any
     ) -> dict:
-        """Returns the tensors of a checkpoint, each with this rank's place in it.
+        """Returns this layer's tensors for a checkpoint, each with this rank's place in it.
 
-        The projections in in_proj are tensors of their own.
+        A checkpoint has a tensor for each projection in in_proj, split by heads.
 
         Args:
-            prefix: How the names begin.
-            sharded_offsets: The place of this layer among stacked layers.
-            metadata: Megatron's.
+            prefix: How the names of this layer's tensors begin.
+            sharded_offsets: The place of this layer among stacked layers, as Megatron gives it.
+            metadata: Megatron's settings of a checkpoint, with its process groups.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        # A copy of the record: loading writes into it, and then compares the two.
+        # The layer's record. It is a copy, because a load writes the checkpoint's record into it.
+        # `_load_from_state_dict` then compares that with self.record.
         sharded = make_sharded_tensors_for_checkpoint(
             {RECORD: self.record.clone()}, prefix, {}, sharded_offsets, **groups
         )
+        # The parameters and buffers of the core: split over the ranks along dimension 0, or whole.
         core = self.core.state_dict(keep_vars=True)
-        divided = {name: 0 for name in core if name not in self.shared}
+        divided = {name: 0 for name in core if name not in self.shared_parameters}
         sharded |= make_sharded_tensors_for_checkpoint(
             core, f"{prefix}core.", divided, sharded_offsets, **groups
         )
@@ -420,6 +464,7 @@ class InterdomainAttention(MegatronModule):
         for name in ("wq", "wk"):
             if name in self.shared_rows:
                 sharded[f"{prefix}core.{name}.weight"].key = f"{prefix}in_proj.weight.{name}"
+        # The two projections, and the rows of in_proj divided by projection.
         for name in ("in_proj", "out_proj"):
             sharded |= sharded_state_dict_default(
                 getattr(self, name),
@@ -433,7 +478,15 @@ class InterdomainAttention(MegatronModule):
         return sharded
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """Loads this module's tensors, and compares the checkpoint's record with this model."""
+        """Loads this module's tensors, and compares the checkpoint's record with this model.
+
+        Args:
+            state_dict: The tensors of a checkpoint by name. The record is taken out.
+            prefix: How the names of this module's tensors begin.
+            args: PyTorch's other arguments.
+        Raises:
+            ValueError: The checkpoint is of another model or tokenizer.
+        """
         record = state_dict.pop(prefix + RECORD, None)
         if record is not None:
             loaded = read_record(record)
@@ -455,7 +508,12 @@ class InterdomainAttention(MegatronModule):
 
 
 def _config_of_heads(whole: ModelConfig, ranks: int) -> ModelConfig:
-    """Returns the model of one rank's heads, if every rank has as many."""
+    """Returns the configuration of a model that has only one rank's heads.
+
+    Args:
+        whole: The plain model's configuration.
+        ranks: Number of tensor-parallel ranks, which divide the heads equally.
+    """
     mixer = whole.mixer
     if mixer.n_kv_heads is not None:
         mixer = replace(mixer, n_kv_heads=mixer.n_kv_heads // ranks)
@@ -465,6 +523,9 @@ def _config_of_heads(whole: ModelConfig, ranks: int) -> ModelConfig:
 def check_split(whole: ModelConfig, ranks: int) -> None:
     """Checks that tensor-parallel ranks can divide the heads of all layers.
 
+    Args:
+        whole: The plain model's configuration.
+        ranks: Number of tensor-parallel ranks.
     Raises:
         ValueError: They cannot.
     """
@@ -490,11 +551,12 @@ def _check(config: Any, ranks: int, model: ModelConfig, contiguous: bool) -> Non
     Args:
         config: Megatron's TransformerConfig.
         ranks: Number of tensor-parallel ranks.
-        model: The plain model.
-        contiguous: As in `InterdomainAttention`.
+        model: The plain model's configuration.
+        contiguous: True if context-parallel ranks have the sequences' pieces in order.
     Raises:
         ValueError: A setting is not possible.
     """
+    # The settings that must have one value, from settings.toml.
     check_settings(config)
     if len(model.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
@@ -509,7 +571,8 @@ def _check(config: Any, ranks: int, model: ModelConfig, contiguous: bool) -> Non
             "interdomain.megatron.run; in your own loop, cut batches by "
             "interdomain.megatron.contiguous and give layer_spec contiguous=True."
         )
-    # The arguments of Megatron's own training script, if it is running.
+    # The arguments of Megatron's own training script, None if it is not running. They have ssm_lr
+    # if `arguments.add_arguments` added it.
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if arguments is not None and not hasattr(arguments, "ssm_lr"):
         raise ValueError(
@@ -528,12 +591,16 @@ def _split_by_projection(tensor: Any, rows: dict[str, int]) -> ShardedTensorFact
 
     Args:
         tensor: Megatron's ShardedTensor of in_proj.
-        rows: Number of rows of each projection on this rank.
+        rows: Number of rows of each projection on this rank, in their order in in_proj.
+    Returns:
+        Megatron's description of a tensor that is divided for a checkpoint and joined after a load.
     """
+    # The place of in_proj in a checkpoint.
     bare = tensor.without_data()
 
     @torch.no_grad()
     def build(key, data, replica_id, flattened_range):
+        # The arguments are the factory's fields. Megatron may have changed them since, such as key.
         whole = replace(
             bare,
             key=key,
@@ -545,6 +612,7 @@ def _split_by_projection(tensor: Any, rows: dict[str, int]) -> ShardedTensorFact
         pieces = []
         start = 0
         for name, size in rows.items():
+            # Megatron's narrow returns a list.
             for piece in whole.narrow(0, start, size):
                 piece.key = f"{key}.{name}"
                 pieces.append(piece)
@@ -562,6 +630,8 @@ def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
         packed: Megatron's PackedSeqParams.
         order: The place of each of this rank's tokens in the sequence, [S].
         batch: Number of sequences, which must be 1.
+    Raises:
+        NotImplementedError: The documents are packed in another format, or in several sequences.
     """
     if packed.qkv_format != "thd" or batch != 1:
         raise NotImplementedError(
@@ -571,5 +641,7 @@ def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
     ends = packed.cu_seqlens_q_padded
     if ends is None:
         ends = packed.cu_seqlens_q
+    # The number of documents that end before a token. The entry of this number is where its own
+    # document begins.
     document = torch.searchsorted(ends[1:].contiguous(), order, right=True)
     return (order - ends[document])[None]

@@ -13,6 +13,7 @@ from . import require_megatron
 
 
 def main() -> None:
+    """Runs the script that the command line names, with the changes of `patches.install`."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
         sys.exit(f"error: give Megatron-LM's training script: {str(__doc__).splitlines()[0]}")
     require_megatron()

@@ -38,7 +38,10 @@ def _ffn_hidden(settings: Any) -> int | None:
 
 
 def _transformer_impl(settings: Any) -> str | None:
-    """Returns the implementation of the linear layers as it is set, but not inference_optimized."""
+    """Returns the allowed implementation of the linear layers.
+
+    It is any that is set, except inference_optimized.
+    """
     implementation = getattr(settings, "transformer_impl", None)
     if implementation == "inference_optimized":
         return "transformer_engine"
@@ -46,9 +49,9 @@ def _transformer_impl(settings: Any) -> str | None:
 
 
 def _cp_comm_type(settings: Any) -> Any:
-    """Returns Megatron's default of context parallelism.
+    """Returns the allowed communication of context parallelism, which is Megatron's default.
 
-    It is a list among the arguments, a name or None in a TransformerConfig.
+    The default is a list among the arguments, and a name or None in a TransformerConfig.
     """
     communication = getattr(settings, "cp_comm_type", None)
     if communication == ["p2p"] or not communication:
@@ -56,6 +59,8 @@ def _cp_comm_type(settings: Any) -> Any:
     return "p2p"
 
 
+# The functions for the values that are "computed" in settings.toml. Each takes a TransformerConfig
+# or parsed arguments, and returns the allowed value.
 COMPUTED = {
     "ffn_hidden_size": _ffn_hidden,
     "transformer_impl": _transformer_impl,
@@ -64,6 +69,7 @@ COMPUTED = {
 
 
 def _read_table() -> list[Setting]:
+    """Reads settings.toml."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     settings = []
     for group in table["group"]:
@@ -74,23 +80,23 @@ def _read_table() -> list[Setting]:
     return settings
 
 
-SETTINGS = _read_table()
+REQUIRED_SETTINGS = _read_table()
 
 
 def check_settings(settings: Any) -> None:
-    """Checks Megatron's settings against SETTINGS.
+    """Checks that Megatron's settings have the values of settings.toml.
 
     Args:
-        settings: A TransformerConfig, or parsed arguments. A name that a version of Megatron does
-            not have counts as allowed.
+        settings: A TransformerConfig, or parsed arguments; None if there are no arguments. A name
+            that is not in them, as in some versions of Megatron, counts as allowed.
     Raises:
         ValueError: Settings must be changed. The error has a line for each.
     """
     wrong = []
-    for flag, allowed, otherwise, use in SETTINGS:
+    for flag, allowed, otherwise, use in REQUIRED_SETTINGS:
         for name, value in allowed.items():
             if callable(value):
-                value = value(settings)
+                value = value(settings)  # one of COMPUTED
             given = getattr(settings, name, value)
             if isinstance(given, Enum):
                 given = given.name

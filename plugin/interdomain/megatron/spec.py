@@ -35,12 +35,21 @@ from interdomain.model.config import (
 
 from .mixer import InterdomainAttention, InterdomainAttentionSubmodules
 
-# The mixer's settings that Megatron has no setting of its own for.
-SETTINGS = {name: f for name, f in MIXER_SETTINGS.items() if name not in ("kind", "n_kv_heads")}
+# The mixer's settings that a user gives by their own names, as fields of MixerConfig. The others
+# are given by the condition, and by Megatron's num_query_groups.
+OWN_MIXER_SETTINGS = {
+    name: f for name, f in MIXER_SETTINGS.items() if name not in ("kind", "n_kv_heads")
+}
 
 
 class RMSNorm(layers.RMSNorm):
-    """A norm that knows sequence parallelism. Without Transformer Engine, Megatron has none."""
+    """A norm that knows sequence parallelism. Without Transformer Engine, Megatron has none.
+
+    Args:
+        config: Megatron's configuration.
+        hidden_size: Width of the hidden states.
+        eps: Added to their mean square.
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -72,21 +81,26 @@ def layer_spec(
         rope_theta: Base of the rotary embedding.
         max_seq_len: Tokens of a training sequence, only for the record in a checkpoint.
         n_layers: Number of layers of the model; read for a hybrid only.
-        layers: A hybrid, as in `build_config`; every layer takes its mixer by its number.
-            Megatron's configuration then needs hetereogenous_dist_checkpoint=True.
-        softmax_every: A hybrid, likewise.
+        layers: A hybrid: the condition of each layer, in place of `condition`. A shorter list is
+            repeated, and every layer takes its mixer by its number. Megatron's configuration then
+            needs hetereogenous_dist_checkpoint=True.
+        softmax_every: A hybrid: N, so that layers N - 1, 2N - 1, ... are softmax and the others
+            `condition`. Megatron's configuration needs the same setting as for `layers`.
         execution: How the mixers are computed. None: the defaults.
         seed: Seed of the mixers' initial values, which are the plain model's.
         contiguous: True if context-parallel ranks cut their batches by `training.contiguous`, as
             they must.
-        transformer_engine: As in `submodules`.
+        transformer_engine: True for Transformer Engine's linear layers, False for Megatron's own.
         settings: Fields of `MixerConfig` (n_basis, readout, ...). Megatron's num_query_groups sets
             the number of heads of keys and values.
+    Returns:
+        A specification that may stand for every layer of the model.
     Raises:
-        ValueError: A condition or setting is unknown, or no mixer has the combination; or as in
-            `submodules`.
+        ValueError: A condition or setting is unknown, no mixer has the combination, or Transformer
+            Engine cannot be imported.
     """
-    check_names("mixer", settings, SETTINGS)
+    check_names("mixer", settings, OWN_MIXER_SETTINGS)
+    # Only the mixers of this configuration are read. The size gives their default n_basis.
     config = build_config(
         "125M",
         condition,
@@ -107,11 +121,14 @@ def layer_spec(
     return ModuleSpec(module=TransformerLayer, submodules=submodules(params, transformer_engine))
 
 
-# Names in a checkpoint of a norm that is part of a linear layer: those of a norm that is not.
-KEYS = {
+# How the names of a norm's tensors begin in a checkpoint. Transformer Engine's linear layers have
+# the norm in them: its names there become those of a norm outside.
+NORM_KEYS = {
     "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+# Megatron's bias, dropout and addition to the residual stream. These layers have no bias and no
+# dropout, so it only adds.
 ADD: Any = get_bias_dropout_add
 
 
@@ -119,7 +136,8 @@ def submodules(params: dict[str, Any], transformer_engine: bool) -> TransformerL
     """Returns the parts of a layer. Their names in a checkpoint do not depend on the linear layers.
 
     Args:
-        params: The arguments of its InterdomainAttention. With mlp_apart the layer has no MLP.
+        params: The keyword arguments of its InterdomainAttention. If their mlp_apart is True, the
+            layer has no MLP.
         transformer_engine: Take Transformer Engine's linear layers, with the norm before each in
             it. The input norm of a fixed-state baseline stays outside, because another product
             beside in_proj needs it. A norm outside is RMSNorm: Transformer Engine's has an extra
@@ -141,7 +159,7 @@ def submodules(params: dict[str, Any], transformer_engine: bool) -> TransformerL
             module=InterdomainAttention, params=params, submodules=projections
         ),
         self_attn_bda=ADD,
-        sharded_state_dict_keys_map=KEYS,
+        sharded_state_dict_keys_map=NORM_KEYS,
     )
     return mixer if params["mlp_apart"] else mlp_submodules(transformer_engine, mixer)
 
@@ -152,11 +170,12 @@ def mlp_submodules(
     """Returns the parts of an MLP.
 
     Args:
-        transformer_engine: As in `submodules`.
+        transformer_engine: True for Transformer Engine's linear layers, with the norm in the first
+            of them; False for Megatron's own.
         mixer: The parts of the mixer in the same layer. None: the layer has only an MLP.
     """
     return replace(
-        mixer or TransformerLayerSubmodules(sharded_state_dict_keys_map=KEYS),
+        mixer or TransformerLayerSubmodules(sharded_state_dict_keys_map=NORM_KEYS),
         pre_mlp_layernorm=IdentityOp if transformer_engine else RMSNorm,
         mlp=get_mlp_module_spec_for_backend(_backend(transformer_engine)),
         mlp_bda=ADD,
@@ -164,6 +183,13 @@ def mlp_submodules(
 
 
 def _backend(transformer_engine: bool) -> Any:
+    """Returns Megatron's object that names the classes of linear layers.
+
+    Args:
+        transformer_engine: True for those of Transformer Engine, False for Megatron's own.
+    Raises:
+        ValueError: Transformer Engine cannot be imported.
+    """
     if transformer_engine and not HAVE_TE:
         raise ValueError(
             "Transformer Engine cannot be imported. Install it, or take Megatron's own linears: "
@@ -182,8 +208,8 @@ def block_spec(
 
     Args:
         config: Megatron's configuration.
-        spec: The layer.
-        vp_stage: Megatron's number of the virtual stage.
+        spec: What `layer_spec` returned: the specification of every layer.
+        vp_stage: Megatron's number of the virtual stage. None: the pipeline has none.
         pp_rank: Megatron's number of the stage. None: this rank's.
     """
     n_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
@@ -192,7 +218,10 @@ def block_spec(
 
 
 def backbone(config: ModelConfig) -> dict[str, Any]:
-    """Returns settings by the names that TransformerConfig and Megatron's parser share."""
+    """Returns Megatron's settings for a model.
+
+    TransformerConfig and Megatron's parsed arguments share these names.
+    """
     return dict(
         num_layers=config.n_layers,
         hidden_size=config.dim,
@@ -208,14 +237,15 @@ def backbone(config: ModelConfig) -> dict[str, Any]:
 
 
 def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
-    """Returns Megatron's configuration of a model.
+    """Returns Megatron's configuration of a model for GPTModel.
 
     Args:
-        config: The model.
+        config: The plain model's configuration.
         settings: Any other fields of TransformerConfig (parallelism, precision, ...).
     Raises:
         ValueError: The layers of a hybrid differ in their number of heads of keys.
     """
+    # Megatron's num_query_groups. Fixed-state baselines do not read it.
     groups = set()
     for layer in config.layers:
         if layer.mixer.kind not in FIXED_STATE:

@@ -17,6 +17,7 @@ from torch import Tensor
 from interdomain.model.mixers.interdomain import InterdomainMixer
 from interdomain.model.shared_ssm import SharedSSMTensors
 
+# Names of the SSM parameters and of the input norms.
 SSM_PARAMETER = re.compile(r"\.self_attention\.core\.(ssm|k_norm|v_norm)\.")
 
 
@@ -27,8 +28,8 @@ def overrides(lr: float, min_lr: float = 0.0, ssm_lr: float = 1e-3) -> dict:
     parameters decay, vectors too, as in the paper.
 
     Args:
-        lr: The peak learning rate, as in OptimizerConfig.
-        min_lr: The learning rate after the decay, as in OptimizerConfig.
+        lr: The peak learning rate of all other parameters, OptimizerConfig's lr.
+        min_lr: Their learning rate after the decay, OptimizerConfig's min_lr.
         ssm_lr: The peak learning rate of the SSM parameters is min(lr, ssm_lr).
     """
     ours = ParamWithNamePredicate("interdomain", lambda p, name: bool(SSM_PARAMETER.search(name)))
@@ -49,7 +50,7 @@ class Schedule(OptimizerParamScheduler):
     Args:
         each: The amount that a training step adds to the schedule's steps; Megatron-LM's script
             counts samples.
-        args, kwargs: As for OptimizerParamScheduler.
+        args, kwargs: The arguments of OptimizerParamScheduler.
     """
 
     def __init__(self, *args: Any, each: int = 1, **kwargs: Any) -> None:
@@ -57,11 +58,18 @@ class Schedule(OptimizerParamScheduler):
         super().__init__(*args, **kwargs)
 
     def get_lr(self, param_group: dict) -> float:
-        """Returns the learning rate of a parameter group at the present step."""
+        """Returns the learning rate of a parameter group at the present step.
+
+        Args:
+            param_group: The optimizer's parameter group. Its own "min_lr", if there is one, is the
+                floor in place of self.min_lr.
+        """
+        # self.each is one training step in the units of num_steps.
         num_steps = self.num_steps
         decay_steps = self.lr_decay_steps
         # The warmup is one step ahead of Megatron's, and the decay to a floor ends one step
-        # earlier.
+        # earlier. Megatron's formula reads both numbers from self, so they are changed for its
+        # call.
         if num_steps < self.lr_warmup_steps:
             self.num_steps += self.each
         if param_group.get("min_lr", self.min_lr):
@@ -83,13 +91,17 @@ class SSMTensorsOnce:
 
     Args:
         finalize: Megatron's own function.
+    Attributes:
+        finalize: Megatron's own function.
+        mixers: The InterdomainAttention of each layer of this rank that has SSM parameters. It is
+            empty in the first step.
+        shared: For each InterdomainAttention that has run in this step, the tensors that were
+            computed for it and others, and its place among them.
     """
 
     def __init__(self, finalize: Callable[..., Any]) -> None:
         self.finalize = finalize
-        # The layers of this rank that have such parameters.
         self.mixers: list[Any] = []
-        # The tensors of this step, by layer, and the layer's place among them.
         self.shared: dict[Any, tuple[SharedSSMTensors, int]] = {}
 
     def enter(self, mixer: Any, x: Tensor) -> tuple[Tensor, Any]:
@@ -97,15 +109,17 @@ class SSMTensorsOnce:
 
         Args:
             mixer: The InterdomainAttention.
-            x: Its input. The pass must go on from the returned x.
+            x: The products that its core reads. The pass must go on from the returned x.
         Returns:
-            x, and the tensors for its scan. None instead of these: the mixer computes its own.
+            x, and the core's tensors of SSM parameters (`Mixer.ssm_tensors`). None instead of
+            these: the mixer computes its own.
         """
         if mixer not in self.shared:
             # Only interdomain attention has such tensors. A layer that is recomputed goes forward
             # without gradients first, and no other pass could go backward through those tensors.
             if not torch.is_grad_enabled() or not isinstance(mixer.core, InterdomainMixer):
                 return x, None
+            # Compute the tensors of this layer and of all others with the same settings.
             alike = [other for other in self.mixers if other.whole.mixer == mixer.whole.mixer]
             if not alike:
                 alike = [mixer]
@@ -122,11 +136,15 @@ class SSMTensorsOnce:
             model: The modules of this rank, one for each virtual stage.
             args, named: Megatron's other arguments.
         """
+        # The layers of this rank with SSM parameters. In the next step `enter` computes those with
+        # the same settings together.
         self.mixers = []
         for chunk in model:
             for module in chunk.modules():
                 if isinstance(getattr(module, "core", None), InterdomainMixer):
                     self.mixers.append(module)
+        # self.shared has an entry for each layer. Layers that were computed together have the same
+        # SharedSSMTensors, which goes backward once, with the gradients of all micro-batches.
         groups = dict.fromkeys(shared for shared, _ in self.shared.values())
         for shared in groups:
             shared.backward()
@@ -142,7 +160,8 @@ def contiguous(batch: dict[str, Any], *_: Any, cp_group: Any = None, **__: Any) 
     documents may begin and end anywhere.
 
     Args:
-        batch: Tensors [B, S] by Megatron's names.
+        batch: Tensors [B, S] by Megatron's names: tokens, labels, loss_mask and position_ids are
+            cut.
         cp_group: The context-parallel ranks. None: Megatron's.
     Returns:
         The batch with tensors [B, S / ranks].

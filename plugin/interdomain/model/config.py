@@ -24,6 +24,7 @@ from .settings import (
     state_shape,
 )
 
+# Version of the dictionary that `ModelConfig.to_dict` returns. `from_dict` reads only this one.
 FORMAT_VERSION = 2
 
 
@@ -104,6 +105,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig, ...] = field(default_factory=lambda: (MixerConfig(),))
 
     def __post_init__(self) -> None:
+        """Checks the values, alone and together, and shortens the pattern of mixers."""
         check_fields("", self, skip="mixers")
         # Two configurations of one model are equal: the pattern of mixers is the shortest one.
         if not self.mixers or self.n_layers % len(self.mixers):
@@ -304,7 +306,13 @@ def with_settings(
 
 
 def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]:
-    """Returns the conditions of the layers, or a single one if all are alike."""
+    """Returns the conditions of the layers, or a single one if all are alike.
+
+    Args:
+        condition: The condition of all layers that are not softmax.
+        every: N of `build_config`: layers N - 1, 2N - 1, ... are softmax. None: no layer is.
+        n_layers: The number of layers of the model.
+    """
     if every is None:
         return [condition]
     if condition == "softmax" or not 2 <= every <= n_layers:
@@ -382,7 +390,13 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
 
 
 def _differences(config: Any, usual: Any, names: Iterable[str]) -> list[str]:
-    """Returns those of the settings whose value is not the usual one, such as "n_layers 6"."""
+    """Returns those of the settings whose value is not the usual one, such as "n_layers 6".
+
+    Args:
+        config: A ModelConfig or a MixerConfig.
+        usual: The same class, with the values to compare with.
+        names: The names of the settings to compare.
+    """
     changed = []
     for name in names:
         value = getattr(config, name)

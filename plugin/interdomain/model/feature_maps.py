@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Shapes: B batch, T tokens, H heads, H_kv heads of keys and state, R head_dim, D value width.
+# Shapes: B batch, T tokens, H heads, H_kv heads of keys and state, R head_dim, D value width,
+#         `vectors` random vectors of a head.
 
 # The readout of `normalize` is at most this many times as large as the token's own value.
 MAX_GAIN = 16.0
@@ -48,6 +49,13 @@ class KeptInFloat32(nn.Module):
     """
 
     def _apply(self, fn, recurse=True):
+        """Applies the function of `half()`, `to()` and such to all tensors, but undoes rounding.
+
+        Args:
+            fn: The function, which moves or casts one tensor. PyTorch passes it.
+            recurse: True to treat the submodules, too. PyTorch passes it.
+        """
+
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if moved.dtype in (torch.bfloat16, torch.float16):
@@ -97,11 +105,21 @@ class FeatureMap(KeptInFloat32):
     vectors = 0.0
 
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+        """Makes the map. Only maps with random vectors read the arguments.
+
+        Args:
+            n_kv_heads: H_kv, the heads of keys on all tensor-parallel ranks.
+            head_dim: R.
+        """
         super().__init__()
 
     @staticmethod
     def drawn(normal: Tensor) -> Tensor:
-        """Makes the random vectors, [H_kv, vectors, R], from normal ones with variance R^(-1/2)."""
+        """Makes the random vectors, [H_kv, vectors, R], from normal ones with variance R^(-1/2).
+
+        Args:
+            normal: Normal numbers, [H_kv, vectors, R].
+        """
         return normal
 
     def forward(
@@ -114,10 +132,10 @@ class FeatureMap(KeptInFloat32):
         """Maps queries or keys: x [B, T, H, R] -> [B, T, H, R] in x's dtype.
 
         Args:
-            x: Queries or keys.
-            tp_rank: This rank's place in tensor parallelism (`parallel.GroupRank`): x has its part of the
-                heads. None means all heads.
-            query: True for queries.
+            x: Queries or keys, after convolution and rotation.
+            tp_rank: This rank's place in tensor parallelism (`parallel.GroupRank`): x has its part
+                of the heads. None means all heads.
+            query: True for queries, False for keys.
         """
         raise NotImplementedError
 
@@ -132,9 +150,11 @@ class PointwiseFeatures(FeatureMap):
         *,
         query: bool = False,
     ) -> Tensor:
+        """Maps x [B, T, H, R]; `tp_rank` and `query` change nothing (`FeatureMap.forward`)."""
         return (self.f(widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
 
     def f(self, y: Tensor) -> Tensor:
+        """Computes f of each number y of a tensor."""
         raise NotImplementedError
 
 
@@ -149,6 +169,8 @@ class EluFeatures(PointwiseFeatures):
 
 
 class SoftplusFeatures(PointwiseFeatures):
+    """f(x) = log(1 + exp(x))."""
+
     about = "positive"
 
     def f(self, y: Tensor) -> Tensor:
@@ -166,13 +188,19 @@ class RandomFeatures(FeatureMap):
     """
 
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+        """Makes the buffer `frequencies` for `n_kv_heads` heads of keys of width `head_dim`, R."""
         super().__init__(n_kv_heads, head_dim)
         self.frequencies: Tensor
         shape = n_kv_heads, int(self.vectors * head_dim), head_dim
         self.register_buffer("frequencies", torch.empty(shape, dtype=torch.float32))
 
     def projected(self, x: Tensor, tp_rank: Any) -> Tensor:
-        """Computes w . x, [B, T, H, vectors], for x [B, T, H, R] with H a multiple of H_kv."""
+        """Computes w . x, [B, T, H, vectors], for x [B, T, H, R] with H a multiple of H_kv.
+
+        Args:
+            x: Queries or keys of this rank's heads.
+            tp_rank: This rank's place in tensor parallelism. None means all heads.
+        """
         self.check_float32()
         B, T, H, R = x.shape
         frequencies = self.frequencies
@@ -200,6 +228,13 @@ class RandomFourierFeatures(RandomFeatures):
         *,
         query: bool = False,
     ) -> Tensor:
+        """Maps x [B, T, H, R], queries and keys alike, whatever `query` is.
+
+        Args:
+            x: Queries or keys of this rank's heads.
+            tp_rank: This rank's place in tensor parallelism. None means all heads.
+            query: Ignored.
+        """
         angles = self.projected(x, tp_rank)
         features = torch.cat([angles.cos(), angles.sin()], dim=-1)
         return (features * (2 / x.shape[-1]) ** 0.5).to(x.dtype)
@@ -220,9 +255,15 @@ class PositiveRandomFeatures(RandomFeatures):
 
     @staticmethod
     def drawn(normal: Tensor) -> Tensor:
-        """Makes the vectors of a head orthogonal; each is still normal."""
+        """Makes the vectors of a head orthogonal; each is still normal.
+
+        Args:
+            normal: Independent normal numbers, [H_kv, R, R].
+        """
         columns = normal.double().mT
-        # q does not depend on the columns' lengths, which are those of r: give them back.
+        # q does not depend on the columns' lengths, which are those of r: give them back. The signs
+        # of q's columns are the library's choice: take those that make r's diagonal positive, so
+        # that each direction is uniformly distributed.
         q, r = torch.linalg.qr(columns)
         q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         return (q * columns.norm(dim=1, keepdim=True)).mT.float()
@@ -234,14 +275,22 @@ class PositiveRandomFeatures(RandomFeatures):
         *,
         query: bool = False,
     ) -> Tensor:
+        """Maps x [B, T, H, R]; the largest feature of each query is R^(-1/2).
+
+        Args:
+            x: Queries or keys of this rank's heads.
+            tp_rank: This rank's place in tensor parallelism. None means all heads.
+            query: True for queries, False for keys.
+        """
         R = x.shape[-1]
         exponent = self.projected(x, tp_rank)
         if query:
+            # Neither |x|^2 nor the largest exponent is needed: a factor of a query's own cancels.
             exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
         else:
             square = widened(x).square().sum(-1, keepdim=True)
             exponent = exponent - square / (2 * R**0.5)
-            # Cut off near overflow: 62 in bfloat16 and float32.
+            # Cut off at 0.7 of the exponent that overflows: at 62 in bfloat16 and float32.
             exponent = exponent.clamp(max=0.7 * math.log(torch.finfo(x.dtype).max))
         return (exponent.exp() * R**-0.5).to(x.dtype)
 

@@ -38,13 +38,18 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
     }
 
 
-@functools.cache
+@functools.cache  # all layers with the same settings are counted once
 def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
     """Returns the multiply-adds of a block per token.
 
     Each weight of a linear layer or a convolution makes one.
+
+    Args:
+        layer: An entry of `ModelConfig.layers`.
+        seq_len: Tokens of a sequence, which softmax attention depends on.
     """
     macs: Counter[str] = Counter(mixer_class(layer.mixer).macs(layer, seq_len))
+    # A block on the meta device has the shapes of its weights, and takes no memory.
     with torch.device("meta"):
         block = TransformerBlock(layer, None)
     for module in block.modules():
@@ -59,6 +64,10 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Returns the FLOPs of forward and backward pass per token, three times the forward's.
 
     Recomputation is not counted.
+
+    Args:
+        config: The model.
+        seq_len: Tokens of a sequence, which softmax attention depends on.
     """
     return 3 * sum(forward_flops_per_token(config, seq_len).values())
 

@@ -41,12 +41,15 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        """Checks the ranges."""
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}."
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1: got {self.top_p}.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all tokens) or more: got {self.top_k}.")
 
 
 def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
@@ -125,6 +128,7 @@ class Decoder:
     def __init__(
         self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None
     ) -> None:
+        """Makes room for `room` tokens in `state`, and captures a step of `model` if `graph`."""
         self.model = model
         self.state = state
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -149,9 +153,11 @@ class Decoder:
             self._capture()
 
     def _capture(self) -> None:
+        """Captures one step as a CUDA graph, after three steps that warm up."""
         position = self.state.position
         begin = position.clone()
         current = torch.cuda.current_stream(position.device)
+        # A capture needs a stream of its own. What was started before must be done first.
         side_stream = _capture_stream(position.device)
         side_stream.wait_stream(current)
         # The first steps compile kernels and let libraries allocate memory.
@@ -272,6 +278,7 @@ def generate(
 
     if sampling is None:
         sampling = Sampling()
+    # Each row has the same seed and a generator of its own, so the rows do not affect one another.
     generators = [torch.Generator(logits.device).manual_seed(seed) for _ in prompts]
     decoder = Decoder(model, state, room=max_tokens) if max_tokens > 1 else None
     ended = [False] * len(prompts)

@@ -21,6 +21,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns the dtype to which autocast rounds x for a matrix product.
 
     It is None if autocast is off or x is float64.
+
+    Args:
+        x: An input of the product. Only its device and dtype are read.
     """
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
@@ -37,8 +40,8 @@ class LocalParameters(nn.Module):
         local_weight, local_bias: This rank's slice of a parameter that is a DTensor, as a plain
             tensor; set before each forward pass. None: the parameter is a plain tensor. They are
             buffers because torch.compile takes buffers' shapes as fixed.
-        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide by
-            its name.
+        whole: True if every rank has all of a matrix that `parallel.split_dimension` would divide
+            by its name.
     """
 
     whole: bool = False
@@ -47,6 +50,7 @@ class LocalParameters(nn.Module):
     local_bias: Tensor | None
 
     def __init__(self, *sizes: Any, **options: Any) -> None:
+        """Calls the PyTorch module beside this base class with its own arguments."""
         super().__init__(*sizes, **options)
         self.register_buffer("local_weight", None, persistent=False)
         self.register_buffer("local_bias", None, persistent=False)
@@ -73,6 +77,7 @@ class Embedding(LocalParameters, nn.Embedding):
     tp_rank: "GroupRank | None" = None
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up the rows of `tokens`, [B, T] integers; see the class for ranks."""
         rows = self.local()
         if self.tp_rank is None:
             return F.embedding(tokens, rows)
@@ -101,6 +106,7 @@ class RMSNorm(LocalParameters, nn.RMSNorm):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalises x over its last dimension."""
         y = F.rms_norm(x, self.normalized_shape, self.local(), self.eps)
         # Several products read it. Rounded here, it is rounded and kept for the backward pass only
         # once.
@@ -113,9 +119,15 @@ class ShortConv(LocalParameters):
 
     A call returns (weight, bias), [channels, 1, W] and [channels]. It is a call because accelerate,
     which offloads parameters, brings them back around one.
+
+    Args:
+        channels: The channels of the projection that is convolved.
+        width: W, the taps: the token itself and W - 1 before it.
+        bias: False for no bias; the call then returns None for it.
     """
 
     def __init__(self, channels: int, width: int, bias: bool = True) -> None:
+        """Makes `width` weights for each of `channels` channels, and a bias if `bias`."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias: Any = None
@@ -147,9 +159,15 @@ class InputNorm(LocalParameters):
 
     A call returns (weight, bias), [R] and [H, R], as that of ShortConv. The paper's text gives
     every head a scale of its own; its parameter counts leave no room for that.
+
+    Args:
+        n_heads: H, the heads of keys or of values.
+        head_dim: R.
+        eps: Epsilon of the norm.
     """
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
+        """Makes a weight, [head_dim], and a bias, [n_heads, head_dim]; `eps` is the norm's."""
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
@@ -171,6 +189,7 @@ class OutputNorm(LocalParameters):
     """
 
     def __init__(self, head_dim: int, eps: float, *, soft: bool) -> None:
+        """Makes a weight, [head_dim]; `eps` is the norm's, and `soft` chooses its kind."""
         super().__init__()
         self.eps = eps
         self.soft = soft

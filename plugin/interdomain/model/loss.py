@@ -1,10 +1,10 @@
 """The output head and the training loss, computed for one piece of the tokens after the other.
 
 The logits of all tokens never exist at once: with a large vocabulary they would be the largest
-tensor of a training step.
+tensor of a training step. A name `by_x` is the gradient of the loss by x.
 
-Shapes: N tokens, n tokens of a piece, E width of the model, V vocabulary (of this rank, in tensor
-parallelism).
+Shapes: B sequences, T tokens of a sequence, N = B T tokens, n tokens of a piece, E width of the
+model, V vocabulary (of this rank, in tensor parallelism).
 """
 
 from collections.abc import Callable
@@ -54,6 +54,13 @@ class Head(Linear):
         self.piece_loss: PieceLoss = piece_loss
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Returns the logits of hidden states, or their loss if there are labels.
+
+        Args:
+            hidden: [..., E]; in tensor parallelism this rank's tokens, [B, T / size, E].
+            labels: [...] integers, one per token: the next token, or IGNORE_INDEX. None: return
+                logits.
+        """
         if self.tp_rank is not None:
             hidden = self.tp_rank.gather_tokens(hidden)
         if labels is None:
@@ -63,7 +70,11 @@ class Head(Linear):
         )
 
     def compile_loss(self, backend: str) -> None:
-        """Compiles all between the matrix products as one function."""
+        """Compiles `piece_loss`, all that is computed between the matrix products.
+
+        Args:
+            backend: A backend of torch.compile, such as "inductor".
+        """
         self.piece_loss = torch.compile(piece_loss, backend=backend)
 
 
@@ -71,6 +82,9 @@ def piece_tokens(vocab_size: int) -> int:
     """Returns n, the number of tokens that `summed_cross_entropy` computes at once.
 
     It is a multiple of 128.
+
+    Args:
+        vocab_size: V, the rows of this rank's head.
     """
     return max(LEAST_TOKENS, PIECE_BYTES // (4 * vocab_size) // 128 * 128)
 
@@ -105,6 +119,7 @@ def piece_loss(
         return loss, None
 
     # The gradient is p - 1 at the label and p elsewhere, zeros for tokens that are not predicted.
+    # A label that is negative (ELSEWHERE, IGNORE_INDEX) adds 0 at row 0, which changes nothing.
     target = labels[:, None]
     ignored = (labels == IGNORE_INDEX)[:, None]
     by_logits = log_p.exp_().scatter_add_(1, target.clamp_min(0), -(target >= 0).to(log_p.dtype))
@@ -116,8 +131,10 @@ def token_scores(logits: Tensor, labels: Tensor, vocabulary: GroupRank | None = 
 
     Args:
         logits: [n, V].
-        labels: [n] integers, as in `piece_loss`.
-        vocabulary: As in `piece_loss`.
+        labels: [n] integers, counted from the first row of this rank's vocabulary; or ELSEWHERE, or
+            IGNORE_INDEX.
+        vocabulary: This rank's place among those that have parts of the vocabulary. None: the
+            logits are of all of it.
     Returns:
         [2, n] float32: the cross-entropy, and 1 if the label is not the argmax, else 0. Of several
         largest logits the first is the argmax. Tokens without a label have zeros, as do those whose
@@ -196,6 +213,11 @@ def summed_cross_entropy(
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
+    """The loss, whose forward pass computes the gradients by hidden and weight, too.
+
+    The backward pass multiplies them by the gradient by the loss, a scalar.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -205,7 +227,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         piece_loss: PieceLoss,
         vocabulary: GroupRank | None,
     ) -> Tensor:
-        ctx.dtype = weight.dtype
+        """Computes the loss and the needed gradients by `_by_pieces`, whose arguments it has."""
+        ctx.weight_dtype = weight.dtype
         loss, *gradients = _by_pieces(
             hidden, weight, labels, piece_loss, vocabulary, ctx.needs_input_grad[:2]
         )
@@ -217,11 +240,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(
         ctx: Any, by_loss: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Multiplies the gradients by `by_loss`, the scalar gradient by the loss."""
         by_hidden, by_weight = ctx.saved_tensors
         if by_hidden is not None:
             by_hidden = by_hidden * by_loss
         if by_weight is not None:
-            by_weight = (by_weight * by_loss).to(ctx.dtype)
+            by_weight = (by_weight * by_loss).to(ctx.weight_dtype)
         return by_hidden, by_weight, None, None, None
 
 
@@ -237,8 +261,14 @@ def _by_pieces(
     """Computes the loss and its gradients by pieces of the tokens.
 
     Args:
-        hidden: [N, E]; the other arguments as in `summed_cross_entropy`.
+        hidden: [N, E].
+        weight: [V, E], this rank's rows of the head.
+        labels: [N] integers, counted from the first of these rows; or ELSEWHERE, or IGNORE_INDEX.
+        piece_loss: The function of that name, or its compiled form.
+        vocabulary: This rank's place among those that have parts of the vocabulary. None: one rank
+            has all of it.
         needed: Which gradients to compute: by hidden, by weight.
+        scores: A list that gets `token_scores` of each piece, [2, n]. None: they are not computed.
     Returns:
         The loss, its gradient by hidden, [N, E], and by the weight, [V, E] in float32 or float64.
         None if not needed.

@@ -169,7 +169,12 @@ def _weights(
 
 
 def _core_call(attention: Any, inputs: tuple) -> Call | None:
-    """Returns the call of the mixer's core for these inputs; None if it calls none of `CORES`."""
+    """Returns the call of the mixer's core for these inputs; None if it calls none of `CORES`.
+
+    Args:
+        attention: The mixer, a `Mixer`.
+        inputs: The positional arguments of its forward pass, with a batch of one text.
+    """
     calls: list[Call] = []
 
     def call_core(
@@ -190,7 +195,11 @@ def _core_call(attention: Any, inputs: tuple) -> Call | None:
 
 
 def share(weights: Tensor) -> Tensor:
-    """Returns |w_tj| / sum_j |w_tj|, [H, T, T]; for softmax these are the weights."""
+    """Returns |w_tj| / sum_j |w_tj|, [H, T, T]; for softmax these are the weights.
+
+    Args:
+        weights: w_tj, [H, T, T], the query's position before the key's.
+    """
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
@@ -198,6 +207,8 @@ def share(weights: Tensor) -> Tensor:
 def by_head(weights: Tensor) -> dict[str, list[float]]:
     """Summarises the weights [H, T, T] of each head by means over the queries.
 
+    Args:
+        weights: w_tj, the query's position before the key's.
     Returns:
         "own token": The share of the token itself.
         "distance": How far back the head looks, in tokens.
@@ -206,6 +217,7 @@ def by_head(weights: Tensor) -> dict[str, list[float]]:
     """
     shares = share(weights)
     position = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
+    # Tokens from each key to the query, [T, T]. Later keys have weight 0, so their lag is not read.
     lag = (position[:, None] - position).clamp_min(0)
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
     own = shares.diagonal(dim1=1, dim2=2)

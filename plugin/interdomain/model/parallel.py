@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from interdomain.scan import SentState, send_state
 
-# Shapes: B batch, T tokens, E width of hidden states or of a projection.
+# Shapes: B batch, T tokens, E width of hidden states or of a projection, H heads of the state,
+#         M basis functions. In the classes below, `d` is the gradient of the function's result.
 
 c10d = torch.ops._c10d_functional  # asynchronous; a group is given by its name
 
@@ -104,7 +105,8 @@ class GroupRank(NamedTuple):
 
         Args:
             sent: The result of `send_tail`.
-            x: As in `send_tail`.
+            x: This rank's own hidden states, [B, T, E], or Megatron's dict of their projections.
+                Only its form is read.
             back: How many of the tokens belong to the document of this rank's first token, [B]; the
                 others become zeros. None means all.
         """
@@ -125,7 +127,11 @@ class GroupRank(NamedTuple):
         return dict(zip(names, past.split(widths, dim=-1), strict=True))
 
     def _ring(self, rows: int) -> tuple[list[int], list[int]]:
-        """Returns the rows for and from each rank if all rows go to the next rank."""
+        """Returns the rows for and from each rank if all rows go to the next rank.
+
+        Args:
+            rows: The number of rows that this rank sends, and receives.
+        """
         rows_to = [0] * self.size
         rows_from = [0] * self.size
         rows_to[(self.rank + 1) % self.size] = rows
@@ -142,10 +148,10 @@ class GroupRank(NamedTuple):
         """Starts the exchange of a scan's states (`interdomain.scan.send_state`).
 
         Args:
-            inputs: Keys and values, or z for the linear readout.
-            log_decay: As in the scan.
-            documents: As in the scan.
-            backend: As in the scan.
+            inputs: [k, v], or [z] for the linear readout, each [B, T, H, width].
+            log_decay: The scan's log Lambda per token, [H, M, 2], as (real, imaginary).
+            documents: Each token's document, [B, T]. None means one document in each row.
+            backend: Implementation of the scan, one of `interdomain.scan.BACKENDS`.
         """
         return send_state(
             *inputs,
@@ -162,7 +168,13 @@ def local_slice(
     part: "GroupRank | None",
     dim: int = 0,
 ) -> Tensor:
-    """Returns this rank's slice of x along a dimension, a view; x itself if `part` is None."""
+    """Returns this rank's slice of x along a dimension, a view; x itself if `part` is None.
+
+    Args:
+        x: A tensor that every rank has.
+        part: This rank's place in the group.
+        dim: The dimension that the ranks divide into equal parts.
+    """
     if part is None:
         return x
     return x.chunk(part.size, dim)[part.rank]
@@ -193,7 +205,16 @@ def receive(
     rows_from: list[int],
     part: GroupRank,
 ) -> Tensor:
-    """Waits for the rows of an all-to-all. The arguments are those of `send`."""
+    """Waits for the rows of an all-to-all that `send` started.
+
+    Args:
+        sent: The result of `send`.
+        rows_to: The number of rows for each rank.
+        rows_from: The number of rows from each rank.
+        part: This rank's place in the group.
+    Returns:
+        The rows that this rank gets, in the order of the ranks that sent them.
+    """
     return _Receive.apply(sent, rows_to, rows_from, part.group)
 
 
@@ -208,10 +229,12 @@ class _Send(torch.autograd.Function):
         rows_from: list[int],
         group: str,
     ) -> Tensor:
+        """Starts to send `rows_to` rows of x to each rank, and to receive `rows_from`."""
         return c10d.all_to_all_single(x.contiguous(), rows_from, rows_to, group)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        """Waits for the gradient of x, which `_Receive.backward` started to send."""
         return c10d.wait_tensor(d), None, None, None
 
 
@@ -226,6 +249,7 @@ class _Receive(torch.autograd.Function):
         rows_from: list[int],
         group: str,
     ) -> Tensor:
+        """Waits for `sent`, the result of `_Send` with the same `rows_to` and `rows_from`."""
         ctx.rows_to = rows_to
         ctx.rows_from = rows_from
         ctx.group = group
@@ -233,6 +257,7 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        """Starts to send d, the gradient of the received rows, back to their ranks."""
         return (
             c10d.all_to_all_single(d.contiguous(), ctx.rows_to, ctx.rows_from, ctx.group),
             None,
@@ -242,7 +267,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Puts x of all ranks side by side along a dimension. Its adjoint is `_Scatter`."""
+    """Puts x of all ranks side by side along `dim`. Its adjoint is `_Scatter`."""
 
     @staticmethod
     def forward(
@@ -251,6 +276,7 @@ class _Gather(torch.autograd.Function):
         dim: int,
         part: GroupRank,
     ) -> Tensor:
+        """Puts x of all ranks in `part.group` side by side along dimension `dim`."""
         ctx.arguments = dim, part
         return _gathered(x, dim, part)
 
@@ -260,7 +286,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Sums x over the ranks and slices it along a dimension. Its adjoint is `_Gather`."""
+    """Sums x over the ranks and slices it along `dim`. Its adjoint is `_Gather`."""
 
     @staticmethod
     def forward(
@@ -269,6 +295,7 @@ class _Scatter(torch.autograd.Function):
         dim: int,
         part: GroupRank,
     ) -> Tensor:
+        """Sums x over the ranks in `part.group`, and keeps this rank's slice along `dim`."""
         ctx.arguments = dim, part
         return _scattered(x, dim, part)
 
@@ -277,7 +304,7 @@ class _Scatter(torch.autograd.Function):
         return _gathered(d, *ctx.arguments), None, None
 
 
-# The collectives work along the first dimension.
+# The collectives work along the first dimension only, so parts along another one are moved there.
 
 
 def _gathered(
@@ -285,6 +312,7 @@ def _gathered(
     dim: int,
     part: GroupRank,
 ) -> Tensor:
+    """Puts x of all ranks in `part.group` side by side along dimension `dim`."""
     stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), part.size, part.group))
     if dim == 0:
         return stacked
@@ -296,6 +324,7 @@ def _scattered(
     dim: int,
     part: GroupRank,
 ) -> Tensor:
+    """Sums x over the ranks in `part.group`, and returns this rank's slice along `dim`."""
     if dim != 0:
         x = torch.cat(x.chunk(part.size, dim))
     own = c10d.reduce_scatter_tensor(x.contiguous(), "sum", part.size, part.group)

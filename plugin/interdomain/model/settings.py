@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from .feature_maps import FEATURE_MAPS
 
-# The largest size. A damaged config.json may have a number that would take all memory or run
-# forever.
+# The largest value of an integer setting. A damaged config.json may have a number that would take
+# all memory or run forever.
 LARGEST = 2**20
 
 # Baselines whose state has a fixed size, too, and the settings of MixerConfig that each of them
@@ -32,6 +32,7 @@ KINDS = ["interdomain", *BASELINES]
 CONV_WIDTH = {"gla": 0, "softmax": None}
 # The output norms, and the value of w at the start.
 OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
+# The default, in the help text, of a setting that `mixer.condition` sets.
 BY_CONDITION = "as the condition has it"
 
 
@@ -41,8 +42,9 @@ def setting(
     """Declares a field together with the help text of its flag.
 
     Args:
+        default: The value of a setting that nobody sets.
         text: The help text, without the default.
-        unset: What a run has that does not set it. Empty: the default.
+        unset: What a run that does not set it has, for the help text. Empty: the default.
         choices: All values that it may have. Empty: any value of its type.
         least: The smallest value of an integer.
     """
@@ -167,6 +169,7 @@ class MixerConfig:
     )
 
     def __post_init__(self) -> None:
+        """Checks the values, alone and together, and sets the default width of the convolution."""
         check_fields("mixer.", self)
 
         # Settings that do not fit each other.
@@ -209,7 +212,8 @@ class MixerConfig:
                 f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(used)}. "
                 "Choose another condition"
             )
-            # n_basis belongs to the size, so softmax has a value of it, which it does not read.
+            # n_basis is set by the model size (125M, debug): every mixer of a model has a value of
+            # it, also softmax, which does not read it.
             others = [name for name in MIXER_SETTINGS if name not in ("kind", "n_basis", *used)]
             return dict.fromkeys(others, reason)
 
@@ -308,6 +312,7 @@ def readout_std(mixer: MixerConfig, name: str) -> float:
         name: "C", the standard deviation of its real and of its imaginary part; or "c" of the
             linear readout.
     """
+    # mixer.c_scale is the root mean square of |C|, of both parts together.
     M = mixer.n_basis
     if name == "c":
         return M**-0.5 if mixer.linear_scale is None else mixer.linear_scale
@@ -329,7 +334,11 @@ class Bound(NamedTuple):
 
 
 def one_of(names: Iterable[str]) -> Bound:
-    """Allows these names."""
+    """Allows these names.
+
+    Args:
+        names: The allowed values.
+    """
     return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
 
 
@@ -353,6 +362,7 @@ def check_setting(name: str, value: Any, kind: Any, bound: Bound | None = None) 
 
 
 def _has_type(value: Any, kind: Any) -> bool:
+    """Returns True if the value has the type `kind`, which may be what `check_setting` allows."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Literal:
@@ -383,7 +393,11 @@ def check_fields(prefix: str, config: Any, skip: str = "") -> None:
 
 
 def _bound_of(f: Field) -> Bound | None:
-    """Returns the values that a field may have besides its type, None for all of the type."""
+    """Returns the values that a field may have besides its type, None for all of the type.
+
+    Args:
+        f: A field of a dataclass, which `setting` may have made.
+    """
     choices = f.metadata.get("choices")
     if choices:
         return one_of(choices)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # Shapes: B batch, T tokens, H heads of keys and state, R head_dim, M basis functions, P width of z,
-#         W taps of the convolution, E channels of the convolutions, S slots of a cache.
+#         W taps of the convolution, E channels of the convolutions, S slots of a cache,
+#         K key width and V value width of a baseline.
 
 
 def backward_pass() -> int | None:
@@ -71,7 +72,11 @@ class State:
         raise NotImplementedError
 
     def replaced(self, **attributes: Any) -> Self:
-        """Returns a state like this one, but with these attributes."""
+        """Returns a state like this one, but with these attributes.
+
+        Args:
+            attributes: New values by attribute; all others are shared with this state.
+        """
         # No constructor is called: subclasses have different arguments.
         other = object.__new__(type(self))
         vars(other).update(vars(self), made_in=backward_pass(), **attributes)
@@ -123,7 +128,12 @@ class MixerState(State):
         self.prepared = prepared
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
-        """Replaces the state. Tensors that were updated in place are kept."""
+        """Replaces the state. Tensors that were updated in place are kept.
+
+        Args:
+            conv: The new value of the attribute `conv`.
+            ssm: The new value of the attribute `ssm`.
+        """
         check_not_recomputed(self.made_in)
         self.conv = overwritten(self.conv, conv)
         self.ssm = overwritten(self.ssm, ssm)
@@ -199,7 +209,7 @@ class KVCache(State):
             self.v = self.v.scatter(2, index, v)
 
     def reserve(self, slots: int) -> None:
-        """Grows the cache to this number of slots."""
+        """Gives the cache this number of slots, at least as many as are filled."""
         self.k = _with_slots(self.k, slots)
         self.v = _with_slots(self.v, slots)
 
@@ -218,8 +228,13 @@ class WindowCache(KVCache):
         token: Tensor,
         before: int,
     ) -> tuple[Tensor, Tensor]:
-        """Overwrites the oldest keys and values. Arguments are those of `KVCache.append`.
+        """Overwrites the oldest keys and values, and returns those that new tokens may attend to.
 
+        Args:
+            k: Keys of the new tokens, [B, H, T, R].
+            v: Values of the new tokens, [B, H, T, R].
+            token: The place of each new token in its row, [B, T].
+            before: The number of tokens before the new ones to return, at most S.
         Returns:
             For one new token, the keys and values in all slots; otherwise those of the `before`
             tokens before the new ones and of the new ones, in order.
@@ -242,7 +257,12 @@ class WindowCache(KVCache):
 
 
 def _slot_index(slots: Tensor, like: Tensor) -> Tensor:
-    """Expands slots [B, T] to the index of gather and scatter for tensors [B, H, T, R]."""
+    """Expands slots [B, T] to the index of gather and scatter for tensors [B, H, T, R].
+
+    Args:
+        slots: The slot of each token.
+        like: A tensor whose H and R the index gets.
+    """
     return slots[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
 
 
@@ -271,6 +291,10 @@ class ModelState(State):
         position: Tensor,
         ssm_tensors: list[tuple[Tensor, ...]],
     ) -> None:
+        """Makes a state whose rows have all seen the same number of tokens, `length` = 0 so far.
+
+        The arguments are the attributes of these names.
+        """
         super().__init__()
         self.layers = layers
         self.position = position
@@ -286,7 +310,11 @@ class ModelState(State):
         return min(capacities, default=None)
 
     def reserve(self, tokens: int) -> None:
-        """Makes room in the caches for this number of tokens in all."""
+        """Gives each cache that grows room for this number of tokens in all.
+
+        A cache also grows by itself, but not under a captured CUDA graph, whose addresses are
+        fixed.
+        """
         for layer in self.layers:
             if layer.capacity is not None:
                 layer.reserve(tokens)
@@ -323,6 +351,9 @@ class ModelState(State):
         """Joins the rows of several states into one batch; each row continues where it was.
 
         Caches get the slots of the longest row.
+
+        Args:
+            states: States of one model, each of one or several rows.
         """
         length = max(state.length for state in states)
         layers = []
@@ -345,7 +376,12 @@ class ModelState(State):
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:
-    """Returns `old` with the contents of `new`, or `new` itself if `old` must not be written."""
+    """Returns `old` with the contents of `new`, or `new` itself if `old` must not be written.
+
+    Args:
+        old: A tensor of the state.
+        new: Its next contents, of the same shape.
+    """
     if new is old or not writable(old, new):
         return new
     return old.copy_(new)

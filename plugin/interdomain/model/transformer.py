@@ -39,9 +39,15 @@ def mixer_class(config: MixerConfig) -> type[Mixer]:
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: [B, T, dim] -> [B, T, dim]."""
+    """SwiGLU: [B, T, dim] -> [B, T, dim].
+
+    Args:
+        dim: The width of the model.
+        hidden: The width of the hidden layer.
+    """
 
     def __init__(self, dim: int, hidden: int) -> None:
+        """Makes the three matrices, from `dim` to `hidden` (w1, w3) and back (w2)."""
         super().__init__()
         self.w1 = Linear(dim, hidden)
         self.w2 = Linear(hidden, dim)
@@ -54,16 +60,21 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """One layer: a mixer and a feed-forward network, each with a norm and a residual connection.
 
+    Args:
+        config: Configuration of the layer (an entry of `ModelConfig.layers`).
+        execution: How the mixer is computed. None: the defaults.
+
     Attributes:
         mixer: The settings of the layer's mixer.
-        tp_rank: This rank's place in tensor parallelism. The norms and residual connections then have
-            the rank's part of the tokens; the mixer and the feed-forward network compute all
+        tp_rank: This rank's place in tensor parallelism. The norms and residual connections then
+            have the rank's part of the tokens; the mixer and the feed-forward network compute all
             tokens, with the rank's part of the heads and of the width. None: the block is whole.
     """
 
     tp_rank: GroupRank | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
+        """Makes the layer of `config` and draws its initial values."""
         super().__init__()
         self.mixer = config.mixer
         self.attention = mixer_class(config.mixer)(config, execution)
@@ -79,7 +90,7 @@ class TransformerBlock(nn.Module):
         """Computes the layer.
 
         Args:
-            x: Hidden states, [B, T, dim]; with `heads`, [B, T / size, dim].
+            x: Hidden states, [B, T, dim]; in tensor parallelism [B, T / size, dim].
             rope: Cosines and sines of the rotary embedding, from `rope_of`. None: no layer rotates.
             ssm_tensors: The layer's entry of `Transformer.ssm_tensors`.
             state: The layer's state, which is advanced in place. None: x begins the sequences.
@@ -97,6 +108,12 @@ class TransformerBlock(nn.Module):
         """Calls a module with the tokens of all ranks.
 
         The sum of the ranks' results is shared out by tokens again.
+
+        Args:
+            module: The mixer or the feed-forward network.
+            x: Hidden states of this rank's tokens, [B, T / size, dim], or all without tensor
+                parallelism.
+            others: The other arguments of the module.
         """
         if self.tp_rank is None:
             return module(x, *others)
@@ -129,6 +146,7 @@ class Transformer(nn.Module):
     shared: SharedSSMTensors | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        """Makes the model of `config` and draws its initial values."""
         super().__init__()
         self.config = config
         self.bf16_products = execution is not None and execution.bf16_products
@@ -151,7 +169,7 @@ class Transformer(nn.Module):
         summed over them.
 
         Args:
-            shard: This rank's place in context parallelism: tokens, positions, labels and results
+            cp_rank: This rank's place in context parallelism: tokens, positions, labels and results
                 are this rank's piece of the sequences. None: whole sequences.
             tp_rank: This rank's place in tensor parallelism. It divides the heads, the feed-forward
                 width and the vocabulary, each of which must be a multiple of its size, and the
@@ -179,7 +197,7 @@ class Transformer(nn.Module):
 
         Args:
             tokens: [B, T] integers. A stage without embedding gets the hidden states, [B, T, dim];
-                with `heads`, [B, T / size, dim].
+                in tensor parallelism [B, T / size, dim].
             state: From `init_state`; it is advanced in place. None: the tokens begin the sequences.
             positions: [B, T] integers, if sequences hold several packed documents: the number of
                 tokens of the same document before each token. A position that is not the one before
@@ -188,11 +206,11 @@ class Transformer(nn.Module):
             last: Return only the logits of this many last positions, [B, last, V]. None: of all.
             labels: [B, T] integers: the token after each position, or IGNORE_INDEX. The result is
                 then the cross-entropy summed over the tokens, a float32 scalar; the logits of all
-                tokens never exist at once. With `heads`, it is the part of the sum whose labels are
-                in this rank's vocabulary. A stage without head ignores labels.
+                tokens never exist at once. In tensor parallelism it is the part of the sum whose
+                labels are in this rank's vocabulary. A stage without head ignores labels.
         Returns:
-            The logits, [B, T, V]; with `heads`, this rank's columns for all tokens. Or the loss of
-            the labels. A stage without head returns the hidden states.
+            The logits, [B, T, V]; in tensor parallelism this rank's columns for all tokens. Or the
+            loss of the labels. A stage without head returns the hidden states.
         Raises:
             ValueError: Positions are given together with a state, or have another type or shape; or
                 the state has another number of rows than the tokens.
@@ -321,7 +339,11 @@ class Transformer(nn.Module):
         return ModelState(layers, position, ssm_tensors)
 
     def init_weights(self, seed: int = 42) -> None:
-        """Sets every parameter and buffer, the same on every device and under every sharding."""
+        """Sets every parameter and buffer, the same on every device and under every sharding.
+
+        Args:
+            seed: Seed of all values.
+        """
         initialize(self, self.config, seed)
 
 

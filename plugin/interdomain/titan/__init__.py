@@ -14,7 +14,8 @@
     watch                      metrics, curves, validation
     host                       TorchTitan, which only this package imports
 
-This package imports interdomain.model, data, checkpoint, scan and features. Only `tools` imports it.
+This package imports interdomain.model, data, checkpoint, scan and features. Only `tools` imports
+it.
 """
 
 import sys

@@ -49,7 +49,7 @@ from .settings.schema import (
 )
 from .spec_0_3 import (
     CHECKPOINTING,
-    OTHER_NAMES,
+    OUR_SECTION_NAMES,
     TitanModelConfig,
     built_by,
     make_plan_of,
@@ -231,7 +231,7 @@ def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
     table = read_toml(file)
     titan_values: dict[str, dict[str, Any]] = {}
     for section, section_class in SECTIONS.items():
-        our_section = OTHER_NAMES.get(section, section)
+        our_section = OUR_SECTION_NAMES.get(section, section)
         values = table.get(our_section, {})
         for field in dataclasses.fields(section_class):
             if field.name in values and f"{our_section}.{field.name}" not in SETTINGS:

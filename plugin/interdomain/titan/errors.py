@@ -52,6 +52,9 @@ def user_errors(check: Callable[P, R]) -> Callable[P, R]:
     """Decorator for functions whose ValueError or OSError is the user's to correct.
 
     The error ends the run by `stop`. Other errors keep their traceback.
+
+    Args:
+        check: The function to decorate.
     """
 
     @functools.wraps(check)

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Partial, Placement, Replicate, distribute_tensor
-from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
@@ -106,14 +105,20 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> Non
 
 
 def apply_tensor_parallelism(model: Transformer, mesh: DeviceMesh) -> None:
-    """Distributes the parameters over the tensor-parallel ranks.
+    """Distributes matrices, norms and convolutions over the tensor-parallel ranks.
 
-    Every rank has a slice of each large matrix, and all of the other parameters.
+    Every rank has a slice of a large matrix, unless its module asks for the `whole` matrix, and all
+    of the other parameters. `parallelize` distributes the SSM parameters.
+
+    Args:
+        model: The model or a stage of a pipeline.
+        mesh: `Meshes.tensor`.
     """
     for name, module in model.named_modules():
+        # The class of modules with matrices, norms and convolutions.
         if isinstance(module, LocalParameters):
             dim = split_dimension(model, name)
-            placement = Replicate() if dim is None else Split(dim)
+            placement = Replicate() if dim is None else Shard(dim)
             distribute(module, mesh, placement)
 
 
@@ -126,7 +131,7 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
 
     Args:
         unit: A module that FSDP2 gathers as a whole.
-        sum_in_backward: As for `parallelize`.
+        sum_in_backward: Sum the gradients of whole parameters over the ranks in the backward pass.
     """
     owned: list[tuple[nn.Module, str]] = []
     for module in unit.modules():
@@ -197,7 +202,7 @@ def set_initial_values(
 
 
 def apply_fsdp(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
-    """Shards the model with FSDP2, one group per block.
+    """Shards the model with FSDP2: a group for each block, for the embedding, and for the head.
 
     SSM parameters stay float32 and whole on every rank (`step.gradients` says why).
 
@@ -207,7 +212,8 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
         job: The configuration of the run.
     """
     training = job.training
-    # Blocks must not cast their inputs, because SSM parameters reach them as float32 tensors.
+    # Blocks must not cast their inputs. Among these are float32 tensors that were computed from the
+    # SSM parameters outside of the blocks.
     param_dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
     reduce_dtype = torch.bfloat16 if training.mixed_precision_reduce == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(
@@ -227,7 +233,7 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, job: JobConfig) -> None:
     ssm_parameters = {p for ssm in ssm_modules(model) for p in ssm.parameters()}
     for layer in model.layers.values():
         fully_shard(layer, **config, reshard_after_forward=reshard, ignored_params=ssm_parameters)
-    # The backward pass begins with the head: it stays gathered.
+    # The backward pass begins with the head, so by default it stays gathered.
     if model.output is not None:
         fully_shard([model.norm, model.output], **config, reshard_after_forward=when == "always")
     fully_shard(model, **config)

@@ -242,13 +242,19 @@ class ModelArgs(BaseModelArgs):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        """Takes the model of a run. TorchTitan calls this with its own configuration."""
+        """Takes the model of a run. TorchTitan calls this with its own configuration.
+
+        Args:
+            job_config: TorchTitan's configuration.
+            kwargs: Other arguments of TorchTitan's, which are ignored.
+        """
         plan = resolve(job_config).plan
         self.config = plan.config
         self.execution = plan.execution
         self.seed = plan.seed
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Returns the number of parameters, and the FLOPs of a training step per token."""
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
 
 
@@ -287,6 +293,8 @@ def pipeline_model(
         loss_fn: Computes the summed loss of a micro-batch from logits and labels.
     """
     job, plan = resolve(config)
+    # The number of labels of a step. A sequence of a corpus with answers has fewer labels than
+    # tokens.
     targets = plan.global_batch * plan.seq_len
     if job.data.corpus:
         targets = plan.global_batch * open_dataset(job, "train").targets
@@ -313,6 +321,7 @@ def build_tokenizer(config: Any) -> Any:
         SystemExit: The configuration cannot run, or the tokenizer does not fit. The reason is
             printed.
     """
+    # With a corpus the result is this package's `Tokenizer`, otherwise TorchTitan's.
     job, plan = resolve(config)
     if job.data.corpus:
         return open_tokenizer(job)
@@ -325,11 +334,16 @@ def build_tokenizer(config: Any) -> Any:
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
     """Opens data.corpus, or TorchTitan's training.dataset, and writes the run's record.
 
+    Rank 0 writes the record, if checkpoints are saved.
+
     Args:
         dp_world_size: Number of data-parallel ranks.
         dp_rank: This rank's number among them.
-        tokenizer: What `build_tokenizer` returned.
+        tokenizer: What `build_tokenizer` returned. With data.corpus it is opened again.
         job_config: TorchTitan's configuration.
+
+    Raises:
+        SystemExit: The configuration or the data cannot be used. The reason is printed.
     """
     job, plan = resolve(job_config)
     if job.data.corpus:
@@ -381,6 +395,13 @@ class VariantMetrics(VariantMetricsBase, MetricsProcessor):
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
     ) -> None:
+        """Logs a validation. TorchTitan calls this.
+
+        Args:
+            loss: Mean loss per token, too large by the factor of context parallelism.
+            step: The step after which the model was validated.
+            extra_metrics: Further scalars by tag.
+        """
         # TorchTitan divides the loss of a whole sequence by the labels of this rank's piece of it.
         super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
 

@@ -41,7 +41,7 @@ from .variant import (
 )
 
 # TorchTitan's sections whose names differ, and this plugin's.
-OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
+OUR_SECTION_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}
 # Modes of activation checkpointing, and TorchTitan's classes for them.
 CHECKPOINTING = {
     "selective": activation_checkpoint.SelectiveAC.Config,
@@ -79,9 +79,11 @@ class TitanModelConfig(BaseModel.Config):
             prepare_for_user(config, self)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Returns the number of parameters, and the FLOPs of a training step per token."""
         return self.plan.n_params, self.plan.flops_per_token
 
     def build(self, **_: Any) -> TitanTransformer:
+        """Builds the model. TorchTitan calls this, with arguments that are not needed here."""
         model = TitanTransformer(self.plan)
         # TorchTitan's loss takes each tensor-parallel rank's columns of the logits.
         model.whole_logits = False
@@ -93,6 +95,8 @@ class TitanModelConfig(BaseModel.Config):
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
     """Makes a configuration of TorchTitan's whose component comes from a function.
+
+    TorchTitan calls the configuration's method `build` when it needs the component.
 
     Args:
         base: TorchTitan's class of the configuration.
@@ -269,7 +273,8 @@ def values_of_sections(
             "training.disable_cuda_graphs must stay on: the model's step was never captured in a CUDA graph."
         )
 
-    # TorchTitan has an object in place of the mode of activation checkpointing.
+    # TorchTitan has an object in place of the mode of activation checkpointing. It must have the
+    # class of a mode, and only default values.
     chosen = config.activation_checkpoint
     for mode, kind in CHECKPOINTING.items():
         if chosen == kind():
@@ -292,10 +297,11 @@ def settings_of(
         sections: TorchTitan's names of sections.
 
     Yields:
-        This plugin's name of the setting, TorchTitan's field, and its value.
+        The name that this plugin gives the setting or would give it, TorchTitan's field, and its
+        value. Settings that only TorchTitan has are not in SETTINGS.
     """
     for section in sections:
-        our_section = OTHER_NAMES.get(section, section)
+        our_section = OUR_SECTION_NAMES.get(section, section)
         values = getattr(config, section)
         for field in dataclasses.fields(values):
             yield f"{our_section}.{field.name}", field, getattr(values, field.name)

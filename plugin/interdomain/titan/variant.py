@@ -42,7 +42,7 @@ class TitanTransformer(Transformer):
     Attributes:
         meshes: The process groups. None until `parallelize_variant`: scripts and notebooks build a
             model on one device.
-        documents: True if positions say where documents begin. Otherwise they only count the
+        resets_at_documents: True if positions say where documents begin. Otherwise they only count the
             tokens, as the model does by itself.
         whole_logits: True if the loss takes the logits of the whole vocabulary. Otherwise it takes
             this tensor-parallel rank's columns.
@@ -50,7 +50,7 @@ class TitanTransformer(Transformer):
     """
 
     meshes: Meshes | None = None
-    documents = False
+    resets_at_documents = False
     whole_logits = True
     freqs_cis = None
 
@@ -80,15 +80,15 @@ class TitanTransformer(Transformer):
 
         Args:
             tokens: Token ids, [B, T].
-            state: As for `Transformer.forward`; not used in training.
-            positions: Position of each token in its document, [B, T]. Only used with `documents`.
-            last: As for `Transformer.forward`; not used in training.
-            labels: As for `Transformer.forward`; TorchTitan computes the loss from logits.
+            state: Not used in training. The model's state to continue from.
+            positions: Position of each token in its document, [B, T]. Only used with `resets_at_documents`.
+            last: Not used in training. The number of last positions whose logits are returned.
+            labels: Not used by TorchTitan, which computes the loss from logits.
 
         Returns:
             Logits, [B, T, vocab_size], or this tensor-parallel rank's columns of them.
         """
-        if not self.documents:
+        if not self.resets_at_documents:
             positions = None
         # `training.precision` says what is rounded, not autocast.
         with torch.autocast(tokens.device.type, enabled=False):
@@ -133,7 +133,11 @@ class TitanTransformer(Transformer):
 
 
 def _sum_gradient(p: Any) -> None:
-    """Sums the gradient of an SSM parameter over the ranks, after each backward pass."""
+    """Sums the gradient of an SSM parameter over the ranks, after each backward pass.
+
+    Args:
+        p: The parameter, whole on every rank. Its gradient is this rank's share (`Partial`).
+    """
     p.grad = p.grad.redistribute(placements=p.placements)
 
 
@@ -146,14 +150,17 @@ def parallelize_variant(
         model: The model or a stage of a pipeline, on the meta device.
         parallel_dims: TorchTitan's degrees of parallelism.
         job: This plugin's configuration.
-        config: The configuration that TorchTitan's functions read, as for `parallelize`.
+        config: The configuration whose sections [activation_checkpoint] and [compile] TorchTitan's
+            functions read.
     """
     # TorchTitan's memory estimator calls this with fake tensors, under which no mesh can be built.
     with unset_fake_temporarily():
         model.meshes = meshes_of(parallel_dims)
-    # TorchTitan shortens timeouts after the first step: now those of these groups, too.
+    # TorchTitan shortens the timeouts of its process groups after the first step. Now it shortens
+    # those of this plugin's groups, too.
     add_meshes(parallel_dims, model.meshes.axes)
-    model.documents = job.data.reset_state_at_documents
+    model.resets_at_documents = job.data.reset_state_at_documents
+    # TorchTitan's step has no place for `reduce_shares`, so the backward pass sums over the ranks.
     parallelize(model, model.meshes, job, config, sum_in_backward=True)
     return model
 

@@ -7,7 +7,7 @@ its processes, through the entry point `vllm.general_plugins`.
 from importlib import import_module
 from typing import Any
 
-SUPPORTED = ("0", "32")
+SUPPORTED = ("0", "32")  # the version of vLLM
 
 
 def register() -> None:
@@ -39,8 +39,10 @@ def _is_supported() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a served model's class.
+    """Imports the class of a served model when vLLM reads it.
 
+    Args:
+        name: One of the classes in `config.ARCHITECTURES`.
     Raises:
         ImportError: vLLM is not installed, or its version is not SUPPORTED.
     """

@@ -21,11 +21,16 @@ ARCHITECTURES = {
 
 
 class ServedConfig(InterdomainConfig):
-    """config.json of an exported model, with the architecture by which vLLM finds the class."""
+    """config.json of an exported model, with the architecture by which vLLM finds the class.
+
+    Args:
+        settings: The contents of config.json.
+    """
 
     def __init__(self, **settings) -> None:
         super().__init__(**settings)
         states_only, hybrid, softmax_only = ARCHITECTURES
+        # The kinds of layers as transformers calls them: "linear_attention" for those with states.
         kinds = set(self.layer_types)
         if kinds == {"linear_attention"}:
             self.architectures = [states_only]
@@ -36,7 +41,7 @@ class ServedConfig(InterdomainConfig):
 
 
 def model_config(config: PretrainedConfig) -> ModelConfig:
-    """Returns the model of a config.json."""
+    """Returns the package's configuration of a model, for transformers' configuration of it."""
     return from_transformers(config.to_dict())
 
 
@@ -58,19 +63,22 @@ def state_shapes(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tupl
 
 
 def state_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of a request's state.
+    """Returns the data types of a request's state: the convolutions' inputs, and the recurrence.
 
-    The convolutions' inputs have the model's, and the recurrence's state is float32.
+    The first have the model's data type, and the recurrence's state is float32.
+
+    Args:
+        dtype: The model's data type.
     """
     return dtype, torch.float32
 
 
 def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
-    """Checks vLLM's settings.
+    """Checks that a model can be served with vLLM's settings.
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        config: The model.
+        config: The model's configuration.
     Raises:
         ValueError: The model would ignore a setting, or the tensor-parallel ranks do not divide its
             heads.
@@ -114,8 +122,9 @@ def register_states() -> None:
     )
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
-    states, hybrid, _ = ARCHITECTURES
-    MODELS_CONFIG_MAP[states] = MambaModelConfig
+    # A model of softmax only has no states.
+    states_only, hybrid, _ = ARCHITECTURES
+    MODELS_CONFIG_MAP[states_only] = MambaModelConfig
     MODELS_CONFIG_MAP[hybrid] = HybridAttentionMambaModelConfig
     register_backend(
         MambaAttentionBackendEnum.CUSTOM, "interdomain.vllm.states.Backend", is_mamba=True

@@ -41,10 +41,19 @@ class Recurrent(MambaBase):
     Each request has its state in a page of vLLM.
 
     Args:
-        mixer: The mixer of the plain model.
-        config: Its layer, an entry of `ModelConfig.layers`.
+        mixer: The mixer of a layer of `interdomain.model.Transformer`.
+        config: The layer's configuration, an entry of `ModelConfig.layers`.
         vllm_config: vLLM's settings.
         name: The layer's name, by which vLLM finds it.
+
+    Attributes:
+        shapes: The shapes of the two parts of a request's state (`config.state_shapes`).
+        dtypes: Their data types.
+        kv_cache: The pages of the two parts, by vLLM's name: [pages, ...] of the convolutions' last
+            inputs and of the recurrences' states. vLLM sets it.
+        has_conv: True if the mixer has convolutions.
+        ssm_tensors: The tables of the mixer's SSM parameters (`Transformer.ssm_tensors`).
+        prepared: What step kernels read of these tables (`MixerState.prepared`), or None.
     """
 
     mamba_type = MambaAttentionBackendEnum.CUSTOM
@@ -54,10 +63,9 @@ class Recurrent(MambaBase):
         self.name = name
         self.shapes = state_shapes(config, vllm_config.parallel_config.tensor_parallel_size)
         self.dtypes = state_dtypes(vllm_config.model_config.dtype)
-        # Pages of the convolutions' last inputs and of the recurrences' states, which vLLM
-        # puts here.
         self.kv_cache = (torch.empty(0), torch.empty(0))
         self.has_conv = config.mixer.conv_past > 0
+        # vLLM finds the layers that need pages here.
         vllm_config.compilation_config.static_forward_context[name] = self
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
@@ -94,6 +102,8 @@ class Recurrent(MambaBase):
         if metadata is None:
             return out
         conv, ssm = self.kv_cache
+        # Each is a `states.Batch`: the places of tokens, the pages of their requests, which
+        # requests begin, and which places are padding.
         for tokens, pages, fresh, padding in metadata[self.name].batches:
             # Read the states of the batch. A request that begins has zeros.
             past = conv[pages] if self.has_conv else conv.new_empty(len(pages), 0, 0)
@@ -127,7 +137,11 @@ class Recurrent(MambaBase):
 class Softmax(nn.Module):
     """Softmax attention: [tokens, dim] -> [tokens, dim]. vLLM's own layer keeps keys and values.
 
-    It takes the same arguments as `Recurrent`.
+    Args:
+        mixer: The mixer of a layer of `interdomain.model.Transformer`.
+        config: The layer's configuration, an entry of `ModelConfig.layers`.
+        vllm_config: vLLM's settings.
+        name: The layer's name, by which vLLM finds it.
     """
 
     def __init__(self, mixer: Any, config: ModelConfig, vllm_config: VllmConfig, name: str) -> None:
@@ -147,10 +161,17 @@ class Softmax(nn.Module):
         )
 
     def prepare(self, ssm_tensors: Any) -> None:
-        """Does nothing: steps read the parameters themselves."""
+        """Does nothing: softmax has no SSM parameters, and steps read its own themselves."""
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        # To `input_features` all tokens are one sequence, and rope says where each of them stands.
+        """Computes the mixer.
+
+        Args:
+            x: [tokens, dim].
+            rope: Cosines and sines of the rotary embedding, each [tokens, 1, head_dim / 2].
+        """
+        # `input_features` splits the products into heads and rotates them. To it all tokens are one
+        # sequence, and rope says where each of them stands.
         cos, sin = rope
         tables = (cos[None], sin[None])
         width = self.mixer.head_dim
@@ -164,6 +185,20 @@ class Served(nn.Module):
     """The decoder over the tokens of all requests of a step.
 
     There is a class for each architecture (`config.ARCHITECTURES`).
+
+    Args:
+        vllm_config: vLLM's settings.
+        prefix: Unused. vLLM gives it to every model.
+
+    Attributes:
+        own: The package's configuration of the model.
+        dtype: The model's data type.
+        model: The weights, of which this rank has its part.
+        ready: True when the mixers are prepared for the weights.
+        part: This rank's place in tensor parallelism.
+        no_tokens: Ids of the vocabulary's padding, which are never chosen.
+        blocks: The layers of `model`, whose norms and feed-forwards are called here.
+        mixers: A `Recurrent` or `Softmax` for each layer.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -173,7 +208,6 @@ class Served(nn.Module):
         self.dtype = settings.dtype
         check_vllm_settings(vllm_config, self.own)
         self.model = Transformer(self.own)
-        # True when the mixers are prepared for the weights.
         self.ready = False
         group = get_tp_group()
         self.part = GroupRank(group.device_group.group_name, group.rank_in_group, group.world_size)
@@ -186,7 +220,7 @@ class Served(nn.Module):
                 dim = split_dimension(self.model.layers, name)
                 if dim is not None:
                     module.weight = nn.Parameter(local_slice(module.weight, self.part, dim).clone())
-        # Rows of a padded vocabulary are never chosen.
+        # Rows of a padded vocabulary are never chosen. generation_config.json names them.
         generation: Any = settings.try_get_generation_config()
         suppressed = generation.get("suppress_tokens") or []
         self.no_tokens = [token for token in suppressed if token < self.own.vocab_size]
@@ -212,6 +246,7 @@ class Served(nn.Module):
         return state_dtypes(vllm_config.model_config.dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings of tokens."""
         return self.model.tok_embeddings(input_ids)
 
     @torch.no_grad()
@@ -223,31 +258,51 @@ class Served(nn.Module):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        """Computes the output of the last norm for the tokens of a step, [tokens, dim].
+
+        Args:
+            input_ids: The tokens of all requests, [tokens].
+            positions: The place of each token in its request, [tokens].
+            intermediate_tensors: Unused: there is no pipeline parallelism.
+            inputs_embeds: Embeddings [tokens, dim] in place of input_ids.
+        """
+        # The tables of the SSM parameters are computed once for the weights.
         if not self.ready:
             for mixer, ssm_tensors in zip(self.mixers, self.model.ssm_tensors(), strict=True):
                 mixer.prepare(ssm_tensors)
             self.ready = True
+        # Embed the tokens, and pass them through the layers.
         h = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        rotates = any(layer.mixer.rope for layer in self.own.layers)
-        rope = rope_of(self.own, positions, h.dtype) if rotates else None
+        rope = None
+        if any(layer.mixer.rope for layer in self.own.layers):
+            rope = rope_of(self.own, positions, h.dtype)
         for mixer, block in zip(self.mixers, self.blocks, strict=True):
             h = h + self._sum(mixer(block.attention_norm(h), rope))
             h = h + self._sum(block.feed_forward(block.ffn_norm(h)))
         return self.model.norm(h)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Returns the sum over tensor-parallel ranks.
+        """Returns the sum of x over tensor-parallel ranks.
 
         Each has computed its part of the heads or of the feed-forward's width.
         """
         return x if self.part.size == 1 else tensor_model_parallel_all_reduce(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Returns the logits of hidden states, -inf for ids that are no tokens."""
         logits = self.model.output(hidden_states)
         logits[:, self.no_tokens] = -torch.inf
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads an exported model's tensors.
+
+        Args:
+            weights: The tensors with their names in the exported model.
+
+        Returns:
+            The names of the parameters of this module that were loaded.
+        """
         stored = {}
         for name, tensor in weights:
             name = name.removeprefix(BASE)

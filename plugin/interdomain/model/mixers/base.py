@@ -18,7 +18,8 @@ from ..parallel import GroupRank
 from ..settings import MixerConfig
 from ..state import MixerState
 
-# Shapes: B batch, T tokens (on this rank), E channels of the convolutions.
+# Shapes: B batch, T tokens (on this rank), J chosen tokens, E channels of the convolutions, W taps
+#         of a convolution.
 
 
 class Packing(NamedTuple):
@@ -46,9 +47,9 @@ class Mixer(nn.Module):
     Attributes:
         cp_rank: This rank's place in context parallelism: x holds its part of each sequence. None
             means whole sequences.
-        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads for
-            all tokens of x, and the outputs must be summed over the ranks. The matrices are this
-            rank's slices, or DTensors with them (`split_dimension`); all other parameters are
+        tp_rank: This rank's place in tensor parallelism: the mixer computes its part of the heads
+            for all tokens of x, and the outputs must be summed over the ranks. The matrices are
+            this rank's slices, or DTensors with them (`split_dimension`); all other parameters are
             whole. None means all heads.
     """
 
@@ -81,6 +82,11 @@ class Mixer(nn.Module):
 
         The inspector (`model/maps.py`) replaces this method for one forward pass to record the
         call.
+
+        Args:
+            core: The scan, the recurrence or softmax attention.
+            args: Its arguments, tensors with the batch first.
+            options: Its keyword arguments.
         """
         return core(*args, **options)
 
@@ -114,6 +120,12 @@ class Mixer(nn.Module):
         """Returns the argument `packing` of `forward` for tokens that continue from a state.
 
         By default it is None: the layer's state holds everything that the tokens need.
+
+        Args:
+            mixer: Settings of the layers.
+            state: The `ModelState` that the tokens continue from.
+            tokens: The number of new tokens in each row, T.
+            dtype: The dtype of the hidden states.
         """
 
     def init_state(
@@ -149,7 +161,11 @@ class Mixer(nn.Module):
 
     @staticmethod
     def state_grows(config: ModelConfig) -> bool:
-        """Returns True if the state grows with the number of tokens."""
+        """Returns True if the state grows with the number of tokens.
+
+        Args:
+            config: Configuration of the layer.
+        """
         return False
 
     @staticmethod
@@ -158,6 +174,10 @@ class Mixer(nn.Module):
 
         The modules `Linear` and `ShortConv` are not counted: `model.flops` counts them. The key
         "mixer" is the core; "linear" is products with matrices that are no `Linear`.
+
+        Args:
+            config: Configuration of the layer.
+            seq_len: Tokens of a sequence.
         """
         raise NotImplementedError("this mixer has no method `macs`")
 
@@ -167,6 +187,9 @@ class Mixer(nn.Module):
 
         The inputs of the convolutions are not counted. For a growing state it is the number per
         token.
+
+        Args:
+            config: Configuration of the layer.
         """
         return math.prod(cls.state_shapes(config)["ssm"])
 
@@ -176,6 +199,9 @@ class Mixer(nn.Module):
 
         The first number counts the inputs of the features and of the core. The second counts the
         scan's scores, which are saved only if `Execution.recompute` is False.
+
+        Args:
+            config: Configuration of the layer.
         """
         raise NotImplementedError("this mixer has no method `saved_elements`")
 
@@ -216,6 +242,15 @@ class Recurrence(Mixer):
         device: torch.device,
         ssm_tensors: Any,
     ) -> MixerState:
+        """Returns a state of zeros.
+
+        Args:
+            batch: The number of sequences, B.
+            capacity: Ignored: the state does not grow.
+            dtype: The dtype of the hidden states. The recurrence's state is at least float32.
+            device: The device of the state.
+            ssm_tensors: This mixer's entry in the result of `ssm_tensors`.
+        """
         shapes = self.state_shapes(self.layer)
         exact = torch.promote_types(dtype, torch.float32)
         return MixerState(
@@ -225,7 +260,11 @@ class Recurrence(Mixer):
         )
 
     def _prepare_step(self, ssm_tensors: Any) -> Any:
-        """Returns `MixerState.prepared`; None if the mixer has no step kernels."""
+        """Returns `MixerState.prepared`; None if the mixer has no step kernels.
+
+        Args:
+            ssm_tensors: This mixer's entry in the result of `ssm_tensors`.
+        """
 
     @staticmethod
     def packing(
@@ -235,6 +274,16 @@ class Recurrence(Mixer):
         dtype: torch.dtype,
         cp_rank: "GroupRank | None",
     ) -> Packing | None:
+        """Numbers the documents of each sequence; see `Mixer.packing`.
+
+        Args:
+            mixer: Ignored.
+            order: Ignored.
+            positions: The place of each token in its document, [B, T]. None means that each
+                sequence is one document; the result is then None, too.
+            dtype: Ignored.
+            cp_rank: This rank's place in context parallelism. None means whole sequences.
+        """
         if positions is None:
             return None
         # A document begins at position 0; what comes before the first of them is document 0.

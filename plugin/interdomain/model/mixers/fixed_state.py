@@ -38,9 +38,14 @@ class StepSize(KeptInFloat32):
 
     The decay is exp(A softplus(x + dt_bias)), A = -exp(A_log). Called, it returns (A_log, dt_bias)
     or (A_log, dt_bias, D), each [H], as copies (`SSM` says why).
+
+    Args:
+        n_heads: H, the heads of the state.
+        skip: True to have D.
     """
 
     def __init__(self, n_heads: int, *, skip: bool) -> None:
+        """Makes A_log, dt_bias and, if `skip`, D, for `n_heads` heads of the state."""
         super().__init__()
         self.A_log = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(n_heads, dtype=torch.float32))
@@ -59,6 +64,10 @@ class FixedStateMixer(Recurrence):
     far as the attributes say. A subclass sets the attributes below and computes its decay and step
     sizes in `_core`.
 
+    Args:
+        config: Configuration of the layer (an entry of `ModelConfig.layers`).
+        execution: How to compute it. None means the defaults.
+
     Attributes:
         conv_bias: True if the convolution has a bias.
         always_silu: True if SiLU is applied without a convolution, too.
@@ -74,6 +83,7 @@ class FixedStateMixer(Recurrence):
     shared_keys = False
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's parameters for `config`, to be computed as `execution` says."""
         super().__init__()
         self.config = config.mixer
         self.layer = config
@@ -131,7 +141,12 @@ class FixedStateMixer(Recurrence):
         raise NotImplementedError
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """Normalises each head and applies the gate: o [B, T, H, V] -> [B, T, H V]."""
+        """Normalises each head and applies the gate: o [B, T, H, V] -> [B, T, H V].
+
+        Args:
+            o: The recurrence's output.
+            gate: Before its SiLU, [B, T, H V]. None for a mixer without one.
+        """
         # PyTorch's norm is one kernel only if both tensors have one dtype.
         o = self.norm(o.to(self.norm.weight.dtype)).flatten(2)
         if gate is None:
@@ -151,8 +166,8 @@ class FixedStateMixer(Recurrence):
         Args:
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: Ignored: no baseline rotates queries or keys.
-            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is computed
-                here.
+            ssm_tensors: This layer's entry in the result of `ssm_tensors`. None means that it is
+                computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """
@@ -222,7 +237,13 @@ class FixedStateMixer(Recurrence):
         past: Tensor | None,
         documents: Tensor | None,
     ) -> Tensor:
-        """Convolves y [B, T, E] after the inputs `past` [B, W - 1, E], within documents [B, T]."""
+        """Convolves y [B, T, E] after the inputs `past` [B, W - 1, E], within documents [B, T].
+
+        Args:
+            y: Queries, keys and values side by side.
+            past: Zeros if None.
+            documents: Each token's document. None means one document in each row.
+        """
         assert self.conv is not None
         weight, bias = self.conv()
         weight = self._local_channels(weight)
@@ -255,7 +276,12 @@ class FixedStateMixer(Recurrence):
     def ssm_tensors(
         mixers: "list[FixedStateMixer]", dtype: torch.dtype = torch.float32
     ) -> list[tuple[Tensor, ...]]:
-        """Returns the parameters in each mixer's `StepSize`, of its heads on this rank."""
+        """Returns the parameters in each mixer's `StepSize`, of its heads on this rank.
+
+        Args:
+            mixers: Mixers with the same settings.
+            dtype: The least precise dtype of the result.
+        """
         layers = []
         for mixer in mixers:
             own = []
@@ -266,6 +292,7 @@ class FixedStateMixer(Recurrence):
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes conv [W - 1, E] and ssm [H, K, V] on one of `ranks` ranks."""
         H, K, V = state_shape(config.mixer, config.dim)
         keys, values = cls._widths(config)
         if not cls.shared_keys:
@@ -277,7 +304,11 @@ class FixedStateMixer(Recurrence):
 
     @classmethod
     def _widths(cls, config: ModelConfig) -> tuple[int, int]:
-        """Returns the width of the queries, which is that of the keys, and of the values."""
+        """Returns the width of the queries, which is that of the keys, and of the values.
+
+        Args:
+            config: Configuration of the layer.
+        """
         H, K, V = state_shape(config.mixer, config.dim)
         if cls.shared_keys:
             return K, H * V
@@ -285,7 +316,12 @@ class FixedStateMixer(Recurrence):
 
     @classmethod
     def macs(cls, config: ModelConfig, seq_len: int) -> dict[str, int]:
-        """Counts the chunks of `plain_recurrence`; a triangular system takes half a product."""
+        """Counts the chunks of `plain_recurrence`; a triangular system takes half a product.
+
+        Args:
+            config: Configuration of the layer.
+            seq_len: Tokens of a sequence; a chunk is not longer.
+        """
         H, K, V = state_shape(config.mixer, config.dim)
         keys, _ = cls._widths(config)
         L = min(CHUNK, seq_len)
@@ -309,7 +345,8 @@ class FixedStateMixer(Recurrence):
         token = copies * (2 * keys + values)
         # Inputs of the norm and of the last matrix; the gate, its SiLU and the product.
         token += (2 + 3 * cls.gated) * values
-        # Float32 copies: normalised queries and keys, and a gate per channel.
+        # Float32 copies, each of which counts as two elements: normalised queries and keys, and a
+        # gate per channel.
         if cls.delta:
             token += 8 * keys
         if config.mixer.kind == "gla":
@@ -323,13 +360,22 @@ class FixedStateMixer(Recurrence):
         context: int,
         tensor: int,
     ) -> tuple[int, int]:
-        """Counts two all-to-alls of a share of the rows: A and B, and states (`fla_kernels`)."""
+        """Counts two all-to-alls of a share of the rows: A and B, and states (`fla_kernels`).
+
+        Args:
+            config: Configuration of the layer.
+            context: The number of context-parallel ranks.
+            tensor: The number of tensor-parallel ranks.
+        """
         H, K, V = state_shape(config.mixer, config.dim)
+        # The delta rules exchange whole heads: B, the matrix A, and a state. With a decay, single
+        # rows of heads are exchanged: a row of B, its decay, and a row of a state.
         rows = H // tensor
         per_row = K * (2 * V + K)
         if not cls.delta:
             rows *= K
             per_row = 2 * V + 1
+        # -(-a // b) rounds up: every rank gets the same number of rows.
         return (context - 1) * -(-rows // context) * per_row, 0
 
 
@@ -348,6 +394,12 @@ class GLAMixer(LocalParameters, FixedStateMixer):
         self.gate_bias = nn.Parameter(torch.empty(self.widths[0]))
 
     def _core(self, x, q, k, v, ssm_tensors, **options):
+        """Computes the decay per channel of k from x, and calls `recurrence`.
+
+        x is [B, T, dim], q and k are [B, T, H, K], v is [B, T, H, V] and `ssm_tensors` is empty.
+        See
+        `FixedStateMixer._core` for the result.
+        """
         # A low-rank gate per channel of the keys, [B, T, H K].
         gate = widened(self.gate_up(self.gate_down(x))) + self.local("gate_bias")
         log_decay = F.logsigmoid(local_slice(gate, self.tp_rank, -1)) / LOW_RANK
@@ -367,6 +419,12 @@ class DeltaNetMixer(FixedStateMixer):
     delta = True
 
     def _core(self, x, q, k, v, ssm_tensors, **options):
+        """Normalises q and k, computes beta from x, and calls `recurrence`.
+
+        x is [B, T, dim], q and k are [B, T, H, K], and v is [B, T, H, V]. `ssm_tensors` is empty,
+        or
+        (A_log, dt_bias) of gated DeltaNet. See `FixedStateMixer._core` for the result.
+        """
         assert self.wb is not None
         q = l2_normed(widened(q)).to(v.dtype)
         k = l2_normed(widened(k)).to(v.dtype)
@@ -384,6 +442,12 @@ class DeltaNetMixer(FixedStateMixer):
         )
 
     def _log_decay(self, x: Tensor, ssm_tensors: tuple[Tensor, ...]) -> Tensor | None:
+        """Returns the log-decay of each token, [B, T, H]; None for a mixer without decay.
+
+        Args:
+            x: Hidden states, [B, T, dim].
+            ssm_tensors: This layer's entry in the result of `ssm_tensors`.
+        """
         return None
 
 
@@ -400,6 +464,7 @@ class GatedDeltaNetMixer(DeltaNetMixer):
         self.ssm = StepSize(self.shape.heads, skip=False)
 
     def _log_decay(self, x: Tensor, ssm_tensors: tuple[Tensor, ...]) -> Tensor:
+        """Computes A dt from x [B, T, dim]; `ssm_tensors` is (A_log, dt_bias), [H] each."""
         A_log, dt_bias = ssm_tensors
         return -A_log.exp() * F.softplus(self._per_head(self.wa(x)) + dt_bias)  # [B, T, H]
 
@@ -407,11 +472,9 @@ class GatedDeltaNetMixer(DeltaNetMixer):
 class Mamba2Mixer(FixedStateMixer):
     """Mamba-2 (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060).
 
-    It is computed by its duality with attention.
-
-    q is C, k is B (one head for all), v is dt x and log_decay is A dt, with
-    dt = softplus(Wa x + dt_bias). D x is added to the output. The gate comes before the norm, which
-    is over all heads.
+    It is computed by its duality with attention: in `recurrence`, q is C, k is B (one head for
+    all), v is dt x and log_decay is A dt, with dt = softplus(Wa x + dt_bias). D x is added to the
+    output. The gate comes before the norm, which is over all heads.
     """
 
     conv_bias = True
@@ -425,6 +488,11 @@ class Mamba2Mixer(FixedStateMixer):
         self.ssm = StepSize(self.shape.heads, skip=True)
 
     def _core(self, x, q, k, v, ssm_tensors, **options):
+        """Computes dt from x, scales v by it, and adds the skip D v to the output.
+
+        x is [B, T, dim], q and k are [B, T, 1, K], v is [B, T, H, V], and `ssm_tensors` is (A_log,
+        dt_bias, D), each [H]. See `FixedStateMixer._core` for the result.
+        """
         A_log, dt_bias, D = ssm_tensors
         dt = F.softplus(self._per_head(self.wa(x)) + dt_bias)  # [B, T, H]
         scaled = (v * dt[..., None]).to(v.dtype)
@@ -441,6 +509,7 @@ class Mamba2Mixer(FixedStateMixer):
         return skipped.to(v.dtype), final_state
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """Applies the gate [B, T, H V], then the norm of all heads, to o [B, T, H, V]."""
         assert gate is not None
         y = (o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype)
         if self.tp_rank is None:

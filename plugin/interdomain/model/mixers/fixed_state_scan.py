@@ -52,11 +52,14 @@ def plain_recurrence(
     if S is None:
         S = v.new_zeros(B, H, k.shape[3], V, dtype=dtype)
     with torch.autocast(v.device.type, enabled=False):
+        # One form for every kind of decay: per token, head and channel, where a single head or
+        # channel stands for all. Without decay the logs are 0.
         decay = v.new_zeros(B, T, 1, dtype=dtype)
         if log_decay is not None:
             decay = log_decay.to(dtype)
         if decay.ndim == 3:
             decay = decay[..., None]  # [B, T, H or 1, D]
+        # exp(-inf) = 0: the first token of a document reads nothing of the documents before it.
         if documents is not None:
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
         if beta is not None:
@@ -94,7 +97,18 @@ def _one_token(
     beta: Tensor | None,
     S: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token as the recurrence is written; arguments as in `_by_chunks`."""
+    """Computes a single token, T = 1, as the recurrence is written.
+
+    Args:
+        q: [B, 1, G, K].
+        k: [B, 1, G, K].
+        v: [B, 1, H, V].
+        decay: log A, [B, 1, H or 1, D].
+        beta: [B, 1, H, 1]. None means u = v.
+        S: The state before the token, [B, H, K, V].
+    Returns:
+        o [B, 1, H, V], and the state after the token.
+    """
     S = decay[:, 0, :, :, None].exp() * S
     k = k[:, 0, :, :, None]  # [B, G, K, 1]
     u = v[:, 0]  # [B, H, V]
@@ -123,7 +137,7 @@ def _by_chunks(
         k: [B, T, G, K].
         v: [B, T, H, V].
         decay: log A_t, [B, T, H or 1, D].
-        beta: [B, T, H, 1], or None.
+        beta: [B, T, H, 1]. None means u = v.
         S: The state before the first token, [B, H, K, V].
     Returns:
         o [B, T, H, V], and the state after the last token.

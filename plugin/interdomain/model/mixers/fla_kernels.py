@@ -81,11 +81,19 @@ def recurrence(
     """Computes `plain_recurrence`, by flash-linear-attention's kernels if they can (`chosen`).
 
     Args:
-        q: As in `plain_recurrence`, and so are all arguments up to `documents`.
-        backend: `mixer.backend`.
+        q: Queries, [B, T, G, K].
+        k: Keys, [B, T, G, K].
+        v: Values, [B, T, H, V].
+        log_decay: At most 0, per head [B, T, H] or per channel of the keys [B, T, H, K]. None means
+            no decay.
+        beta: Step size of the delta rule, [B, T, H]. None means a recurrence without it.
+        initial_state: S before the first token, [B, H, K, V], float32 or float64. None means zeros.
+        documents: Each token's document, [B, T] integers that never fall along T. None means one
+            document in each row.
+        backend: The setting `mixer.backend`.
         cp_rank: This rank's place in context parallelism. There is no `initial_state` then.
-        beside: Under context parallelism, a function that is called while the ranks exchange
-            their states.
+        beside: Under context parallelism, a function that is called while the ranks exchange their
+            states.
     """
     if cp_rank is not None:
         assert beside is not None
@@ -146,6 +154,19 @@ def _context_parallel(
     The rows of S that do not mix, (h, k) of a decay or heads of the delta rules, are divided among
     the ranks. One all-to-all gives each rank its rows of every A and B. It computes the states of
     those rows before each rank's tokens, and a second all-to-all sends the states to their ranks.
+
+    Args:
+        backend: The setting `mixer.backend`.
+        q: Queries, [B, T, G, K].
+        k: Keys, [B, T, G, K].
+        v: Values, [B, T, H, V].
+        log_decay: At most 0, per head [B, T, H] or per channel of the keys [B, T, H, K]. None means
+            no decay.
+        beta: Step size of the delta rule, [B, T, H]. None means a recurrence without it.
+        documents: Each token's document, [B, T] integers that never fall along T. None means one
+            document in each row.
+        cp_rank: This rank's place in context parallelism.
+        beside: Called while the ranks exchange A and B.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     K = k.shape[-1]
@@ -194,7 +215,7 @@ def _context_parallel(
     n_rows, _, width, _ = rows.shape
 
     # Every rank gets the same number of rows, the last ones padded with zeros.
-    rows_per_rank = -(-n_rows // cp_rank.size)
+    rows_per_rank = -(-n_rows // cp_rank.size)  # rounded up
     counts = [rows_per_rank] * cp_rank.size
     padded = F.pad(rows.flatten(1), (0, 0, 0, rows_per_rank * cp_rank.size - n_rows))
     sent = send(padded, counts, counts, cp_rank)
@@ -218,7 +239,7 @@ def _states_before(rows: Tensor, V: int) -> Tensor:
 
     Args:
         rows: B and A of each rank's tokens, side by side, [N, rows, B, K, V + D].
-        V: The value width.
+        V: The value width. The other columns are A.
     """
     B, A = rows.split([V, rows.shape[-1] - V], dim=-1)
     # A prefix sum by doubling: (A, B) of all ranks up to each.
@@ -231,7 +252,12 @@ def _states_before(rows: Tensor, V: int) -> Tensor:
 
 
 def _apply(A: Tensor, S: Tensor) -> Tensor:
-    """Applies A, [..., K, 1] or [..., K, K], to a state or to another A, [..., K, n]."""
+    """Applies A, [..., K, 1] or [..., K, K], to a state or to another A, [..., K, n].
+
+    Args:
+        A: The decays, or the matrices.
+        S: What they are applied to.
+    """
     if A.shape[-1] == 1:
         return A * S
     return A @ S
@@ -250,7 +276,19 @@ def fla_recurrence(
     state: Tensor,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `plain_recurrence` with an initial state."""
+    """Computes `plain_recurrence` with an initial state.
+
+    Args:
+        q: Queries, [B, T, G, K].
+        k: Keys, [B, T, G, K].
+        v: Values, [B, T, H, V].
+        log_decay: At most 0, per head [B, T, H] or per channel of the keys [B, T, H, K]. None means
+            no decay.
+        beta: Step size of the delta rule, [B, T, H]. None means a recurrence without it.
+        state: S before the first token, [B, H, K, V], float32.
+        documents: Each token's document, [B, T] integers that never fall along T. None means one
+            document in each row.
+    """
     return _run(q, k, v, log_decay, beta, state, documents)
 
 
@@ -268,7 +306,19 @@ def _run(
     state: Any,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Calls the package's kernel. It wants one dtype, and as many heads of keys as of values."""
+    """Calls the package's kernel. It wants one dtype, and as many heads of keys as of values.
+
+    Args:
+        q: Queries, [B, T, G, K].
+        k: Keys, [B, T, G, K].
+        v: Values, [B, T, H, V].
+        log_decay: At most 0, per head [B, T, H] or per channel of the keys [B, T, H, K]. None means
+            no decay.
+        beta: Step size of the delta rule, [B, T, H]. None means a recurrence without it.
+        state: S before the first token, [B, H, K, V], float32.
+        documents: Each token's document, [B, T] integers that never fall along T. None means one
+            document in each row.
+    """
     rows = len(v)
     q = q.to(v.dtype).expand(-1, -1, v.shape[2], -1)
     k = k.to(v.dtype).expand(-1, -1, v.shape[2], -1)
@@ -324,7 +374,21 @@ def recurrence_backward(
     state: Tensor,
     documents: Tensor | None,
 ) -> list[Tensor]:
-    """Returns the gradients of q, k, v, log_decay, beta and state, without those that are None."""
+    """Returns the gradients of q, k, v, log_decay, beta and state, without those that are None.
+
+    Args:
+        d_o: Gradient of the output, [B, T, H, V].
+        d_state: Gradient of the final state, [B, H, K, V].
+        q: Queries, [B, T, G, K].
+        k: Keys, [B, T, G, K].
+        v: Values, [B, T, H, V].
+        log_decay: At most 0, per head [B, T, H] or per channel of the keys [B, T, H, K]. None means
+            no decay.
+        beta: Step size of the delta rule, [B, T, H]. None means a recurrence without it.
+        state: S before the first token, [B, H, K, V], float32.
+        documents: Each token's document, [B, T] integers that never fall along T. None means one
+            document in each row.
+    """
     inputs = []
     for x in (q, k, v, log_decay, beta, state):
         inputs.append(None if x is None else x.detach().requires_grad_())
@@ -349,10 +413,12 @@ def _(d_o, d_state, q, k, v, log_decay, beta, state, documents):
 
 
 def _setup(ctx, inputs, output):
+    """Saves the op's inputs for the backward pass."""
     ctx.save_for_backward(*inputs)
 
 
 def _gradient(ctx, d_o, d_state):
+    """Returns the gradients of all inputs, given those of the output and the final state."""
     inputs = ctx.saved_tensors
     gradients = iter(recurrence_backward(d_o.contiguous(), d_state.contiguous(), *inputs))
     # `documents`, the last input, has no gradient.

@@ -11,9 +11,9 @@ convolution, N+b the input norm of eq. 12, and xi the feature map of eq. 10 with
               o_t = Re(sum_m c_m (C x_t)_m)         else: S4D's linear readout
 
 RoPE is the third switch, `rope`. Feature maps other than SiLU have no N+b. With a single input the
-projections a and b of the paper take the
-places, and the names, of k and v. The scan keeps the unit-gain state X: the paper's state is
-x = beta X, and beta, C and the kind of readout are folded into one matrix per head (`ssm.py`).
+projections a and b of the paper take the places, and the names, of k and v. The scan keeps the
+unit-gain state X: the paper's state is x = beta X, and beta, C and the kind of readout are folded
+into one matrix per head (`ssm.py`).
 """
 
 from typing import Any
@@ -56,6 +56,7 @@ class InterdomainMixer(Recurrence):
     """
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's parameters for `config`, to be computed as `execution` says."""
         super().__init__()
         mixer = config.mixer
         self.config = mixer
@@ -118,8 +119,8 @@ class InterdomainMixer(Recurrence):
             x: Hidden states after the layer's norm. Megatron gives a dict of their projections.
             rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2]. A mixer
                 without `rope` ignores them.
-            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]) from
-                `ssm_tensors`. None means that they are computed here.
+            ssm_tensors: This layer's (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M])
+                from `ssm_tensors`. None means that they are computed here.
             state: The state to continue from. It is advanced past the last token, in place.
             packing: Documents and padding of the rows. None means one document in each row.
         """
@@ -151,6 +152,7 @@ class InterdomainMixer(Recurrence):
         return self.wo(o)
 
     def _gate(self, x: Tensor) -> Tensor | None:
+        """Computes the output gate of x [B, T, dim], as wide as `wo`'s input; None without one."""
         if self.wg is None:
             return None
         return GATES[self.config.gate_function](self.wg(x))
@@ -165,11 +167,17 @@ class InterdomainMixer(Recurrence):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes any number of tokens by the scan.
 
-        The projections are computed one after the other, so that none lives longer than needed. The
-        arguments are those of `forward`.
+        The projections are computed one after the other, so that none lives longer than needed.
 
+        Args:
+            x: Hidden states, [B, T, dim], or Megatron's dict of their projections.
+            rope: cos and sin of the rotary angles. None means no rotation.
+            ssm_tensors: (log_decay [G, M, 2], mixing [G, 2M, 2M] or readout [G, 2M]).
+            state: The state to continue from, which is advanced in place. None means zeros, and no
+                state is kept.
+            packing: Documents, the inputs that convolutions may read, and padding of the rows.
         Returns:
-            The readout, [B, T, H, D] or [B, T, G, P], and the output gate (None without one).
+            The readout, [B, T, H, head_dim] or [B, T, G, P], and the output gate (None without one).
         """
         documents, back, lengths = packing
         log_decay, table = ssm_tensors
@@ -258,7 +266,8 @@ class InterdomainMixer(Recurrence):
             inputs = [q, k, v]
         gate = self._gate(x)
 
-        # The recurrence and its readout (eqs. 11 and 13), or the ratio of eq. 9.
+        # The recurrence and its readout (eqs. 11 and 13), or the ratio of eq. 9. `maps` records this
+        # call.
         initial_state = None if state is None else state.ssm
         o, final_state = self.call_core(
             core,
@@ -268,12 +277,12 @@ class InterdomainMixer(Recurrence):
             initial_state=initial_state,
             final_state=state is not None,  # training needs none
             documents=documents,
-            check_documents=False,
+            check_documents=False,  # the caller made them from positions
             group=group,
             execution=self.execution,
         )
         if mixer.normalize:
-            o = divided(o, v)
+            o = divided(o, v)  # v bounds the quotient
 
         # Advance the state. Over padding, the scan's final state has decayed too far.
         if state is not None:
@@ -342,7 +351,12 @@ class InterdomainMixer(Recurrence):
     def ssm_tensors(
         mixers: "list[InterdomainMixer]", dtype: torch.dtype = torch.float32
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns `discretize` of each mixer, for the heads on this rank."""
+        """Returns `discretize` of each mixer, for the heads on this rank.
+
+        Args:
+            mixers: Mixers with the same settings.
+            dtype: The least precise dtype to compute in.
+        """
         layers = []
         for mixer in mixers:
             layers.append(SSMParameters(*local_parameters(mixer.ssm, mixer.tp_rank, dtype)))
@@ -357,13 +371,14 @@ class InterdomainMixer(Recurrence):
         """Arranges the parameters for the step kernels, once for all steps.
 
         Args:
-            ssm_tensors: As in `forward`.
+            ssm_tensors: log_decay [G, M, 2], and mixing [G, 2M, 2M] or readout [G, 2M].
         Returns:
             Keyword arguments of `input_features_step`, and of `interdomain_step` or `linear_step`.
         """
         mixer = self.config
 
         # The step kernel takes [q | k | v] at once: it rotates, and maps by SiLU, the first heads.
+        # With a single input (no `dual_input`), k is not mapped.
         rotated = mapped = self.n_heads + self.n_kv_heads
         if not mixer.rope:
             rotated = 0
@@ -373,7 +388,8 @@ class InterdomainMixer(Recurrence):
             mapped = 0
         features: dict[str, Any] = dict(rotated=rotated, silu=mapped)
 
-        # Taps and biases of the convolutions, side by side: [W, E] and [E].
+        # Taps [W, E] and biases [E] of the convolutions, side by side: W taps, E channels of all.
+        # The call of a convolution returns its weight and its bias.
         weights = []
         biases = []
         for conv in (self.q_conv, self.k_conv, self.v_conv):
@@ -384,14 +400,15 @@ class InterdomainMixer(Recurrence):
         if weights:
             features["conv"] = torch.cat(weights, dim=1), torch.cat(biases)
 
-        # Scales and biases of the input norms of k and v: [2G, R] each.
+        # Weights [R], shared by the heads, and biases [G, R] of the input norms of k and v. The
+        # kernel takes [2G, R] of each.
         if self.k_norm is not None and self.v_norm is not None:
-            k_scale, k_shift = self.k_norm()
-            v_scale, v_shift = self.v_norm()
-            k_scale = widened(k_scale).expand(k_shift.shape)
-            v_scale = widened(v_scale).expand(v_shift.shape)
-            shifts = torch.cat([widened(k_shift), widened(v_shift)])
-            features["norm"] = torch.cat([k_scale, v_scale]), shifts
+            k_weight, k_bias = self.k_norm()
+            v_weight, v_bias = self.v_norm()
+            k_weight = widened(k_weight).expand(k_bias.shape)
+            v_weight = widened(v_weight).expand(v_bias.shape)
+            biases = torch.cat([widened(k_bias), widened(v_bias)])
+            features["norm"] = torch.cat([k_weight, v_weight]), biases
             features["eps"] = self.k_norm.eps
 
         # Lambda, and the matrix or vector of the readout.
@@ -400,7 +417,7 @@ class InterdomainMixer(Recurrence):
         if not mixer.query_readout:
             tables["readout"] = table
         elif mixer.readout == "complex":
-            # The lower half of the matrix holds the same numbers.
+            # The matrix is [[Re, -Im], [Im, Re]]: its lower half has the same numbers.
             tables["mixing"] = table[:, : mixer.n_basis].contiguous()
         else:
             tables["mixing"] = table
@@ -462,6 +479,7 @@ class InterdomainMixer(Recurrence):
 
     @classmethod
     def state_shapes(cls, config: ModelConfig, ranks: int = 1) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes conv [W - 1, E] and ssm [G, M, P, 2] on one of `ranks` ranks."""
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         channels = 0
@@ -477,7 +495,12 @@ class InterdomainMixer(Recurrence):
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
-        """Counts the chunkwise passes of docs/kernels.md for the core."""
+        """Counts the chunkwise passes of docs/kernels.md for the core.
+
+        Args:
+            config: Configuration of the layer.
+            seq_len: Tokens of a sequence; a chunk is not longer.
+        """
         mixer = config.mixer
         H = config.n_heads
         G = config.n_kv_heads
@@ -506,6 +529,7 @@ class InterdomainMixer(Recurrence):
 
     @staticmethod
     def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Counts the elements per token that autograd keeps, and the scan's scores, [H, 2M]."""
         mixer = config.mixer
         kv_dim = config.n_kv_heads * config.head_dim
         # Keys and values before and after their features, queries likewise, and the output.
@@ -525,8 +549,15 @@ class InterdomainMixer(Recurrence):
         context: int,
         tensor: int,
     ) -> tuple[int, int]:
-        """Counts two all-to-alls of a share of the state's rows, and one flag for documents."""
+        """Counts two all-to-alls of a share of the state's rows, and one flag for documents.
+
+        Args:
+            config: Configuration of the layer.
+            context: The number of context-parallel ranks.
+            tensor: The number of tensor-parallel ranks.
+        """
         G, M, P, _ = cls.state_shapes(config, tensor)["ssm"]
+        # Complex numbers, in both all-to-alls. -(-a // b) rounds up.
         rows = -(-G * M // context)
         return (context - 1) * (2 * 2 * rows * P + 1), 0
 
@@ -543,8 +574,8 @@ def _state_after(
     state has also decayed over the padding behind the tokens.
 
     Args:
-        z: [B, T, G, P].
-        log_decay: [G, M, 2].
+        z: Keys and values side by side, [B, T, G, P].
+        log_decay: log Lambda per token, [G, M, 2], as (real, imaginary).
         state: X_0, [B, G, M, P, 2].
         lengths: The number of tokens in each row, [B].
     Returns:
@@ -558,7 +589,8 @@ def _state_after(
     shifted = take(z, source.clamp_min(0)).to(log_decay.dtype)
     z = torch.where((source >= 0)[:, :, None, None], shifted, 0)
 
-    # All rows then have the same powers of Lambda. Real and imaginary parts are summed apart.
+    # All rows then have the same powers of Lambda. z is real, so the real and the imaginary parts
+    # of the powers are summed apart.
     weights = powers(log_decay, T - 1 - t)  # [G, T, M, 2]
     real = torch.einsum("bthp,htm->bhmp", z, weights[..., 0])
     imaginary = torch.einsum("bthp,htm->bhmp", z, weights[..., 1])
@@ -568,5 +600,9 @@ def _state_after(
 
 
 def _with_ones(v: Tensor) -> Tensor:
-    """Appends the ones channel, whose coefficients are eta of paper eq. 9."""
+    """Appends the ones channel, whose coefficients are eta of paper eq. 9.
+
+    Args:
+        v: Values, [B, T, G, head_dim]. The result has one channel more, D.
+    """
     return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)

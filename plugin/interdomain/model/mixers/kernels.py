@@ -4,7 +4,7 @@ Plain PyTorch computes in two cases: under torch.export, whose graphs run where 
 not, and in an exported model if the package is not installed or has another interface.
 
 The functions are those of `interdomain.features` and `interdomain.scan`, which describe the
-arguments. `execution` is an `Execution`; None means automatic choices.
+arguments at length.
 """
 
 import logging
@@ -20,7 +20,7 @@ from interdomain.scan.step import linear_one_step, scan_step
 from .fixed_state_scan import plain_recurrence
 
 INTERFACE = 1  # version of the package's functions that are called here
-HAS_PACKAGE = False
+HAS_PACKAGE = False  # True if the package is installed, with this interface
 
 # In an exported model the package may be missing, or be of another version.
 try:
@@ -38,10 +38,13 @@ try:
 except ImportError:
     pass
 
-# Shapes: B batch, T tokens, H heads.
+# Shapes: B batch, T tokens, Hq query heads, H heads of keys and state, R key features,
+#         D value width, P width of z, M basis functions, E channels of a projection, W taps of the
+#         convolution; for the baselines G heads of queries and keys, K key width, V value width.
 
 
 def runs_package() -> bool:
+    """Returns True if the package's kernels compute, and plain PyTorch does not."""
     return HAS_PACKAGE and not is_exporting()
 
 
@@ -52,7 +55,18 @@ def input_features(
     execution: Any = None,
     **options: Any,
 ) -> Tensor:
-    """Calls `interdomain.features.input_features`; the documents' numbers are valid."""
+    """Applies convolution, RoPE, SiLU with l2 norm, and input norm, each if asked for.
+
+    It is `interdomain.features.input_features` without the check of the documents' numbers.
+
+    Args:
+        x: A projection, [B, T, E].
+        head_dim: R.
+        execution: The layer's `Execution`. None means automatic choices.
+        options: Any of conv (weight [E, 1, W], bias [E]), its `past` inputs [B, W - 1, E] and
+            `documents` [B, T]; rope (cos, sin); silu (bool); norm (scale [R], shift [H, R]) and its
+            eps. What is not given is left out.
+    """
     if runs_package():
         backend = "auto" if execution is None else execution.features
         return interdomain.features.input_features(
@@ -73,7 +87,17 @@ def input_features_step(
     execution: Any = None,
     **options: Any,
 ) -> Tensor:
-    """Calls `interdomain.features.input_features_step`, which overwrites `past`."""
+    """Applies `input_features` to one token of all projections. `past` is overwritten.
+
+    Args:
+        x: All projections of one token side by side, [B, E].
+        head_dim: R.
+        execution: The layer's `Execution`. None means automatic choices.
+        options: Any of conv (weight [W, E'], bias [E']) of the first E' channels and their `past`
+            inputs [B, W - 1, E'], which are overwritten; rope (cos, sin) of the first `rotated`
+            heads; silu, the number of first heads that are mapped; norm (scale, shift), each [N,
+            R], of the last N heads, and its eps.
+    """
     if runs_package():
         backend = "auto" if execution is None else execution.features
         return interdomain.features.input_features_step(x, head_dim, backend=backend, **options)
@@ -87,7 +111,14 @@ def _separate_tensors(
     norm: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Names the tensors of each pair, for the functions of `features/plain.py`."""
+    """Names the tensors of each pair, for the functions of `features/plain.py`.
+
+    Args:
+        conv: (weight, bias) of the convolution. None for none.
+        rope: (cos, sin) of the rotary angles. None for none.
+        norm: (scale, shift) of the norm. None for none.
+        options: Other options, which are passed on.
+    """
     if conv is not None:
         options["weight"], options["bias"] = conv
     if rope is not None:
@@ -108,7 +139,22 @@ def interdomain_scan(
     execution: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Calls `interdomain.scan.interdomain_scan`."""
+    """Computes the recurrence and its query readout for all tokens (paper eqs. 11 and 13).
+
+    Args:
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary).
+        mixing: The matrices from state to readout, [H, 2M, 2M].
+        initial_state: X before the first token, [B, H, M, R + D, 2]. None means zeros.
+        execution: The layer's `Execution`. None means automatic choices.
+        options: Any of documents, check_documents, final_state and group. Plain PyTorch ignores
+            them.
+    Returns:
+        The output, [B, T, Hq, D] in v's dtype, and X after the last token, or None without
+        `final_state`.
+    """
     if runs_package():
         if execution is not None:
             options.update(backend=execution.backend, recompute=execution.recompute)
@@ -134,7 +180,20 @@ def linear_scan(
     execution: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Calls `interdomain.scan.linear_scan`."""
+    """Computes the recurrence and its linear readout (S4D's) for all tokens.
+
+    Args:
+        z: Inputs, [B, T, H, P].
+        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary).
+        readout: The weights of the readout, [H, 2M].
+        initial_state: X before the first token, [B, H, M, P, 2]. None means zeros.
+        execution: The layer's `Execution`. None means automatic choices.
+        options: Any of documents, check_documents, final_state and group. Plain PyTorch ignores
+            them.
+    Returns:
+        The output, [B, T, H, P] in z's dtype, and X after the last token, or None without
+        `final_state`.
+    """
     if runs_package():
         if execution is not None:
             options.update(backend=execution.backend)
@@ -166,7 +225,17 @@ def interdomain_step(
     mixing: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """Returns the output of `interdomain.scan.interdomain_step`, which overwrites the state."""
+    """Computes one token of `interdomain_scan`, [B, Hq, D], and overwrites the state.
+
+    Args:
+        q: Query features of one token, [B, Hq, R].
+        k: Its key features, [B, H, R].
+        v: Its values, [B, H, D].
+        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary). Plain PyTorch ignores it.
+        decay: Lambda itself, [H, M, 2], computed once for many steps.
+        mixing: The matrices from state to readout, [H, 2M, 2M], or their upper half, [H, M, 2M].
+        state: X before the token, [B, H, M, R + D, 2].
+    """
     if runs_package():
         o, _ = interdomain.scan.interdomain_step(
             q,
@@ -191,7 +260,15 @@ def linear_step(
     readout: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """Returns the output of `interdomain.scan.linear_step`, which overwrites the state."""
+    """Computes one token of `linear_scan`, [B, H, P], and overwrites the state.
+
+    Args:
+        z: Inputs of one token, [B, H, P].
+        log_decay: log Lambda per token, [H, M, 2], as (real, imaginary). Plain PyTorch ignores it.
+        decay: Lambda itself, [H, M, 2], computed once for many steps.
+        readout: The weights of the readout, [H, 2M].
+        state: X before the token, [B, H, M, P, 2].
+    """
     if runs_package():
         o, _ = interdomain.scan.linear_step(
             z,
@@ -219,11 +296,24 @@ def recurrence(
     execution: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Calls `plain_recurrence`, or `fla_kernels.recurrence` with these `options`.
+    """Computes a baseline's recurrence by `fla_kernels.recurrence` or `plain_recurrence`.
 
     Args:
+        q: Queries, [B, T, G, K].
+        k: Keys, [B, T, G, K].
+        v: Values, [B, T, H, V].
+        log_decay: At most 0, per head [B, T, H] or per channel of the keys [B, T, H, K]. None means
+            no decay.
+        beta: Step size of the delta rule, [B, T, H]. None means a recurrence without it.
+        initial_state: S before the first token, [B, H, K, V]. None means zeros.
+        documents: Each token's document, [B, T] integers that never fall along T. None means one
+            document in each row.
         lengths: The number of tokens in each row, [B]; padding follows them, and the state returned
             is the one after the tokens. None means that no row has padding.
+        execution: The layer's `Execution`. None means automatic choices.
+        options: `cp_rank` and `beside` of `fla_kernels.recurrence`. Plain PyTorch ignores them.
+    Returns:
+        The output, [B, T, H, V] in v's dtype, and S after the last token.
     """
     if lengths is not None:
         # Padding adds nothing to the state, and the state does not decay over it.

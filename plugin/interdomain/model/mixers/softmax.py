@@ -19,8 +19,8 @@ from .base import Mixer
 from .kernels import input_features
 
 # Shapes: B batch, T tokens (queries), S keys or slots of the cache, H query heads, G heads of keys
-#         and values, R head_dim, W tokens of a sliding window, N blocks of W queries after the
-#         first.
+#         and values, R head_dim, E width of a projection, W tokens of a sliding window, N blocks
+#         of W queries after the first.
 
 
 class Attended(NamedTuple):
@@ -57,7 +57,7 @@ class Attended(NamedTuple):
             tokens: The number of queries, T.
             device: The device of the mask.
             dtype: The dtype of the mask.
-            token: As the attribute.
+            token: The attribute `token`.
         """
         if before == 0 or tokens == 1:
             return cls(None, token, before)
@@ -89,7 +89,7 @@ class Attended(NamedTuple):
                 the first key.
             order: The queries' indices, 0 to T - 1.
             dtype: The dtype of the masks.
-            token: As the attribute.
+            token: The attribute `token`.
         """
         T = len(order)
         W = window
@@ -131,6 +131,7 @@ class SoftmaxMixer(Mixer):
     """
 
     def __init__(self, config: ModelConfig, execution: "Execution | None" = None) -> None:
+        """Makes the layer's projections for `config`; `execution` says how to rotate."""
         super().__init__()
         self.execution = execution
         self.head_dim = config.head_dim
@@ -187,7 +188,12 @@ class SoftmaxMixer(Mixer):
         return self.wo(o.transpose(1, 2).flatten(2))
 
     def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Applies RoPE: x [B, T, E] -> [B, E / R, T, R]."""
+        """Applies RoPE: x [B, T, E] -> [B, E / R, T, R].
+
+        Args:
+            x: Projected queries or keys.
+            rope: cos and sin of the rotary angles, each [T, 1, R / 2] or [B, T, 1, R / 2].
+        """
         rotated = input_features(x, self.head_dim, rope=rope, execution=self.execution)
         return rotated.transpose(1, 2)
 
@@ -195,6 +201,10 @@ class SoftmaxMixer(Mixer):
         """Puts the keys and values of previous context-parallel ranks before this rank's.
 
         Each [B, G, T, R] -> [B, G, (rank + 1) T, R]; with a window only the last W before x's.
+
+        Args:
+            k: This rank's keys.
+            v: This rank's values.
         """
         assert self.cp_rank is not None
         all_ranks = self.cp_rank.gather(torch.cat([k, v], dim=-1))
@@ -211,6 +221,15 @@ class SoftmaxMixer(Mixer):
         device: torch.device,
         ssm_tensors: tuple[()] = (),
     ) -> KVCache:
+        """Returns an empty cache.
+
+        Args:
+            batch: The number of sequences, B.
+            capacity: The number of slots. A sliding window has as many slots as tokens instead.
+            dtype: The dtype of keys and values.
+            device: The device of the cache.
+            ssm_tensors: Ignored: the layer has no recurrence.
+        """
         cache = KVCache
         if self.window is not None:
             cache = WindowCache
@@ -227,6 +246,16 @@ class SoftmaxMixer(Mixer):
         dtype: torch.dtype,
         cp_rank: "GroupRank | None",
     ) -> Attended | None:
+        """Returns the keys that queries of whole sequences attend to; None: all up to their own.
+
+        Args:
+            mixer: Settings of the layers.
+            order: The place of each token in its sequence, [T].
+            positions: The place of each token in its document, [B, T]. None means that each
+                sequence is one document.
+            dtype: The dtype of the masks.
+            cp_rank: This rank's place in context parallelism. None means whole sequences.
+        """
         T = len(order)
         before = 0 if cp_rank is None else cp_rank.rank * T
         # The sequence's index of the token with which each token's document begins, [B, T].
@@ -256,6 +285,14 @@ class SoftmaxMixer(Mixer):
         tokens: int,
         dtype: torch.dtype,
     ) -> Attended:
+        """Returns the keys that new tokens attend to: those in the cache, and their own.
+
+        Args:
+            mixer: Settings of the layers.
+            state: The model's state, which says how many tokens each row has seen.
+            tokens: The number of new tokens in each row, T.
+            dtype: The dtype of the masks.
+        """
         window = mixer.window
         order = torch.arange(tokens, device=state.position.device)
         token = state.position[:, None] + order  # [B, T]
@@ -308,6 +345,10 @@ class SoftmaxMixer(Mixer):
         """Counts scores and values over the causal half of the context, or over the window.
 
         Conventions that count the full matrix give twice as much.
+
+        Args:
+            config: Configuration of the layer.
+            seq_len: Tokens of a sequence.
         """
         window = min(config.mixer.window or seq_len, seq_len)
         pairs = window * (window + 1) // 2 + (seq_len - window) * window
@@ -324,6 +365,7 @@ class SoftmaxMixer(Mixer):
 
     @staticmethod
     def saved_elements(config: ModelConfig) -> tuple[int, int]:
+        """Counts the elements per token that autograd keeps. There are no scores of a scan."""
         kv_dim = config.n_kv_heads * config.head_dim
         # Queries before and after RoPE, and the output; keys before and after RoPE, and values.
         token = 3 * config.dim + 3 * kv_dim
@@ -338,7 +380,13 @@ class SoftmaxMixer(Mixer):
         context: int,
         tensor: int,
     ) -> tuple[int, int]:
-        """Counts the keys and values of all other ranks."""
+        """Counts the keys and values of all other ranks.
+
+        Args:
+            config: Configuration of the layer.
+            context: The number of context-parallel ranks.
+            tensor: The number of tensor-parallel ranks.
+        """
         return 0, (context - 1) * 2 * config.n_kv_heads * config.head_dim // tensor
 
 
@@ -372,6 +420,10 @@ def additive_mask(attended: Tensor, dtype: torch.dtype) -> Tensor:
     """Turns a bool mask into numbers that are added to the scores: 0 if True, -inf if False.
 
     scaled_dot_product_attention would do the same with a bool mask, in every layer anew.
+
+    Args:
+        attended: True if a query attends to a key, any shape.
+        dtype: The dtype of the result.
     """
     return torch.zeros_like(attended, dtype=dtype).masked_fill_(~attended, -math.inf)
 
@@ -382,7 +434,15 @@ def _attention(
     v: Tensor,
     mask: Any,
 ) -> Tensor:
-    """Computes softmax attention: q [B, H, T, R]; k, v [B, G, S, R] -> [B, H, T, R]."""
+    """Computes softmax attention: q [B, H, T, R]; k, v [B, G, S, R] -> [B, H, T, R].
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: Added to the scores, [B, 1, T, S] or [T, S]; or one of PyTorch's causal biases. None
+            means causal.
+    """
     # PyTorch's causal bias is a tensor subclass without numbers; only it has `variant`.
     if isinstance(mask, Tensor) and not hasattr(mask, "variant"):
         mask = mask.to(q.dtype)

@@ -59,9 +59,13 @@ class SSMParameters(NamedTuple):
 
     @torch.no_grad()
     def decay(self) -> tuple[Tensor, Tensor]:
-        """Returns log|Lambda| per token, and where `decay_exponent` bounds it (bool), each [H, M]."""
+        """Returns log|Lambda| per token, and which basis functions count as bound (bool): [H, M].
+
+        `decay_exponent` bounds the decay softly. A basis function counts as bound if that takes
+        more than BOUND_SHARE of its decay.
+        """
         dt = self.log_dt.exp()
-        log_abs = decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
+        log_abs, _ = decay_exponent(dt, self.log_A_real, self.A_imag).unbind(-1)
         unbounded = dt[:, None] * self.log_A_real.exp()
         return log_abs, -log_abs < (1 - BOUND_SHARE) * unbounded
 
@@ -70,6 +74,7 @@ class SSMParameters(NamedTuple):
         """Returns the root mean square of |C_mn|, initially `mixer.c_scale`; 1 without C."""
         if self.C is None:
             return self.log_dt.new_ones(())
+        # |C_mn|^2 is the sum of the squares of the real and the imaginary part.
         return self.C.square().sum(-1).mean().sqrt()
 
     @torch.no_grad()
@@ -90,9 +95,12 @@ class SSMParameters(NamedTuple):
 
 
 def scalars(signs: Tensor) -> dict[str, float]:
-    """Names the statistics of all layers, [L, 7], for a log. It waits for the device once.
+    """Names the statistics of all layers for a log.
 
-    A layer whose row is zeros has no statistics.
+    A layer whose row is zeros has no statistics. The host waits for the device once.
+
+    Args:
+        signs: `ssm_statistics` of each layer, [L, 7], in the order of SSM_STATISTICS.
     """
     named = {}
     for i, row in enumerate(signs.tolist()):
@@ -108,8 +116,12 @@ def copied(parameter: Tensor) -> Tensor:
     A DTensor must be whole on every rank; its gradient is then this rank's share. FSDP2 puts a hook
     on every tensor that a module returns. On a parameter the hook would stay, and for a view FSDP2
     warns.
+
+    Args:
+        parameter: A parameter, or a DTensor.
     """
-    # The attribute, not the class: importing DTensor takes a second.
+    # A DTensor is known by this attribute: importing its class takes a second. `Partial` says that
+    # the gradient of each rank is its share of a sum.
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import DTensor, Partial
 
@@ -119,9 +131,10 @@ def copied(parameter: Tensor) -> Tensor:
 
 
 class SSM(KeptInFloat32):
-    """The SSM parameters of a layer as a module. Called, it returns copies of them (`SSMParameters`).
+    """The SSM parameters of a layer as a module.
 
-    Around a call, a parallelisation that shards the parameters gathers them.
+    Called, it returns copies of them (`SSMParameters`). Around a call, a parallelisation that
+    shards the parameters gathers them.
 
     Args:
         n_heads: Heads of the state, H.
@@ -138,6 +151,7 @@ class SSM(KeptInFloat32):
         c_form: str,
         linear: bool,
     ) -> None:
+        """Makes the parameters for `n_heads` heads of `n_basis` basis functions, without values."""
         super().__init__()
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -154,6 +168,7 @@ class SSM(KeptInFloat32):
         self.c = parameter(n_heads, n_basis) if linear else None
 
     def forward(self) -> SSMParameters:
+        """Returns copies of the parameters. C and c are None if the layer has none."""
         self.check_float32()
         C = None if self.C is None else copied(self.C)
         c = None if self.c is None else copied(self.c)

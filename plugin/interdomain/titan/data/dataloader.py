@@ -74,7 +74,7 @@ class PackedLoader(BaseDataLoader):
         rank: This rank's number among the data-parallel ranks.
         ranks: Number of data-parallel ranks.
         prefetch: Micro-batches to read ahead. 0: each is read when it is needed.
-        positions: As for `read_batch`.
+        positions: Also read each token's position in its document, int32.
         may_reorder: A state of another seed may be loaded. The run then continues at the same
             position of another order.
         consumed: Samples that all ranks together were given since the first step of the run.
@@ -96,6 +96,7 @@ class PackedLoader(BaseDataLoader):
         self.read_before: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Batch]:
+        """Yields this rank's batches without end, from sample `consumed` on, and counts them."""
         node = IterableWrapper(self._read(self.consumed))
         if torch.cuda.is_available():
             node = PinMemory(node)
@@ -103,10 +104,11 @@ class PackedLoader(BaseDataLoader):
             node = Prefetcher(node, self.prefetch)
         node.reset()
         while True:
-            batch = self._take(node)
+            batch = self._next_batch(node)
             # Count a batch before the trainer gets it: a checkpoint that is saved after its step
             # must not repeat it.
-            self.consumed += len(batch[1]) * self.ranks
+            _, labels = batch  # [B, T]
+            self.consumed += len(labels) * self.ranks
             yield batch
 
     def _read(self, consumed: int) -> Iterator[Batch]:
@@ -122,10 +124,12 @@ class PackedLoader(BaseDataLoader):
             consumed += self.local_batch * self.ranks
 
     @user_errors
-    def _take(self, batches: Iterator[Batch]) -> Batch:
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """Returns the next batch. A damaged shard ends the run with an error message."""
         return next(batches)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the data, the same on every rank."""
         made_of = dict(self.dataset.made_of)
         if self.begins:
             made_of |= {"begins": self.begins, "read_before": self.read_before}

@@ -27,7 +27,11 @@ from ..settings.schema import JobConfig
 
 
 def folders_of(corpus: str | list[str]) -> list[str]:
-    """Returns the setting data.corpus as a list. On the command line, commas separate its entries."""
+    """Returns the setting data.corpus as a list. On the command line, commas separate its entries.
+
+    Args:
+        corpus: The setting, a list or the text of a command line.
+    """
     if isinstance(corpus, str):
         return corpus.split(",")
     return list(corpus)
@@ -168,6 +172,9 @@ def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:
     """Returns a hash of the texts of a data set and their weights.
 
     It does not depend on the names of folders, the length of windows and their order.
+
+    Args:
+        dataset: The training data, or the validation data.
     """
     made_of = [dataset.made_of["corpora"], dataset.made_of["weights"]]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]

@@ -55,7 +55,11 @@ def _peak_memory() -> dict[str, int]:
 
 
 def _meshes_attribute(dims: Any) -> str:
-    """Returns the name of the attribute of ParallelDims that has the meshes of one dimension."""
+    """Returns the name of the attribute of ParallelDims that has the meshes of one dimension.
+
+    Args:
+        dims: TorchTitan's degrees of parallelism.
+    """
     if hasattr(dims, "_single_axis_meshes"):
         return "_single_axis_meshes"  # 0.3.0
     return "_meshes"  # 0.2.2

@@ -71,7 +71,12 @@ class OptimizersContainer(optimizer.OptimizersContainer):
     """0.3.0's optimizers, for subclasses that do not name their parameters."""
 
     def _post_init(self, parameters: list[nn.Parameter], kwargs: Any = None) -> None:
-        # 0.3.0 saves the optimizer's state by the names of its parameters.
+        """Gives each parameter group the names of its parameters, by which 0.3.0 saves the state.
+
+        Args:
+            parameters: All parameters that the optimizers train.
+            kwargs: Options of the optimizers, which only 0.2.2 takes. Ignored.
+        """
         names = {}
         for model in self.model_parts:
             for name, p in model.named_parameters():
@@ -90,7 +95,12 @@ class MetricsProcessor(metrics.MetricsProcessor):
 
 
 def generate_llm_fqn_per_model_part(*numbers: int) -> list[list[str]]:
-    """Returns the modules of each stage of a pipeline, with this model's name of the head."""
+    """Returns the modules of each stage of a pipeline, with this model's name of the head.
+
+    Args:
+        numbers: Stages, layers, and the layers that the embedding and the head count as, as in
+            0.2.2.
+    """
     stages = []
     for stage in _generate_llm_fqn_per_model_part(*numbers):
         stages.append(["output" if name == "lm_head" else name for name in stage])
@@ -118,7 +128,12 @@ def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **_: Any
 
 
 def apply_compile(model: nn.Module, settings: Any) -> None:
-    """Compiles the blocks of a model, by the section [compile] of this plugin."""
+    """Compiles the blocks of a model, by the section [compile] of this plugin.
+
+    Args:
+        model: The model or a stage of a pipeline.
+        settings: The section.
+    """
     compiled = CompileConfig(
         enable=True, components=list(settings.components), backend=settings.backend
     )
@@ -154,20 +169,22 @@ CHANGED_DEFAULTS = {
 def section_of(job: Any, name: str, titan_values: Mapping[str, Any] | None = None) -> Any:
     """Returns a section of TorchTitan's configuration, with the values of this plugin's settings.
 
+    Settings that only TorchTitan has keep TorchTitan's defaults, or have those of CHANGED_DEFAULTS.
+
     Args:
         job: This plugin's `JobConfig`.
         name: TorchTitan's name of the section.
         titan_values: Values of settings that only TorchTitan has.
     """
-    section = SECTIONS[name]
+    section_class = SECTIONS[name]
     our_name = "profiling" if name == "profiler" else name
     settings = getattr(job, our_name)
     values: dict[str, Any] = dict(CHANGED_DEFAULTS.get(name, {}))
-    for field in dataclasses.fields(section):
+    for field in dataclasses.fields(section_class):
         if hasattr(settings, field.name):
             values[field.name] = getattr(settings, field.name)
     values.update(titan_values or {})
-    return section(**values)
+    return section_class(**values)
 
 
 def translate(job: Any) -> Any:

@@ -42,7 +42,11 @@ class Share:
 
 
 def shares_of(plan: RunPlan) -> list[Share]:
-    """Returns the share of each rank of the pipeline."""
+    """Returns the share of each rank of the pipeline.
+
+    Args:
+        plan: The plan of the run.
+    """
     model = meta_model(plan.config)
     shares = []
     for rank in range(plan.topology.pipeline):
@@ -76,6 +80,7 @@ class CostModel:
     """The costs of a run's steps.
 
     Attributes:
+        plan: The plan of the run.
         shares: Parameters of each rank of the pipeline.
         checkpointing: Activation checkpointing: none, selective or full.
         compiled: Whether blocks are compiled.
@@ -129,7 +134,14 @@ class CostModel:
         return max(costs, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, rank: int) -> float:
-        """Returns the most micro-batches in flight on a rank, averaged over its stages."""
+        """Returns how many micro-batches a rank keeps for the backward pass at its peak.
+
+        A rank with several stages keeps pairs of stage and micro-batch. Their peak number is divided
+        by the number of the rank's stages.
+
+        Args:
+            rank: The rank's place in the pipeline.
+        """
         ranks = self.plan.topology.pipeline
         micro_batches = self.plan.accumulation
         if ranks == 1:
@@ -138,14 +150,20 @@ class CostModel:
             return micro_batches
         if self.plan.schedule == "1F1B":
             return min(micro_batches, ranks - rank)
-        # Interleaved1F1B: forward passes before a rank's first backward pass, and the one with it.
+        # Interleaved1F1B: forward passes before a rank's first backward pass, and the one with it. As
+        # in PyTorch's ScheduleInterleaved1F1B, the ranks go through their stages in rounds.
         rounds = max(1, micro_batches // ranks)
         per_round = micro_batches // rounds
         warmup = (self.stages - 1) * per_round + 2 * (ranks - 1 - rank)
         return min(micro_batches, (warmup + 1) / self.stages)
 
     def _memory(self, rank: int, share: Share) -> dict[str, int]:
-        """Returns the bytes by category of one rank of the pipeline."""
+        """Returns the bytes by category of one rank of the pipeline.
+
+        Args:
+            rank: The rank's place in the pipeline.
+            share: Its parameters.
+        """
         plan = self.plan
         tensor = plan.topology.tensor
         shards = plan.topology.shards * plan.topology.context
@@ -187,6 +205,7 @@ class CostModel:
             vocabulary = share.head // plan.config.dim
             hidden = tokens * plan.config.dim * (self.stored // tensor + 2 * self.width)
             logits = min(tokens, piece_tokens(vocabulary)) * vocabulary
+            # Bytes of the three copies: 2 + 4 + 4, or two of 4 if the product is float32.
             bytes_per_logit = 8 if self.width == 4 else 10
             loss = int(in_flight * hidden) + 4 * share.head + logits * bytes_per_logit
         return {
@@ -210,6 +229,9 @@ class CostModel:
         With tensor parallelism a rank saves all tokens of the products' inputs, and 1 / tensor of
         the rest.
 
+        Args:
+            layer: Configuration of the layer.
+
         Returns:
             Bytes with the run's activation checkpointing, and bytes without any.
         """
@@ -219,6 +241,7 @@ class CostModel:
         width = self.width
         kept, scores = mixer_class(layer.mixer).saved_elements(layer)
 
+        # `rest` is divided among the tensor-parallel ranks; what is added to it is not.
         rest = dim * self.stored + width * (kept + 3 * ffn + dim)
         if not self.compiled:
             rest += dim * self.stored + width * (ffn - dim)
@@ -245,7 +268,11 @@ class CostModel:
         - context: states, or keys and values (`Mixer.received_elements`).
         - tensor: hidden states are gathered and scattered around mixers and feed-forwards.
         - pipeline: hidden states and their gradients.
-        - dynamics: gradients of SSM parameters are summed.
+        - SSM parameters: gradients of the SSM parameters (Delta, A, C) are summed.
+
+        Args:
+            rank: The rank's place in the pipeline.
+            share: Its parameters.
         """
         plan = self.plan
         replicas, shards, context, tensor, pipeline = plan.topology
@@ -275,12 +302,14 @@ class CostModel:
                 exchanged += n * plan.local_batch * state * 4 * state_passes
                 exchanged += n * self.tokens * per_token * self.width * token_passes
 
-        # Hidden states around the parts of tensor parallelism, and between the stages of the
-        # pipeline.
+        # Hidden states around the parts of tensor parallelism. A mixer and a feed-forward each have
+        # a gather and a scatter, so a block has 4 exchanges forward and 4 backward. Selective
+        # checkpointing gathers twice more, full checkpointing does all 4 once more.
         hidden = n * self.tokens * plan.config.dim // tensor
         ends = bool(share.embedding) + bool(share.head)
         exchanges = {"none": 8, "selective": 10, "full": 12}[self.checkpointing]
         exchanges = exchanges * len(share.layers) + 2 * ends
+        # A stage receives hidden states and a gradient, the first and the last stage only one.
         between_stages = 0
         if pipeline > 1:
             between_stages = (2 * self.stages - ends) * hidden * self.stored
@@ -290,12 +319,17 @@ class CostModel:
             "context": exchanged,
             "tensor": (tensor - 1) * exchanges * hidden * self.width,
             "pipeline": between_stages,
-            "dynamics": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
+            "SSM parameters": 2 * 4 * share.ssm * (ranks // pipeline - 1) * pipeline // ranks,
         }
 
 
 def cost_model(plan: RunPlan, job: JobConfig) -> CostModel:
-    """Returns the costs of a configuration's run."""
+    """Returns the costs of a configuration's run.
+
+    Args:
+        plan: The plan of the run.
+        job: The configuration of the run.
+    """
     # Checkpointing of every first block is full. That of every n-th block is estimated as none.
     checkpointing = job.activation_checkpoint.mode
     option = job.activation_checkpoint.selective_ac_option

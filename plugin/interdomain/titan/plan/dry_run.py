@@ -22,7 +22,10 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
     """Returns the dry run's table as text.
 
     Args:
-        on_gpus: As for `make_plan`.
+        plan: The plan of the run.
+        job: The configuration of the run.
+        on_gpus: The ranks are those of other machines, which have GPUs. Otherwise they are those of
+            this machine.
     """
     rows = _rows_of_run(plan)
     rows |= _rows_of_step(plan, job)
@@ -37,7 +40,11 @@ def describe(plan: RunPlan, job: JobConfig, on_gpus: bool = False) -> str:
 
 
 def _rows_of_run(plan: RunPlan) -> dict[str, str]:
-    """Returns the rows of the model, the length of the run, the batch and the ranks."""
+    """Returns the rows of the model, the length of the run, the batch and the ranks.
+
+    Args:
+        plan: The plan of the run.
+    """
     data_ranks = f"{plan.topology.data_ranks} rank(s)"
     context = plan.topology.context
     if context > 1:
@@ -63,7 +70,12 @@ def _rows_of_run(plan: RunPlan) -> dict[str, str]:
 
 
 def _rows_of_step(plan: RunPlan, job: JobConfig) -> dict[str, str]:
-    """Returns the rows of a step's costs on the rank that has the largest."""
+    """Returns the rows of a step's costs on the rank that has the largest.
+
+    Args:
+        plan: The plan of the run.
+        job: The configuration of the run.
+    """
     costs = cost_model(plan, job)
     rows = {}
     if plan.topology.pipeline > 1:
@@ -96,7 +108,8 @@ def _rows_of_kernels(plan: RunPlan, device: torch.device | None) -> dict[str, st
     """Returns the rows that name what computes the mixers.
 
     Args:
-        device: None means a GPU of another machine.
+        plan: The plan of the run.
+        device: Where the model computes. None means a GPU of another machine.
     """
     rows = {}
     config = plan.config
@@ -121,7 +134,11 @@ def _rows_of_kernels(plan: RunPlan, device: torch.device | None) -> dict[str, st
 
 
 def _describe_state(plan: RunPlan) -> str:
-    """Returns the size of a layer's state, for each kind of layer."""
+    """Returns the size of a layer's state, for each kind of layer.
+
+    Args:
+        plan: The plan of the run.
+    """
     layers = plan.config.layers
     states = []
     for layer in dict.fromkeys(layers):

@@ -138,6 +138,8 @@ def make_plan(
     Nothing is built and nothing is written.
 
     Args:
+        job: The configuration of the run.
+        world_size: Number of ranks.
         on_gpus: The ranks are those of other machines, which have GPUs. Otherwise settings that
             this machine cannot honour are refused.
 
@@ -161,7 +163,13 @@ def make_plan(
 
 
 def _plan_on(device: torch.device, job: JobConfig, world_size: int) -> RunPlan:
-    """Returns the plan of a run. Each part is checked before the next one is computed from it."""
+    """Returns the plan of a run. Each part is checked before the next one is computed from it.
+
+    Args:
+        device: Where the ranks compute.
+        job: The configuration of the run.
+        world_size: Number of ranks.
+    """
     training = job.training
     parallel = job.parallelism
 
@@ -223,6 +231,8 @@ def make_plan_for_torchtitan(
     micro-batches. These micro-batches are the local batches of the plan.
 
     Args:
+        job: The configuration of the run.
+        world_size: Number of ranks.
         micro_batch: TorchTitan's setting pipeline_parallel_microbatch_size.
 
     Raises:
@@ -236,6 +246,7 @@ def make_plan_for_torchtitan(
     global_batch = job.training.global_batch_size
     if global_batch < 0:
         global_batch = job.training.local_batch_size * mesh.data_ranks
+    # `check_micro_batches` has checked the pipeline; this checks the rest, as without one.
     check_batch(job, mesh.data_ranks, 1, global_batch)
     divided = {
         "training.global_batch_size": global_batch,
@@ -246,7 +257,12 @@ def make_plan_for_torchtitan(
 
 
 def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
-    """Returns the configuration with its lengths in steps, as TorchTitan reads them."""
+    """Returns the configuration with its lengths in steps, as TorchTitan reads them.
+
+    Args:
+        job: The configuration of the run.
+        plan: The plan of the run.
+    """
     return job.changed(
         {
             "training.steps": plan.steps,
@@ -258,7 +274,11 @@ def in_steps(job: JobConfig, plan: RunPlan) -> JobConfig:
 
 
 def model_config(job: JobConfig) -> ModelConfig:
-    """Returns the model of a size and a condition, with the values that [model] and [mixer] set."""
+    """Returns the model of a size and a condition, with the values that [model] and [mixer] set.
+
+    Args:
+        job: The configuration of the run.
+    """
     changed: dict[str, Any] = {}
     for name, value in vars(job.mixer).items():
         if name != "condition" and name not in EXECUTION_SETTINGS and value is not None:

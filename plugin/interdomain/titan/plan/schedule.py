@@ -13,6 +13,8 @@ def run_length(training: Training, schedule: LRScheduler, tokens_per_step: int) 
     A warmup that is longer than the schedule is shortened to a tenth of the schedule.
 
     Args:
+        training: Settings [training].
+        schedule: Settings [lr_scheduler].
         tokens_per_step: Tokens of a step on all ranks.
     """
     steps = training.steps
@@ -38,6 +40,7 @@ def milestone_steps(checkpoint: Checkpoint, steps: int, tokens_per_step: int) ->
     There are none in a run that saves nothing.
 
     Args:
+        checkpoint: Settings [checkpoint].
         steps: Steps of the run.
         tokens_per_step: Tokens of a step on all ranks.
     """

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from ..host import generate_llm_fqn_per_model_part
-from ..settings.rules import MULTI_STAGE
+from ..settings.rules import INTERLEAVED
 from ..settings.schema import Parallelism
 
 
@@ -46,6 +46,10 @@ class Topology(NamedTuple):
 def topology(parallel: Parallelism, world_size: int) -> Topology:
     """Returns the axes of a run on `world_size` ranks.
 
+    Args:
+        parallel: Settings [parallelism].
+        world_size: Number of ranks.
+
     Raises:
         ValueError: The product of the degrees is not the number of ranks.
     """
@@ -76,6 +80,7 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     Without a pipeline, one stage has all modules.
 
     Args:
+        parallel: Settings [parallelism].
         n_layers: Layers of the model.
 
     Raises:
@@ -88,7 +93,7 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     # PyTorch keeps the weights of up to three stages of a rank gathered. With more stages it would
     # gather them again in every micro-batch.
     allowed = [ranks]
-    if schedule == MULTI_STAGE:
+    if schedule == INTERLEAVED:
         allowed = [2 * ranks, 3 * ranks]
 
     # The embedding and the head count as layers in the division.

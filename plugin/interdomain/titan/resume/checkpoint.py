@@ -43,9 +43,9 @@ from interdomain.checkpoint.step_folder import (
     INCOMPLETE,
     KEEP,
     METADATA,
-    SIDECAR,
-    SIDECAR_FACTS,
-    SIDECAR_VERSION,
+    RECORD_FACTS,
+    RECORD_FILE,
+    RECORD_VERSION,
     VALIDATION,
     finished_steps,
     is_unfinished,
@@ -80,12 +80,18 @@ DISK_FULL.append("unexpected pos")
 
 
 def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer) -> dict:
-    """Returns the record that every checkpoint of this run carries.
+    """Returns a run's record, `interdomain.json`.
 
-    The trainer adds the fingerprints of the texts.
+    It has the model's size and condition in the study. Our trainer writes the record into every
+    checkpoint; before that it adds fingerprints, which are hashes of the training and the validation
+    text and of the weights of their corpora. Under TorchTitan's trainer the record lies in the run's
+    folder.
 
     Args:
-        data: Facts of the training data, from `data_record`.
+        plan: The plan of the run: what follows from the settings, such as the number of steps.
+        job: The settings.
+        data: Facts of the training data, from `data_record` or `text_record`.
+        tokenizer: The tokenizer of the training data.
     """
     run = {
         "seed": plan.seed,
@@ -96,7 +102,7 @@ def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer
         "tokens_per_step": plan.tokens_per_step,
     }
     return {
-        "format_version": SIDECAR_VERSION,
+        "format_version": RECORD_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.cell.size,
         "condition": plan.cell.condition,
@@ -149,6 +155,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         checkpoint_config: Any,
         **torchtitans: Any,
     ) -> None:
+        """Takes what the checkpoints of the run need; TorchTitan's arguments are passed on."""
         self.record = record
         self.tokenizer = tokenizer
         self.lock = lock
@@ -163,7 +170,14 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
-        """Saves a checkpoint: TorchTitan's hook, with its arguments. Collective."""
+        """Saves a checkpoint: TorchTitan's hook, with its arguments. Collective.
+
+        Args:
+            state_dict: What to save, by name.
+            checkpoint_id: Path of the checkpoint's folder.
+            args: Other arguments of TorchTitan's method, such as its kind of asynchronous save.
+            kwargs: Likewise.
+        """
         folder = Path(checkpoint_id)
         self._check_finite(folder)
         self.saving = str(folder)
@@ -232,7 +246,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.lock.check_held()
 
     def _write_record(self, folder: Path) -> None:
-        """Makes the folder of a checkpoint, with the record and the tokenizer. Called on rank 0."""
+        """Makes the folder of a checkpoint, with the record and the tokenizer. Called on rank 0.
+
+        Args:
+            folder: The folder to make, step-N.
+        """
         if self.lock:
             self.lock.refresh()
             self.lock.check_held()
@@ -275,9 +293,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """Writes the result of a validation beside the checkpoint of its step, if there is one.
 
         Args:
-            accuracy: Fraction of answers that were right, for a corpus with answers.
-            documents: The sum of losses and the number of labels of each document, if the split has
-                few documents.
+            step: The step after which the model was validated.
+            loss: Mean loss per token, in nats.
+            perplexity: exp(loss).
+            accuracy: Fraction of answers that were right, for a corpus with answers. None for
+                others.
+            documents: The sum of losses (nats) and the number of labels of each document, two
+                lists. None if the split has many documents.
         """
         if not self.enable or dist.get_rank() != 0 or not self._is_saved_here(step):
             return
@@ -296,7 +318,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:
-        """Returns whether this step was saved and not validated. Collective."""
+        """Returns whether this step was saved and not validated. Collective.
+
+        Args:
+            step: A step of this run.
+        """
         result = self._folder_of(step) / VALIDATION
         return on_rank_0(lambda: self.enable and self._is_saved_here(step) and not result.exists())
 
@@ -347,7 +373,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if folder.is_symlink() or not (unfinished or (folder / METADATA).is_file()):
             return False
         try:
-            record = json.loads((folder / SIDECAR).read_text())
+            record = json.loads((folder / RECORD_FILE).read_text())
         except FileNotFoundError:  # not written yet, or removed already
             return unfinished
         except (OSError, ValueError):
@@ -393,6 +419,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
     def _load(self, point: ResumePoint) -> str | None:
         """Loads a checkpoint unless it is damaged. Collective.
 
+        Args:
+            point: The checkpoint, from `find_resume_point`.
+
         Returns:
             The damage, the same on all ranks, or None if the checkpoint is loaded.
         """
@@ -416,7 +445,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self.states[MODEL].load_state_dict(states)
 
         # The run's record names the weights that it started from, and other data that it has seen.
-        origin = {name: point.record[name] for name in SIDECAR_FACTS}
+        origin = {name: point.record[name] for name in RECORD_FACTS}
         if continues:
             origin = point.record["run"].get("started_from")
             self._note_earlier_data(point.record)

@@ -1,6 +1,6 @@
 """One run at a time in a folder: the file `run.lock` names the run that writes there.
 
-The run touches the file as long as it lives.
+The run sets the file's time to the present as long as it lives.
 
 A run locks every folder that it writes to, with one token: its own folder, that of the checkpoints
 and that of the TensorBoard events. The last two may lie elsewhere, where another run could write,
@@ -32,11 +32,12 @@ from ..host import logger
 from ..settings.schema import JobConfig
 from .resume_from import check_other_runs
 
-NAME = "run.lock"
-HEARTBEAT_SECONDS = 10.0  # between two touches of the owner
-POLL_SECONDS = 1.0  # between two looks of a waiting start
-# Polls without a touch after which the owner counts as dead. Count polls, not seconds: on a stalled
-# file system each poll blocks, and the owner cannot refresh the lock either.
+LOCK_NAME = "run.lock"
+# Seconds between two heartbeats: the owner sets the lock file's time to the present.
+HEARTBEAT_SECONDS = 10.0
+POLL_SECONDS = 1.0  # seconds between two polls of a waiting start
+# Polls without a heartbeat after which the owner counts as dead. Count polls, not seconds: on a
+# stalled file system each poll blocks, and the owner cannot refresh the lock either.
 PATIENCE = 60
 
 
@@ -53,6 +54,7 @@ class RunLock:
     """
 
     def __init__(self, folders: list[Path]) -> None:
+        """Describes this process, so that another start can tell whether it lives on."""
         self.folders = folders
         self.held: list[Path] = []
         self.lost: Path | None = None
@@ -85,15 +87,16 @@ class RunLock:
             self._wait_for_owner(folder, ended)
             folder.mkdir(parents=True, exist_ok=True)
             # The file appears whole. Two starts at the same moment write different partial files.
-            partial = folder / f"{NAME}.{self.record['token']}"
+            partial = folder / f"{LOCK_NAME}.{self.record['token']}"
             partial.write_text(json.dumps(self.record) + "\n")
-            os.replace(partial, folder / NAME)
+            os.replace(partial, folder / LOCK_NAME)
             self.held.append(folder)
 
     def _wait_for_owner(self, folder: Path, ended: set[str]) -> None:
         """Returns once no living run owns the folder.
 
         Args:
+            folder: The folder to wait for.
             ended: Tokens of runs that have ended. The token of an owner that is silent for a minute
                 is added, so that a lost node's run is waited for once, and not in each folder.
         """
@@ -117,7 +120,12 @@ class RunLock:
         ended.add(first["token"])
 
     def _has_ended(self, owner: dict) -> bool:
-        """Returns whether the owner's process is gone, or SLURM started this one in its place."""
+        """Returns whether the owner's process is gone, or SLURM started this one in its place.
+
+        Args:
+            owner: The record of the owner, from `owner_of`.
+        """
+        # Only within one boot and one container does a process number name the same process.
         if owner["machine"] == self.record["machine"]:
             return not Path(f"/proc/{owner['pid']}").exists()
         # SLURM requeues a job whose node is cut off. The old start may still be alive there.
@@ -139,18 +147,19 @@ class RunLock:
                 if owner_of(folder).get("token", token) != token:
                     self.lost = folder
                 else:
-                    os.utime(folder / NAME)
+                    os.utime(folder / LOCK_NAME)
 
     def check_held(self) -> None:
-        """Checks that this run still owns its folders.
+        """Checks that this run owned its folders when `refresh` last looked, some seconds ago.
 
         Raises:
             ValueError: Another run has taken one over.
         """
         if self.lost is not None:
             raise ValueError(
-                f"{self.lost} was taken over by another run ({NAME} names it), because this run did "
-                "not respond for a minute or both started together. This run ends here."
+                f"{self.lost} was taken over by another run ({LOCK_NAME} names it), because this run did "
+                "not respond for a minute, both started together, or SLURM requeued this job. This run "
+                "ends here."
             )
 
     def release(self) -> None:
@@ -158,7 +167,7 @@ class RunLock:
         for folder in self.held:
             with contextlib.suppress(OSError, ValueError):
                 if owner_of(folder).get("token") == self.record["token"]:
-                    (folder / NAME).unlink()
+                    (folder / LOCK_NAME).unlink()
 
 
 def owner_of(folder: Path) -> dict:
@@ -166,10 +175,13 @@ def owner_of(folder: Path) -> dict:
 
     It is empty if nobody owns the folder.
 
+    Args:
+        folder: A folder that a run may have locked.
+
     Raises:
         ValueError: The file is no lock.
     """
-    path = folder / NAME
+    path = folder / LOCK_NAME
     try:
         with open(path, "rb") as f:  # opening makes NFS ask the server
             text = f.read()
@@ -202,12 +214,19 @@ def written_folders(job: JobConfig) -> list[Path]:
 
 @user_errors
 def hold_folder(job: JobConfig) -> RunLock | None:
-    """Locks the run's folders on rank 0, and notes their names for the tools.
+    """Locks the run's folders on rank 0, and writes their names into its folders.json.
 
-    A folder that cannot be written is refused here, and not at the first save.
+    Commands such as `interdomain convert` find the checkpoints by this file. A folder that cannot
+    be written is refused here, and not at the first save.
+
+    Args:
+        job: The configuration of the run.
 
     Returns:
         The lock. None on other ranks, and for a run that writes nothing.
+
+    Raises:
+        SystemExit: Another run owns a folder, or it cannot be written. The reason is printed.
     """
     folders = written_folders(job)
     if not folders or int(os.environ["RANK"]):
@@ -231,6 +250,7 @@ def require_shared(job: JobConfig, lock: RunLock | None) -> None:
     Otherwise a checkpoint would be spread over the nodes' disks, and never load.
 
     Args:
+        job: The configuration of the run.
         lock: The lock of the run's folders, on rank 0.
     """
     # Every rank looks for rank 0's token in the locks. A network file system may take a moment to

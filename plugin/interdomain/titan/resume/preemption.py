@@ -30,12 +30,13 @@ class Preemption:
 
     Attributes:
         asked: The signal that this rank received.
-        listening: Whether signals are noted.
+        listening: Whether signals are noted. Until `listen` they end the process.
         last: The vote of the last step, and the event after its copy to the host.
         before: The vote of the step before the last.
     """
 
     def __init__(self) -> None:
+        """Makes this rank end together with its torchrun. Signals are noted after `listen` only."""
         self.asked: signal.Signals | None = None
         self.listening = False
         self.last: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -52,6 +53,7 @@ class Preemption:
         self.listening = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handles a signal: notes the first one. `frame` is Python's, and is ignored."""
         self.asked = self.asked or signal.Signals(number)
         # torchrun stops waiting at its third signal. The save must not end with it.
         _die_with_torchrun(0)
@@ -89,6 +91,9 @@ class Preemption:
 
         `Trainer.train` is wrapped by torch's `record`, which returns on SystemExit(0). Then
         `trainer.run` closes the run as at its end.
+
+        Args:
+            trainer: The `InterdomainTrainer`.
         """
         saved = trainer.checkpointer.save_now(trainer.step)
         why = "a signal to another rank"
@@ -108,6 +113,10 @@ class Preemption:
 
 
 def _die_with_torchrun(number: int) -> None:
-    """Asks for a signal (0: none) when the parent of this process ends, if it is torchrun."""
+    """Asks for a signal (0: none) when the parent of this process ends, if it is torchrun.
+
+    Args:
+        number: The signal's number.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(number)

@@ -22,7 +22,7 @@ from interdomain.checkpoint.step_folder import (
     finished_steps,
     half_copies,
     latest_checkpoint,
-    read_sidecar,
+    read_run_record,
     step_folders,
 )
 from interdomain.model import ModelConfig, cell_of
@@ -32,7 +32,7 @@ from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
 from ..settings.job_config import pairs
 from ..settings.schema import SETTINGS, JobConfig, Resume
 
-# Beginnings of the names of all entries that are no weights.
+# Beginnings of the names of a checkpoint's entries that are no weights.
 OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
 
 
@@ -59,6 +59,9 @@ class ResumePoint(NamedTuple):
 def on_rank_0(act: Callable[[], Any]) -> Any:
     """Calls `act` on rank 0 and returns its result on every rank. Collective.
 
+    Args:
+        act: A function without arguments. Its result must be picklable.
+
     Raises:
         OSError, ValueError: `act` raised it on rank 0; it is raised on every rank.
     """
@@ -76,7 +79,11 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
 
 @user_errors
 def loads_a_model(job: JobConfig) -> bool:
-    """Returns whether this start loads a model, and so draws no initial values. Collective."""
+    """Returns whether this start loads a model, and so draws no initial values. Collective.
+
+    Args:
+        job: The configuration of the run.
+    """
     config = job.checkpoint
     if not config.enable:
         return False
@@ -160,12 +167,13 @@ def check_other_runs(folder: Path, own: str) -> None:
     is_inside = folder.resolve().is_relative_to(own)
     for path in step_folders(folder):
         try:
-            other = read_sidecar(path)[1].get("folder")
+            other = read_run_record(path)[1].get("folder")
         except (OSError, ValueError):
             continue  # no record, or a damaged one: the other checkpoints name their run
         # A link at the old place of a renamed folder leads to the new one.
         if other is None or str(Path(other).resolve()) == own:
             continue
+        # A copy within this run's folder is allowed if the other run saves elsewhere.
         if not is_inside or checkpoints_of(Path(other)).resolve() == folder.resolve():
             raise ValueError(
                 f"{path} is a checkpoint of another run, whose folder is {other} (this run's is "
@@ -176,7 +184,12 @@ def check_other_runs(folder: Path, own: str) -> None:
 
 
 def _latest(folder: Path, above: int) -> ResumePoint | None:
-    """Returns the latest complete checkpoint after a step, and renames damaged ones."""
+    """Returns the latest complete checkpoint after a step, and renames damaged ones.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        above: Only later steps are looked at. -1: all.
+    """
     for step, path in sorted(finished_steps(folder).items(), reverse=True):
         if step > above:
             try:
@@ -202,6 +215,9 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
 def check_half_copies(folder: Path) -> None:
     """Checks that a start would not begin at step 1 beside copies that lack their index.
 
+    Args:
+        folder: Folder of the run's checkpoints.
+
     Raises:
         ValueError: There are such copies, and no complete checkpoint.
     """
@@ -216,9 +232,13 @@ def check_half_copies(folder: Path) -> None:
 
 
 def _check_version(folder: Path) -> None:
-    """Raises a ValueError if a later PyTorch wrote this checkpoint: it may not be damaged."""
+    """Raises a ValueError if a later PyTorch wrote this checkpoint: it may not be damaged.
+
+    Args:
+        folder: Folder of a checkpoint that cannot be read.
+    """
     try:
-        wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
+        wrote = read_run_record(folder)[1]["versions"]["torch"].partition("+")[0]
     except (OSError, ValueError, KeyError):
         return
     if torch.__version__ < wrote:
@@ -233,11 +253,15 @@ def _read_checked(folder: Path) -> tuple[Index, dict]:
     """Returns a checkpoint's index and record, after a check that its files have their lengths."""
     index = read_index(folder)
     check_lengths(folder, index)
-    return index, read_sidecar(folder)[1]
+    return index, read_run_record(folder)[1]
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames a checkpoint to `step-N.WHY`: no run loads, counts, removes or overwrites it.
+    """Renames a checkpoint, so that no run loads, counts, removes or overwrites it.
+
+    Args:
+        folder: Folder of the checkpoint, step-N.
+        why: The ending of the new name, `damaged` or `superseded`: step-N.damaged.
 
     Returns:
         The new path.
@@ -251,12 +275,22 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def set_damaged_aside(folder: Path, reason: str) -> None:
-    """Renames a damaged checkpoint. Called on rank 0."""
+    """Renames a damaged checkpoint. Called on rank 0.
+
+    Args:
+        folder: Folder of the checkpoint.
+        reason: What is damaged, for the log.
+    """
     logger.warning("SKIPPED, and renamed to %s: %s", set_aside(folder, "damaged").name, reason)
 
 
 def set_later_aside(folder: Path, step: int) -> None:
-    """Renames the checkpoints after the step that a run has gone back to. Called on rank 0."""
+    """Renames the checkpoints after the step that a run has gone back to. Called on rank 0.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        step: The step that the run has gone back to.
+    """
     for later, path in sorted(finished_steps(folder).items()):
         if later > step:
             new = set_aside(path, "superseded").name
@@ -270,6 +304,7 @@ def require_same_run(
     """Checks that a checkpoint is of this model and, if the run continues it, of this batch.
 
     Args:
+        point: The checkpoint, from `find_resume_point`.
         run: This run's record.
         batch: Whether the tokens per step must be the same.
         optimizer: Whether the optimizer's state is loaded.
@@ -325,6 +360,7 @@ def require_same_run(
             f"{record['size']}): {'; '.join(differences)}. Restore the settings that it was made "
             "with, or give this run a folder of its own with --job.dump_folder."
         )
+    # A run continues from optimizer state, schedule, position in the data and step, too.
     has_other_state = any(name.startswith(OTHER_STATE) for name in point.files.entries)
     if (batch or optimizer) and not has_other_state:
         raise ValueError(
@@ -340,6 +376,9 @@ def settings_of(record: dict) -> dict[str, Any]:
     There are none in a record that is older than its entry "configuration".
 
     A setting that is newer than the record has its default. A setting that was removed is left out.
+
+    Args:
+        record: The contents of interdomain.json.
     """
     if "configuration" not in record:
         return {}
@@ -354,6 +393,7 @@ def warn_of_changes(point: ResumePoint, run: dict) -> None:
     """Logs the settings in which this run differs from the checkpoint. Called on rank 0.
 
     Args:
+        point: The checkpoint that the run continues.
         run: This run's record.
     """
     before = settings_of(point.record)

@@ -78,6 +78,9 @@ def read_job_config(arguments: list[str]) -> JobConfig:
 def job_config_of(table: dict[str, Any]) -> JobConfig:
     """Returns the configuration of a TOML file's table.
 
+    Args:
+        table: The table, as `read_toml` returns it.
+
     Raises:
         ValueError: A setting does not exist, or has a value that is not allowed. The message has
             all problems.
@@ -105,13 +108,20 @@ def mixer_is_chosen(flags: set[str]) -> bool:
     """Returns whether flags choose a mixer and do not set n_basis.
 
     The n_basis of a file belongs to the file's mixer.
+
+    Args:
+        flags: The settings that are set on a command line.
     """
     choosing = {"mixer.condition", "mixer.layers", "mixer.state_heads"}
     return bool(flags & choosing) and "mixer.n_basis" not in flags
 
 
 def names_of(flags: Iterable[str]) -> set[str]:
-    """Returns the settings that are set on a command line."""
+    """Returns the settings that are set on a command line.
+
+    Args:
+        flags: The words of a command line.
+    """
     return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags}
 
 
@@ -133,6 +143,10 @@ def _values_of(table: dict[str, Any], problems: Problems) -> dict[str, Any]:
     """Returns the values of our settings in a TOML table.
 
     Other settings are ignored if they change nothing. Else they are added to `problems`.
+
+    Args:
+        table: The table of a TOML file.
+        problems: Receives what is wrong.
     """
     in_file = dict(pairs(table))
 
@@ -153,6 +167,10 @@ def _check_unknown(setting: str, value: Any) -> None:
     """Raises a ValueError for a setting that is not ours.
 
     TorchTitan's settings at values that change nothing are allowed.
+
+    Args:
+        setting: Its name, such as training.dataset.
+        value: Its value in the file.
     """
     default = TORCHTITAN_DEFAULTS.get(setting)
     as_ours = AS_OURS.get(setting, default)
@@ -179,7 +197,8 @@ def is_off(setting: str, value: Callable[[str], Any]) -> bool:
     """Returns whether nothing reads a setting of TorchTitan's because its feature is off.
 
     Args:
-        value: Returns the value of a setting.
+        setting: Its name.
+        value: Returns the value of a setting, by name.
     """
     features = []
     for switch, off, pattern in OFF:
@@ -193,6 +212,10 @@ def _checked(job: JobConfig, problems: Problems) -> JobConfig:
 
     A wrong value is added to `problems`, and the default takes its place, so that rules about
     several settings can be checked, too.
+
+    Args:
+        job: The configuration.
+        problems: Receives what is wrong.
     """
     defaults = JobConfig()
     changed = {}
@@ -211,6 +234,11 @@ def _checked(job: JobConfig, problems: Problems) -> JobConfig:
 
 def check_value(setting: str, value: Any, declared: Setting) -> None:
     """Checks a value against the type and the `Bound` of the schema.
+
+    Args:
+        setting: Its name, for the error.
+        value: The value.
+        declared: The setting in the schema.
 
     Raises:
         ValueError: The schema does not allow it.
@@ -234,6 +262,7 @@ def expand_setting(setting: str, value: Any) -> Any:
 
     Args:
         setting: The name of the setting, for the error.
+        value: A path, or a list of paths. Anything else is returned as it is.
 
     Raises:
         ValueError: An environment variable or a user does not exist.
@@ -252,6 +281,9 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     """Returns a TOML file's table.
 
     The wheel brings train_configs/. A file that is not in the current folder is looked for there.
+
+    Args:
+        file: Path of the file, with `~` and `$NAME` if wanted.
 
     Raises:
         ValueError: The file is not valid TOML, or its path has a variable that is not set.
@@ -275,6 +307,7 @@ def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields name and value of every setting in a TOML table, such as ("training.steps", 10).
 
     Args:
+        table: The table, with a table for each section.
         prefix: Put before each name.
     """
     for key, value in table.items():

@@ -16,6 +16,7 @@ class SettingsError(ValueError):
     """
 
     def __init__(self, *problems: str) -> None:
+        """Makes one message of all problems, with a line for each if there are several."""
         self.problems = problems
         message = problems[0]
         if len(problems) > 1:

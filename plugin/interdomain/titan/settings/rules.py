@@ -23,7 +23,7 @@ from ..host import VERSION
 from .problems import raises_all
 from .schema import SETTINGS, JobConfig, Training
 
-MULTI_STAGE = "Interleaved1F1B"  # the schedule in which a rank has several stages
+INTERLEAVED = "Interleaved1F1B"  # the schedule in which a rank has several stages
 
 
 @raises_all
@@ -90,6 +90,7 @@ def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
     Args:
         mixer: The settings of the section [mixer], by name.
     """
+    # The conditions whose mixers do not read it.
     unread = {"softmax"}
     if mixer.get("state_heads"):
         unread |= {*FIXED_STATE} - {"mamba2"}
@@ -125,10 +126,18 @@ def check_device(job: JobConfig) -> Iterator[str]:
 
 @raises_all
 def check_topology(job: JobConfig, config: ModelConfig, device: torch.device) -> Iterator[str]:
-    """Checks that the degrees of parallelism divide the model and the sequences.
+    """Checks that the model and the sequences can be divided among the ranks.
+
+    The checks concern context and tensor parallelism, CPU offload beside tensor or pipeline
+    parallelism, and the shapes of validation in a pipeline, which must be those of training.
 
     Args:
+        job: The configuration of the run.
+        config: The model.
         device: A device of the type that the run computes on.
+
+    Raises:
+        SettingsError: They cannot. The message has all problems.
     """
     parallel = job.parallelism
     lengths = {"training.seq_len": job.training.seq_len}
@@ -154,7 +163,14 @@ def _check_context(
     lengths: dict[str, int],
     device: torch.device,
 ) -> Iterator[str]:
-    """Yields problems of context parallelism. `lengths`: tokens of a sequence, by setting."""
+    """Yields problems of context parallelism.
+
+    Args:
+        job: The configuration of the run.
+        config: The model.
+        lengths: Tokens of a sequence, by setting.
+        device: A device of the type that the run computes on.
+    """
     context = job.parallelism.context_parallel_degree
     degree = f"parallelism.context_parallel_degree = {context}"
     # A rank sends the last inputs of its convolutions to the next rank, so it needs as many tokens.
@@ -180,7 +196,13 @@ def _check_context(
 
 
 def _check_tensor(job: JobConfig, config: ModelConfig, lengths: dict[str, int]) -> Iterator[str]:
-    """Yields problems of tensor parallelism. `lengths`: tokens of a sequence, by setting."""
+    """Yields problems of tensor parallelism.
+
+    Args:
+        job: The configuration of the run.
+        config: The model.
+        lengths: Tokens of a sequence, by setting.
+    """
     tensor = job.parallelism.tensor_parallel_degree
     context = job.parallelism.context_parallel_degree
     # Numbers that the ranks divide, by the name that an error gives them. If layers differ, the
@@ -229,9 +251,13 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: in
     """Checks that a step's sequences divide over ranks and over a pipeline's micro-batches.
 
     Args:
+        job: The configuration of the run.
         data_ranks: Groups of ranks that read samples of their own.
         pipeline: Ranks that share the layers.
         global_batch: Sequences of a step.
+
+    Raises:
+        SettingsError: They do not divide.
     """
     local = job.training.local_batch_size
     if global_batch % (local * data_ranks):
@@ -245,8 +271,8 @@ def check_batch(job: JobConfig, data_ranks: int, pipeline: int, global_batch: in
     micro_batches = global_batch // (local * data_ranks)
     if not runs_with(schedule, pipeline, micro_batches):
         allowed = f"{pipeline} or more"
-        if schedule == MULTI_STAGE:
-            allowed = f"a multiple of {pipeline}"
+        if schedule == INTERLEAVED:
+            allowed = f"another number, such as a multiple of {pipeline}"
         yield (
             f"training.global_batch_size = {global_batch} on {data_ranks} data-parallel rank(s) with "
             f"training.local_batch_size = {local} gives {micro_batches} micro-batch(es). {schedule} "
@@ -259,6 +285,7 @@ def check_reduction(training: Training, micro_batches: int, pipelined: bool) -> 
     """Checks when and in which precision gradients are summed over ranks and micro-batches.
 
     Args:
+        training: Settings [training].
         micro_batches: Micro-batches of a step on each rank.
         pipelined: Whether several ranks share the layers.
     """
@@ -283,6 +310,7 @@ def check_micro_batches(job: JobConfig, size: int) -> Iterator[str]:
     """Checks the micro-batches into which TorchTitan's pipeline divides a local batch.
 
     Args:
+        job: The configuration of the run.
         size: Sequences of a micro-batch.
     """
     degree = job.parallelism.pipeline_parallel_degree
@@ -305,6 +333,7 @@ def check_schedule(job: JobConfig, steps: int) -> Iterator[str]:
     """Checks that the learning rate is not 0 before the run's last step.
 
     Args:
+        job: The configuration of the run.
         steps: Steps of the run.
     """
     schedule = job.lr_scheduler
@@ -321,10 +350,15 @@ def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """Returns whether a pipeline's schedule can run this number of micro-batches.
 
     The conditions are those of PyTorch's schedule classes.
+
+    Args:
+        schedule: Name of the schedule.
+        ranks: Ranks of the pipeline.
+        micro_batches: Micro-batches of a step.
     """
     if ranks == 1 or schedule == "GPipe":
         return True
-    if schedule == MULTI_STAGE:
+    if schedule == INTERLEAVED:
         rounds = max(1, micro_batches // ranks)
         return micro_batches % rounds == 0
     return micro_batches >= ranks
@@ -332,7 +366,11 @@ def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
 
 @raises_all
 def check_for_torchtitan(job: JobConfig) -> Iterator[str]:
-    """Checks that TorchTitan's own trainer honours every setting that differs from its default."""
+    """Checks that TorchTitan's own trainer honours every setting that differs from its default.
+
+    Args:
+        job: The configuration of the run.
+    """
     defaults = JobConfig()
     for setting, declared in SETTINGS.items():
         if declared.torchtitan and job[setting] != defaults[setting]:

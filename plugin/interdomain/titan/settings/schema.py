@@ -512,6 +512,7 @@ def setting_of(annotation: Any, resume: Resume = Resume.WARNED) -> Setting:
 
 
 def _settings() -> dict[str, Setting]:
+    """Returns every setting by its name, from the fields of the sections."""
     settings = {}
     for section, table in get_type_hints(JobConfig).items():
         annotations = get_type_hints(table, include_extras=True)

@@ -34,7 +34,8 @@ from .meshes import Meshes, is_divided, is_whole
 def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
     """Sums the gradients that FSDP2 does not sum. Collective, once per step.
 
-    Gradients are summed, not averaged: the loss is already divided by the token count of all ranks.
+    The gradient on a rank is its share of a sum over the ranks. It is summed, not averaged: the
+    loss is already divided by the token count of all ranks.
 
     Args:
         parameters: This rank's parameters, all of them DTensors.
@@ -43,14 +44,16 @@ def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
     trained: list[Any] = [p for p in parameters if p.grad is not None]
     unsplit = [p for p in trained if not is_divided(p, "tensor")]
 
-    # SSM parameters: one all-reduce over all ranks that have these layers.
+    # SSM parameters are whole on every rank. One all-reduce over all ranks that have these layers,
+    # the ranks of this pipeline stage.
     ssm_parameters = [p for p in unsplit if is_whole(p)]
     _all_reduce([p.grad.to_local() for p in ssm_parameters], meshes.stage)
     # The gradients are no longer `Partial`: they have the placement of their parameters.
     for p in ssm_parameters:
         p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
 
-    # Norms and convolutions: one all-reduce over the tensor-parallel ranks.
+    # Under tensor parallelism, norms and convolutions are the same on its ranks: one all-reduce
+    # over these. FSDP2 has given the gradients the placement of their parameters.
     _all_reduce([p.grad.to_local() for p in unsplit if not is_whole(p)], meshes.tensor.get_group())
 
 

@@ -30,7 +30,11 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Updates the parameters. Collective among the ranks that have the same layers."""
+        """Updates the parameters. Collective among the ranks that have the same layers.
+
+        Args:
+            closure: Ignored. PyTorch's optimizers have this argument.
+        """
         for group in self.param_groups:
             parameters: list[Any] = []
             gradients: list[Any] = []
@@ -46,7 +50,7 @@ class Muon(torch.optim.Muon):
                 ).to_local()
                 decayed = p.to_local() * (1 - group["lr"] * group["weight_decay"])
                 rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], p.shape)
-                self._assign(p.to_local(), decayed.add_(update, alpha=-rate))
+                self._assign_unless_skipped(p.to_local(), decayed.add_(update, alpha=-rate))
 
     def _directions(
         self, gradients: list[Any], momenta: list[Any], group: dict[str, Any]
@@ -61,12 +65,12 @@ class Muon(torch.optim.Muon):
         for gradient, momentum in zip(gradients, momenta, strict=True):
             g = gradient.to_local()
             m = momentum.to_local()
-            self._assign(m, m.lerp(g, 1 - group["momentum"]))
+            self._assign_unless_skipped(m, m.lerp(g, 1 - group["momentum"]))
             if group["nesterov"]:
                 m = g.lerp(m, group["momentum"])
             yield m.bfloat16()
 
-    def _assign(self, x: Tensor, new: Tensor) -> None:
+    def _assign_unless_skipped(self, x: Tensor, new: Tensor) -> None:
         """Writes `new` into x, unless the step changes nothing."""
         if self.found_inf is not None:
             new = torch.where(self.found_inf > 0, x, new)

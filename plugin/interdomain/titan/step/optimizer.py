@@ -129,10 +129,15 @@ class GroupedOptimizers(OptimizersContainer):
         super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizers' state, and keeps the hyperparameters of the configuration."""
+        """Loads the optimizers' state, and keeps the hyperparameters of the configuration.
+
+        Args:
+            state_dict: The state of all optimizers, as TorchTitan's `state_dict` returns it.
+        """
         hyperparameters = []
         for group in self.groups:
             hyperparameters.append({name: x for name, x in group.items() if name != "params"})
+        # Loading replaces the dicts of the groups, so they are read again.
         super().load_state_dict(state_dict)
         for group, configured in zip(self.groups, hyperparameters, strict=True):
             group.update(configured)
@@ -165,9 +170,11 @@ class GroupedSchedulers(LRSchedulersContainer):
             self.schedulers.append(LambdaLR(optimizer, factors))
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps that were taken."""
         return {"last_epoch": self.schedulers[0].last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Sets the learning rates of the step in `state_dict`, as configured now."""
         step = state_dict["last_epoch"]
         for scheduler in self.schedulers:
             scheduler.last_epoch = step

@@ -60,8 +60,8 @@ class Passes:
             backward: Accumulate the gradients of the mean loss per label.
 
         Returns:
-            The loss summed over this rank's labels, a scalar. Ranks that share the model for the
-            same tokens have summands of it.
+            The loss summed over this rank's labels, a scalar. Under tensor parallelism each rank
+            has the labels in its part of the vocabulary: the ranks' results add up to the loss.
         """
         (model,) = self.parts  # without a pipeline there is one stage
         losses = []
@@ -96,12 +96,17 @@ class Passes:
             part.shared = None
 
     def _local_batch(self, batch: Batch) -> Batch:
-        """Returns this rank's tokens of the sequences, on the device."""
+        """Returns this rank's tokens of the sequences, on the device.
+
+        Args:
+            batch: Inputs and labels of whole sequences, in pinned memory.
+        """
         inputs, labels = batch
         local_inputs = {name: self._local(x) for name, x in inputs.items()}
         return local_inputs, self._local(labels)
 
     def _local(self, x: Tensor) -> Tensor:
+        """Returns this rank's tokens of x [B, tokens of a sequence], on the device: [B, T]."""
         # Batches are in pinned memory: the host does not wait for the copy, and prepares this batch
         # while the device computes the last one.
         x = x.to(self.device, non_blocking=True)
@@ -143,6 +148,7 @@ class Pipeline(Passes):
     """
 
     def __post_init__(self) -> None:
+        """Builds this rank's stages for PyTorch, and the schedule that runs them."""
         plan = self.plan
         pipeline = self.meshes.pipeline
         self.micro_batches_at_once = plan.accumulation
@@ -200,12 +206,25 @@ class Pipeline(Passes):
         )
 
     def _mean_loss(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Notes the summed loss of a micro-batch, and returns what the backward pass begins with."""
+        """Notes the summed loss of a micro-batch, and returns what the backward pass begins with.
+
+        Args:
+            loss: What the last stage returned, the summed loss of a micro-batch.
+            labels: Ignored: the last stage has used them.
+        """
         self.losses.append(loss.detach())
         return loss / self.targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
-        """Runs all micro-batches of a step through the pipeline, as `Passes.run`. Collective."""
+        """Runs all micro-batches of a step through the pipeline, as `Passes.run`. Collective.
+
+        Args:
+            batches: All micro-batches of a step.
+            backward: Accumulate the gradients of the mean loss per label.
+
+        Returns:
+            The loss summed over this rank's labels, a scalar: 0 on a rank without the last stage.
+        """
         # PyTorch takes all micro-batches in one tensor, which it splits again.
         local_batches = [self._local_batch(batch) for batch in batches]
         first_inputs, _ = local_batches[0]

@@ -73,10 +73,13 @@ class InterdomainMetrics(MetricsProcessor):
 
     @user_errors
     def begin(self, first_step: int) -> None:
-        """Opens the curves of this start of the run, on rank 0.
+        """Opens the logs of the run on rank 0, once a checkpoint has been loaded.
 
         Args:
-            first_step: The first step after this start, when a checkpoint has been loaded.
+            first_step: The first step after this start. Curves of an earlier start end before it.
+
+        Raises:
+            SystemExit: A log cannot be opened. The reason is printed.
         """
         if dist.get_rank() != 0:
             return
@@ -91,7 +94,7 @@ class InterdomainMetrics(MetricsProcessor):
             self.logger.add_logger(WandbLog(folder, self.plan, self.job, self.fingerprints))
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
-        """Logs a training step. Collective.
+        """Logs a training step, if `should_log`. Collective.
 
         Args:
             step: The step that was taken.
@@ -102,7 +105,8 @@ class InterdomainMetrics(MetricsProcessor):
         # Time per step since the last log or validation. TorchTitan divides by log_freq, which is
         # wrong after the first step and after a validation.
         seconds = time.perf_counter() - self.time_last_log
-        steps_since = math.ceil(len(self.data_loading_times) / self.plan.accumulation)
+        # Its list of loading times has an entry for each micro-batch since then.
+        steps_since = len(self.data_loading_times) // self.plan.accumulation
         extra = {
             "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),

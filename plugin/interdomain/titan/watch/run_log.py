@@ -106,7 +106,12 @@ class RunLog(BaseLogger):
         self.writer.flush()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Writes scalars, by tag."""
+        """Writes scalars, by tag.
+
+        Args:
+            metrics: Scalars by TorchTitan's tags.
+            step: The step that they belong to.
+        """
         if self.writer is None:
             return
         try:
@@ -204,7 +209,12 @@ def description_of(plan: RunPlan, job: JobConfig, fingerprints: dict[str, str]) 
 
 
 def hyperparameters(plan: RunPlan, job: JobConfig) -> dict[str, Any]:
-    """Returns the hyperparameters in which the runs of a study differ (`tools.study`)."""
+    """Returns the hyperparameters in which the runs of a study differ (`tools.study`).
+
+    Args:
+        plan: The plan of the run.
+        job: The configuration of the run.
+    """
     optimizer = job.optimizer
     table = {
         "model": plan.cell.size,
