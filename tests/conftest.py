@@ -34,16 +34,15 @@ collect_ignore = [name for name, needs in HOSTS.items() if importlib.util.find_s
 
 
 def pytest_configure():
-    """Imports are quicker without the collector; in the processes that tests start, too."""
-    if (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    ):  # a shell's background job, whose children would inherit it
+    """Imports are quicker without the collector, also in the processes that tests start."""
+    # A shell's background job ignores SIGINT, and its children would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
-    start = Path(__file__).parent / "start"
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(start), os.environ.get("PYTHONPATH")))
-    )
+    path = str(Path(__file__).parent / "start")
+    if os.environ.get("PYTHONPATH"):
+        path += os.pathsep + os.environ["PYTHONPATH"]
+    os.environ["PYTHONPATH"] = path
 
 
 def pytest_collection_finish():
@@ -77,17 +76,19 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: run it with --all, or name it"))
 
-    def place(item):
-        return next(
-            (i for i, unit in enumerate(LONGEST) if item.nodeid.startswith(unit)), len(LONGEST)
-        )
-
     items.sort(key=place)
+
+
+def place(item):
+    for i, unit in enumerate(LONGEST):
+        if item.nodeid.startswith(unit):
+            return i
+    return len(LONGEST)
 
 
 @pytest.fixture(autouse=True)
 def sigterm_as_before():
-    """A refusal (`titan.errors.stop`) ignores SIGTERM until its process ends. Here the process goes on, and starts others."""
+    """A refusal (`titan.errors.stop`) ignores SIGTERM until its process ends. The tests' process goes on, and starts others."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
@@ -105,12 +106,13 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def exported_model(tmp_path_factory, tokenizer):
-    """exported_model(condition, **settings) -> (a small model, its folder as convert writes it, which no test changes)."""
+    """exported_model(condition, **settings): a small model, and its folder as convert writes it, which no test changes."""
     from interdomain.tools import convert
 
     from .tools.checkpoints import small_model, write_checkpoint
 
-    path, made = tmp_path_factory.mktemp("exported"), {}
+    path = tmp_path_factory.mktemp("exported")
+    made = {}
 
     def export(condition, **settings):
         name = f"{condition} {settings}"
@@ -127,7 +129,7 @@ def exported_model(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="session")
 def modules_cache(tmp_path_factory):
-    """transformers copies a folder's code here and imports it from here: one place per process, and not the user's."""
+    """transformers copies a folder's code here and imports it. Each process has a place, and leaves the user's alone."""
     dynamic = pytest.importorskip(
         "transformers.dynamic_module_utils",
         reason="the extra `hf` (or `dev`) is not installed",
@@ -147,11 +149,9 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             """The unit of tests that one worker runs: a file, or all files that share the ranks of the fixture `runs`."""
             file = nodeid.partition("::")[0]
-            shares_ranks = file.startswith(TITAN) and re.search(
-                r"def .*\bruns\b", (config.rootpath / file).read_text()
-            )
-            if shares_ranks or file.startswith(MEGATRON):
-                return str(Path(file).parent)
-            return file
+            shares_ranks = file.startswith(MEGATRON)
+            if file.startswith(TITAN):
+                shares_ranks = re.search(r"def .*\bruns\b", (config.rootpath / file).read_text())
+            return str(Path(file).parent) if shares_ranks else file
 
     return ByFile(config, log)

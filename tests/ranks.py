@@ -17,13 +17,13 @@ from .common import REPOSITORY, TIMEOUT
 
 
 def environment():
-    """For a process that a test starts: the repository's packages, one thread, no GPU."""
+    """Returns the environment of a process that a test starts: the repository's packages, one thread, no GPU."""
     path = f"{REPOSITORY}{os.pathsep}{os.environ['PYTHONPATH']}"
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def forks():
-    """The context of multiprocessing whose processes are forks; their parent starts with the first call."""
+    """Returns the context of multiprocessing whose processes are forks. Their parent starts with the first call."""
     context = multiprocessing.get_context("forkserver")
     # Where TorchTitan is not installed, the last is left out.
     context.set_forkserver_preload(["pytest", "interdomain.model", "tests.titan.driver"])
@@ -33,26 +33,28 @@ def forks():
 
 
 def new_store():
-    """Where the ranks of a process group find each other, in this process: its port is its own from now on."""
+    """Returns a store in this process, where the ranks of a process group find each other. It has a port of its own."""
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def become(rank, ranks, port, log):
-    """This process from now on: its environment is as torchrun makes it, and what it says goes to the log."""
+    """Gives this process the environment that torchrun makes for a rank, and sends its output to the log."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for output in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), output)
 
 
 def run_rank(rank, ranks, port, program, log):
-    """One of the ranks that `launch` starts."""
+    """Runs one of the ranks that `launch` starts."""
     gc.freeze()
     signal.alarm(TIMEOUT)
     become(rank, ranks, port, log)
@@ -61,12 +63,16 @@ def run_rank(rank, ranks, port, program, log):
 
 
 def launch(log, ranks, *program):
-    """Run FILE, *arguments on each rank. Returns the output, if all came to their end."""
-    program, store, context = [str(part) for part in program], new_store(), forks()
-    given = [(rank, ranks, store.port, program, log) for rank in range(ranks)]
-    running = [context.Process(target=run_rank, args=args) for args in given]
-    for process in running:
+    """Runs FILE, *arguments on each rank. Returns the output if all ranks came to their end."""
+    program = [str(part) for part in program]
+    store = new_store()
+    context = forks()
+    running = []
+    for rank in range(ranks):
+        args = (rank, ranks, store.port, program, log)
+        process = context.Process(target=run_rank, args=args)
         process.start()
+        running.append(process)
     waiting = {process.sentinel: process for process in running}
     while waiting:
         for sentinel in connection.wait(waiting):
@@ -78,68 +84,80 @@ def launch(log, ranks, *program):
     return log.read_text()
 
 
-def fork_ranks(serve, given):
-    """The ranks of a process that has imported what they need, and ends with them. They collect none of what was imported."""
-    gc.freeze()
+def fork_ranks(serve, rank_arguments):
+    """Forks the ranks of a process that has imported what they need. It ends with them, and they end with it."""
+    gc.freeze()  # the collector need not look through what was imported
     context = multiprocessing.get_context("fork")
-    running = [
-        context.Process(target=be_rank, args=(serve, given, rank)) for rank in range(len(given))
-    ]
-    for process in running:
+    running = []
+    for arguments in rank_arguments:
+        process = context.Process(target=be_rank, args=(serve, rank_arguments, arguments))
         process.start()
-    for *_, jobs, _ in given:
-        jobs.close()
+        running.append(process)
+    close_pipes(rank_arguments)
     for process in running:
         process.join()
 
 
-def be_rank(serve, given, rank):
+def close_pipes(rank_arguments, kept=None):
+    """Closes this process's ends of the ranks' pipes, but for one: a pipe tells of a rank's end if nobody else has it."""
+    for arguments in rank_arguments:
+        if arguments is not kept:
+            arguments[3].close()
+
+
+def be_rank(serve, rank_arguments, own):
     end_with_parent(signal.SIGKILL)
-    for *_, jobs, _ in (*given[:rank], *given[rank + 1 :]):
-        jobs.close()
-    serve(*given[rank])
+    close_pipes(rank_arguments, kept=own)
+    serve(*own)
 
 
 class Ranks:
     """Processes of one process group that take jobs, one after the other.
 
-    context: "spawn" for packages that the forks' parent must not have; path: where those are, before all else.
+    Args:
+        serve: Called on each rank with (rank, ranks, port of the store, pipe, log).
+        ranks: The number of ranks.
+        log: The file of their output.
+        context: Of multiprocessing; "spawn" for packages that the forks' parent must not have.
+        path: Where those packages are, before all else.
     """
 
     def __init__(self, serve, ranks, log, context, path=()):
-        self.log, self.ended, self.store = log, False, new_store()
-        pipes = [context.Pipe() for _ in range(ranks)]
-        self.pipes = [ours for ours, _ in pipes]
-        given = [
-            (rank, ranks, self.store.port, theirs, log) for rank, (_, theirs) in enumerate(pipes)
-        ]
-        self.parent = context.Process(target=fork_ranks, args=(serve, given))
+        self.log = log
+        self.ended = False
+        self.store = new_store()
+        self.pipes = []
+        rank_arguments = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            self.pipes.append(ours)
+            rank_arguments.append((rank, ranks, self.store.port, theirs, log))
+        self.parent = context.Process(target=fork_ranks, args=(serve, rank_arguments))
         log.touch()
         with (
             mock.patch.dict(os.environ, environment()),
             mock.patch.object(sys, "path", [*path, *sys.path]),
         ):
             self.parent.start()
-        for _, theirs in pipes:
-            theirs.close()
+        close_pipes(rank_arguments)
 
     def run(self, job):
-        """Returns what the ranks said. Where one fails, all end."""
-        begin, waiting = self.log.stat().st_size, set(self.pipes)
+        """Returns the output of the ranks. If one fails, all end."""
+        begin = self.log.stat().st_size
+        waiting = set(self.pipes)
         for pipe in self.pipes:
             pipe.send(job)
-        while waiting:
+        while waiting and not self.ended:
             for pipe in connection.wait(waiting):
                 try:
                     pipe.recv()
                     waiting.remove(pipe)
                 except (EOFError, ConnectionResetError):
                     self.end()
-                    waiting.clear()
                     break
-        said = self.log.read_bytes()[begin:].decode()
-        assert not self.ended, said[-8000:]
-        return said
+        output = self.log.read_bytes()[begin:].decode()
+        assert not self.ended, output[-8000:]
+        return output
 
     def end(self):
         self.ended = True

@@ -27,22 +27,24 @@ from .scan.devices import INTERPRETED, use_kernels
 MARGIN = 1.5
 
 
-def row(case: Case, seeds: int) -> tuple[list[str], float]:
-    """A case's line, for the tensor that came nearest to its bound over all seeds; and bound / error of that tensor."""
-    run = replace(case, repeat=False, mode="in place" if case.mode == "graph" else case.mode)
-    if case.shape.T > 10_000:  # still long enough for several segments
-        run = replace(run, shape=replace(case.shape, T=2048 + case.shape.T % 64, H=4))
-    results = [check_kernels.run_case(run, torch.device("cpu"), seed) for seed in range(seeds)]
-    worst = max(results, key=lambda one: one["worst"] / one["bound"])
-    margin = worst["bound"] / worst["worst"]
-    numbers = [f"{worst['bound']:.1e}", f"{worst['worst']:.1e}", worst["in"], f"{margin:.1f}"]
-    return [str(case), str(seeds), *numbers], margin
+def on_this_machine(case: Case) -> Case:
+    """Returns the case that runs in its place: once, not as a CUDA graph, at a length that the interpreter can reach."""
+    case = replace(case, repeat=False)
+    if case.mode == "graph":
+        case = replace(case, mode="in place")
+    tokens = case.shape.T
+    if tokens > 10_000:  # still long enough for several segments
+        case = replace(case, shape=replace(case.shape, T=2048 + tokens % 64, H=4))
+    return case
+
+
+def margin_of(result: dict) -> float:
+    return result["bound"] / result["worst"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.rehearse", description=__doc__.split("\n\n")[1]
-    )
+    description = __doc__.split("\n\n")[1]
+    parser = argparse.ArgumentParser(prog="python -m tests.rehearse", description=description)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--table", type=Path, required=True, help="file of the table, in Markdown")
     parser.add_argument(
@@ -51,21 +53,30 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not INTERPRETED:
         parser.error(
-            "Triton's interpreter is chosen before triton is imported: set TRITON_INTERPRET=1"
+            "set TRITON_INTERPRET=1: Triton's interpreter is chosen before triton is imported"
         )
     torch.set_num_threads(1)
-    cells, margins = [["case", "seeds", "bound", "worst", "in", "margin"]], []
+    cells = [["case", "seeds", "bound", "worst", "in", "margin"]]
+    smallest = float("inf")
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_kernels(monkeypatch)
         for case in itertools.chain.from_iterable(groups(True).values()):
-            if all(word in str(case) for word in args.only):
-                cell, margin = row(case, args.seeds)
-                cells.append(cell)
-                margins.append(margin)
-                print(*cell, sep=" | ", flush=True)
-                args.table.write_text("\n".join(markdown_rows(cells)) + "\n")
-    good = min(margins) >= MARGIN
-    print(f"{len(margins)} cases; every bound at least {MARGIN} times the worst: {good}")
+            if not all(word in str(case) for word in args.only):
+                continue
+            results = []
+            for seed in range(args.seeds):
+                run = on_this_machine(case)
+                results.append(check_kernels.run_case(run, torch.device("cpu"), seed))
+            # The tensor that came nearest to its bound over all seeds
+            nearest = min(results, key=margin_of)
+            margin = margin_of(nearest)
+            smallest = min(smallest, margin)
+            errors = [f"{nearest['bound']:.1e}", f"{nearest['worst']:.1e}", nearest["in"]]
+            cells.append([str(case), str(args.seeds), *errors, f"{margin:.1f}"])
+            print(*cells[-1], sep=" | ", flush=True)
+            args.table.write_text("\n".join(markdown_rows(cells)) + "\n")
+    good = smallest >= MARGIN
+    print(f"{len(cells) - 1} cases; every bound at least {MARGIN} times the worst: {good}")
     return 0 if good else 1
 
 

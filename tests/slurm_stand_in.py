@@ -10,7 +10,7 @@ SCONTROL = """#!/bin/sh
 echo "$3" | tr ',' '\\n'
 """
 
-# Its own flags begin with --; what follows is started once per task, and gets the signals that it gets.
+# Its own flags begin with --. The command is started once per task, and gets the signals that srun gets.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 flags, command = [], sys.argv[1:]
@@ -18,8 +18,11 @@ while command[0].startswith("--"):
     flags.append(command.pop(0))
 (tasks,) = [int(flag.partition("=")[2]) for flag in flags if flag.startswith("--ntasks=")]
 nodes = [subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(i)}}) for i in range(tasks)]
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, _: [node.send_signal(number) for node in nodes])
+def forward(number, frame):
+    for node in nodes:
+        node.send_signal(number)
+signal.signal(signal.SIGUSR1, forward)
+signal.signal(signal.SIGTERM, forward)
 sys.exit(max(node.wait() for node in nodes))
 """
 
@@ -31,16 +34,14 @@ def allocations(folder, monkeypatch):
         (folder / "bin" / name).write_text(script)
         (folder / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
-    for name in [
-        name for name in os.environ if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_"))
-    ]:
-        monkeypatch.delenv(name)
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_")):
+            monkeypatch.delenv(name)
     monkeypatch.chdir(REPOSITORY)
 
     def slurm(*hosts, **variables):
-        for name, value in {"JOB_ID": "4242", "JOB_NODELIST": ",".join(hosts), **variables}.items():
-            monkeypatch.setenv(f"SLURM_{name}", value) if value else monkeypatch.delenv(
-                f"SLURM_{name}", False
-            )
+        values = {"JOB_ID": "4242", "JOB_NODELIST": ",".join(hosts)} | variables
+        for name, value in values.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
 
     return slurm

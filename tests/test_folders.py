@@ -13,7 +13,6 @@ from interdomain import folders
     "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
 )
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
-
     def fail(file):
         raise error
 
@@ -26,24 +25,29 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     assert os.listdir(tmp_path) == ["record.json"]
 
 
-@pytest.mark.parametrize("refused", ["folders", "files and folders"])
-def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refused):
-    """The work is kept all the same. A failing disk is an error that names the place."""
-    answer, sync = {"error": errno.EINVAL}, os.fsync
+def refuse_sync(monkeypatch, number, files_too):
+    """The file system answers fsync of a folder, and of a file if `files_too`, with an error."""
+    fsync = os.fsync
 
-    def fsync(descriptor):
-        if refused != "folders" or stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(answer["error"], os.strerror(answer["error"]))
-        sync(descriptor)
+    def sync(descriptor):
+        if files_too or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    for number in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-        answer["error"] = number
-        output = tmp_path / str(number)
-        with folders.new_folder(output) as folder:
-            folders.write_atomically(folder / "weights", b"...")
-        assert (output / "weights").read_bytes() == b"..."
-    answer["error"] = errno.EIO
+    monkeypatch.setattr(os, "fsync", sync)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+@pytest.mark.parametrize("files_too", [False, True])
+def test_a_file_system_that_cannot_sync_keeps_the_work(tmp_path, monkeypatch, number, files_too):
+    refuse_sync(monkeypatch, number, files_too)
+    with folders.new_folder(tmp_path / "output") as folder:
+        folders.write_atomically(folder / "weights", b"...")
+    assert (tmp_path / "output/weights").read_bytes() == b"..."
+
+
+def test_a_failing_disk_is_an_error_that_names_the_place(tmp_path, monkeypatch):
+    refuse_sync(monkeypatch, errno.EIO, files_too=False)
     with (
         pytest.raises(OSError, match=r"Input/output error: '.*output"),
         folders.new_folder(tmp_path / "output"),
@@ -57,8 +61,8 @@ def test_a_file_system_that_cannot_sync(tmp_path, monkeypatch, refused):
 )
 def test_nothing_is_removed_through_a_link(tmp_path, build, suffix):
     (tmp_path / "archive").mkdir()
-    (tmp_path / "archive" / "weights").write_bytes(b"...")
-    (tmp_path / f".output.{suffix}").symlink_to(tmp_path / "archive")
+    (tmp_path / "archive/weights").write_bytes(b"...")
+    (tmp_path / f".output.{suffix}").symlink_to("archive")
     with pytest.raises(NotADirectoryError, match=suffix), build(tmp_path / "output"):
         pass
     assert os.listdir(tmp_path / "archive") == ["weights"]
@@ -66,8 +70,14 @@ def test_nothing_is_removed_through_a_link(tmp_path, build, suffix):
 
 def test_a_folder_has_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):
     synced = set()
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
-    with folders.new_folder(tmp_path / "folder") as folder:
+
+    def sync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    output = tmp_path / "folder"
+    with folders.new_folder(output) as folder:
         (folder / "inner").mkdir()
-        (folder / "inner" / "weights").write_bytes(b"...")
-    assert {path.stat().st_ino for path in (tmp_path, *(tmp_path / "folder").rglob("*"))} <= synced
+        (folder / "inner/weights").write_bytes(b"...")
+    for path in (tmp_path, output, output / "inner", output / "inner/weights"):
+        assert path.stat().st_ino in synced, path

@@ -45,18 +45,19 @@ class Cluster:
     """Nodes that run under one slurmctld. `environment`: with which SLURM's commands find it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.running = folder, {}
+        self.folder = folder
+        self.running: dict[str, subprocess.Popen] = {}
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         folder.chmod(0o755)
         conf = SLURM_CONF.format(
             host=os.uname().nodename, subnet=SUBNET, folder=folder, nodes=",".join(NODES)
         )
-        conf += "".join(
-            f"NodeName={name} NodeAddr={address} CPUs=2\n" for name, address in NODES.items()
-        )
+        hosts = "127.0.0.1 localhost\n"
+        for name, address in NODES.items():
+            conf += f"NodeName={name} NodeAddr={address} CPUs=2\n"
+            hosts += f"{address} {name}\n"
         (folder / "slurm.conf").write_text(conf)
-        hosts = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in NODES.items())]
-        (folder / "hosts").write_text("\n".join(hosts) + "\n")
+        (folder / "hosts").write_text(hosts)
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
 
@@ -65,19 +66,21 @@ class Cluster:
         call("ip", "link", "add", BRIDGE, "type", "bridge")
         call("ip", "addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
         call("ip", "link", "set", BRIDGE, "up")
-        files = [
-            f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "log", "seed")
-        ]
-        call("munged", "--force", f"--socket={self.folder}/munge.socket", *files)
+        munge = ["munged", "--force"]
+        for what in ("socket", "key-file", "pid-file", "log-file", "seed-file"):
+            munge.append(f"--{what}={self.folder}/munge.{what.removesuffix('-file')}")
+        self.call(*munge)
         self.call("slurmctld", "-c")
         for name in NODES:
             self.wire(name)
             self.boot(name)
-        self.wait(
-            lambda: f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle"),
-            60,
-            "idle nodes",
-        )
+        self.wait(self.is_idle, 60, "idle nodes")
+
+    def is_idle(self) -> bool:
+        return f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle")
+
+    def is_up(self) -> bool:
+        return "down" not in self.call("sinfo", "--noheader")
 
     def stop(self) -> None:
         for name in list(self.running):
@@ -85,12 +88,14 @@ class Cluster:
         for file in (self.folder / "slurmctld.pid", self.folder / "munge.pid"):
             if file.is_file():
                 os.kill(int(file.read_text()), signal.SIGKILL)
-        links = [["link", "delete", BRIDGE], *(["link", "delete", f"idv{name}"] for name in NODES)]
-        for what in (*(["netns", "delete", f"id{name}"] for name in NODES), *links):
-            subprocess.run(["ip", *what], capture_output=True)
+        subprocess.run(["ip", "link", "delete", BRIDGE], capture_output=True)
+        for name in NODES:
+            subprocess.run(["ip", "netns", "delete", f"id{name}"], capture_output=True)
+            subprocess.run(["ip", "link", "delete", f"idv{name}"], capture_output=True)
 
     def wire(self, name: str) -> None:
-        space, outside = f"id{name}", f"idv{name}"
+        space = f"id{name}"
+        outside = f"idv{name}"
         call("ip", "netns", "add", space)
         call("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
         call("ip", "link", "set", outside, "master", BRIDGE, "up")
@@ -102,16 +107,19 @@ class Cluster:
         (self.folder / f"spool-{name}").mkdir(exist_ok=True)
         start = f"hostname {name} && mount --bind {self.folder}/hosts /etc/hosts && exec slurmd -D -N {name}"
         own = ("unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child")
-        command = ["nsenter", f"--net=/run/netns/id{name}", *own, "bash", "-c", start]
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.running[name] = subprocess.Popen(
-            command, env=self.environment, start_new_session=True, **quiet
+            ["nsenter", f"--net=/run/netns/id{name}", *own, "bash", "-c", start],
+            env=self.environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
     def power_off(self, name: str) -> None:
-        """All processes of the node end at this moment."""
+        """Ends all processes of the node at this moment."""
         node = self.running.pop(name)
-        node.kill()  # unshare's --kill-child: the first process of the node dies, and with it all others
+        # By unshare's --kill-child the first process of the node dies, and with it all others.
+        node.kill()
         node.wait()
 
     def call(self, *command) -> str:

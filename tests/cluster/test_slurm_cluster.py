@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,11 @@ class Job:
     """A run of two nodes in the queue, by the script that users copy."""
 
     def __init__(self, cluster: Cluster, folder: Path, steps: int, minutes: int = 30) -> None:
-        self.cluster, self.run, self.log = cluster, folder / "run", folder / "log.txt"
+        self.cluster = cluster
+        self.run = folder / "run"
+        self.log = folder / "log.txt"
         folder.mkdir()
+        launch = f"{FLAGS} --training.steps {steps} --job.dump_folder {self.run}"
         script = (slurm.SITES / "requeue.sbatch").read_text()
         for pattern, replacement in (
             (r"#SBATCH --gpus-per-node=.*\n", ""),
@@ -51,10 +55,7 @@ class Job:
             (r"(#SBATCH --signal=USR1)@.*", r"\1@60"),
             (r"(#SBATCH --output)=.*", rf"\1={self.log}"),
             (r"1.3B.toml", "debug.toml"),
-            (
-                r"(launch.sh .*)",
-                rf"\1 {FLAGS} --training.steps {steps} --job.dump_folder {self.run}",
-            ),
+            (r"(launch.sh .*)", rf"\1 {launch}"),
         ):
             script, found = re.subn(pattern, replacement, script)
             assert found == 1, pattern
@@ -63,22 +64,28 @@ class Job:
         submit = ("sbatch", "--parsable", f"--chdir={REPOSITORY}", folder / "job.sbatch")
         self.number = cluster.call(*submit).strip()
 
+    def has_ended(self) -> bool:
+        return not (self.run / "run.lock").exists()
+
     def saved(self, step: int) -> bool:
         return (self.run / f"checkpoint/step-{step}/.metadata").is_file()
 
-    def until_said(self, pattern: str, seconds: int) -> int:
-        """The step that the log names last in this pattern."""
-        said = lambda: re.findall(pattern, self.log.read_text() if self.log.is_file() else "")  # noqa: E731
-        self.cluster.wait(said, seconds, f"{pattern!r} in {self.log}")
-        return int(said()[-1])
+    def until_logged(self, pattern: str, seconds: int) -> int:
+        """Returns the step that the log names last in this pattern."""
+
+        def steps() -> list[str]:
+            return re.findall(pattern, self.log.read_text()) if self.log.is_file() else []
+
+        self.cluster.wait(steps, seconds, f"{pattern!r} in {self.log}")
+        return int(steps()[-1])
 
     def until(self, state: str, seconds: int = 400) -> None:
-        job_state = ("squeue", "--noheader", "--states=all", f"--jobs={self.number}", "--format=%T")
-        self.cluster.wait(
-            lambda: self.cluster.call(*job_state).strip() == state,
-            seconds,
-            f"{state}; see {self.log}",
-        )
+        command = ["squeue", "--noheader", "--states=all", f"--jobs={self.number}", "--format=%T"]
+
+        def is_in_state() -> bool:
+            return self.cluster.call(*command).strip() == state
+
+        self.cluster.wait(is_in_state, seconds, f"{state}; see {self.log}")
 
     def start_again(self) -> None:
         """A job that was put back in the queue waits for two minutes, as SLURM has it."""
@@ -89,34 +96,33 @@ class Job:
 def test_lost_nodes_change_no_bit(cluster, tmp_path):
     """One run loses its second node, then its first."""
     job = Job(cluster, tmp_path / "disturbed", steps=60)
-    for step, first in ((20, False), (40, True)):
-        cluster.wait(lambda step=step: job.saved(step), TIMEOUT, f"step {step}; see {job.log}")
-        leader = json.loads((job.run / "run.lock").read_text())["host"]
+    for step, loses_first in ((20, False), (40, True)):
+        cluster.wait(partial(job.saved, step), TIMEOUT, f"step {step}; see {job.log}")
+        first = json.loads((job.run / "run.lock").read_text())["host"]
         nodes = cluster.call("squeue", "--noheader", f"--jobs={job.number}", "--format=%N").strip()
         names = cluster.call("scontrol", "show", "hostnames", nodes).split()
-        lost = next(name for name in names if (name == leader) == first)
+        names.remove(first)
+        lost = first if loses_first else names[0]
         cluster.power_off(lost)
         job.start_again()  # on the two that are left
         job.until("RUNNING", 60)
         cluster.boot(lost)
-        cluster.wait(
-            lambda: "down" not in cluster.call("sinfo", "--noheader"), 60, f"{lost} to come back"
-        )
+        cluster.wait(cluster.is_up, 60, f"{lost} to come back")
     undisturbed = Job(cluster, tmp_path / "undisturbed", steps=60)
-    for run in (job, undisturbed):
-        run.until("COMPLETED")
+    job.until("COMPLETED")
+    undisturbed.until("COMPLETED")
     assert compare_runs.main([str(job.run), str(undisturbed.run)]) == 0
 
 
 def test_a_time_limit_puts_the_run_back_in_the_queue(cluster, tmp_path):
-    """A time limit of three minutes, of which the last is for saving; then the user cancels it, and it saves once more."""
+    """The time limit is three minutes, of which the last is for saving. Then the user cancels the run: it saves again."""
     job = Job(cluster, tmp_path / "limited", steps=5000, minutes=3)
-    first = job.until_said(r"leaving after step (\d+) \(SIGUSR1\): saved", 400)
+    first = job.until_logged(r"leaving after step (\d+) \(SIGUSR1\): saved", 400)
     assert job.saved(first)
     job.start_again()
-    job.until_said(rf"Training starts at step ({first + 1})\b", 150)
+    job.until_logged(rf"Training starts at step ({first + 1})\b", 150)
     cluster.call("scancel", job.number)
-    cluster.wait(lambda: not (job.run / "run.lock").exists(), 60, "the run to end")
-    last = job.until_said(r"leaving after step (\d+) ", 1)
+    cluster.wait(job.has_ended, 60, "the run to end")
+    last = job.until_logged(r"leaving after step (\d+) ", 1)
     assert last > first
     assert job.saved(last)

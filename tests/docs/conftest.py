@@ -9,12 +9,12 @@ import pytest
 from interdomain.tools import launch
 from interdomain.tools._start import torchrun
 
-from .. import ranks as _ranks
 from ..common import REPOSITORY
+from ..ranks import launch as launch_ranks
 
 WRITTEN = ("data", "outputs", "exports")
 COPIED = ("benchmarks", "docs", "train_configs")  # a command might write there
-# Of a file of settings: a hundred steps are one, on a few sequences.
+# Changes to a file of settings: a hundred steps are one, on a few sequences.
 SMALL = {
     r"(?<=\[training\]\n)tokens = .*": "steps = 4",
     r"(?<=\[validation\]\n)(enable = true\n)tokens = .*": r"\1tokens = 512",
@@ -30,24 +30,23 @@ class Workspace:
     """A folder with the repository's files. `launch` trains there, on ranks that are forks (tests/titan/conftest.py)."""
 
     def __init__(self, path, start_ranks):
-        self.path, self.start_ranks, self.stop_at = path, start_ranks, 0
+        self.path = path
+        self.start_ranks = start_ranks
+        self.stop_at = 0
 
     def run(self, command, environment):
-        """In place of torchrun."""
-        i = command.index("interdomain.titan.entry")
+        """Takes the place of torchrun."""
         number = command[command.index("--nproc-per-node") + 1]
-        output = self.start_ranks(
-            int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :]
-        )
+        arguments = command[command.index("interdomain.titan.entry") + 1 :]
+        program = REPOSITORY / "tests/docs/rank.py"
+        output = self.start_ranks(int(number), program, self.stop_at, *arguments)
         print(output)
         return torchrun.CONTINUE if "The same command continues" in output else 0
 
     def train(self, argv, stop=False):
-        """launch.sh's status; with `stop` of a run that is asked to leave before its second step."""
-        config, flags = (
-            launch.parse(argv)[0].config,
-            [word for word in argv if not word.endswith(".toml")],
-        )
+        """Returns launch.sh's status. With `stop` the run is asked to leave before its second step."""
+        config = launch.parse(argv)[0].config
+        flags = [word for word in argv if not word.endswith(".toml")]
         text = (self.path / config).read_text()
         for pattern, value in SMALL.items():
             text = re.sub(pattern, value, text)
@@ -63,24 +62,28 @@ class Workspace:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """ranks(number, FILE, *arguments): the output of a program on ranks that are forks."""
-    return lambda *given: _ranks.launch(tmp_path_factory.mktemp("log") / "log.txt", *given)
+
+    def ranks(*given):
+        return launch_ranks(tmp_path_factory.mktemp("log") / "log.txt", *given)
+
+    return ranks
 
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory, modules_cache):
-    """No network; the caches of transformers and datasets elsewhere than the user's."""
-    home = tmp_path_factory.mktemp("huggingface")
+    """There is no network. The caches of transformers and datasets are not the user's."""
     values = {
-        "HF_HOME": home,
-        "HF_HUB_OFFLINE": 1,
-        "HF_DATASETS_OFFLINE": 1,
+        "HF_HOME": str(tmp_path_factory.mktemp("huggingface")),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
         "MPLBACKEND": "Agg",
         "CUDA_VISIBLE_DEVICES": "",
+        "INTERDOMAIN_PYTHON": sys.executable,
+        "INTERDOMAIN_SITE": "local",
     }
-    values |= {"INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_SITE": "local"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
-            patch.setenv(name, str(value))
+            patch.setenv(name, value)
         yield
 
 

@@ -1,5 +1,6 @@
 """The blocks of a page, and the commands of a block."""
 
+import itertools
 import json
 import re
 import shlex
@@ -10,10 +11,8 @@ from typing import NamedTuple
 
 from ..common import REPOSITORY
 
-PAGES = [
-    REPOSITORY / "README.md",
-    *sorted(p for end in ("md", "ipynb") for p in (REPOSITORY / "docs").rglob(f"*.{end}")),
-]
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(DOCS.rglob("*.ipynb"))]
 FENCED = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SEPARATORS = {"&&", "||", ";", "|", "&"}
 
@@ -32,20 +31,19 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """In the order of the page; of a notebook its cells of code, without IPython's own commands."""
+    """Returns the blocks in the order of the page. Those of a notebook are its cells, without IPython's own commands."""
+    found = []
     if page.suffix == ".ipynb":
-        cells = [
-            cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "code"
-        ]
-        return [
-            Block("python", re.sub(r"(?m)^[%!].*", "", "".join(cell["source"])), 1)
-            for cell in cells
-        ]
+        for cell in json.loads(page.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                text = "".join(cell["source"])
+                found.append(Block("python", re.sub(r"(?m)^[%!].*", "", text), 1))
+        return found
     text = page.read_text()
-    return [
-        Block(fence[2], textwrap.dedent(fence[3]), text.count("\n", 0, fence.start(3)) + 1)
-        for fence in FENCED.finditer(text)
-    ]
+    for fence in FENCED.finditer(text):
+        line = text.count("\n", 0, fence.start(3)) + 1
+        found.append(Block(fence[2], textwrap.dedent(fence[3]), line))
+    return found
 
 
 def prose(page: Path) -> str:
@@ -53,30 +51,43 @@ def prose(page: Path) -> str:
 
 
 def commands(block: Block) -> Iterator[tuple[int, str]]:
-    """(number of the page's line, command) of a block of bash: a line, or several by a backslash, an open quote or `<<`."""
-    begun, text, until = block.line, "", None
+    """Yields the commands of a block of bash, each with the number of its first line on the page.
+
+    A command is a line, or several by a backslash, an open quote or `<<'WORD'`.
+    """
+    begun = block.line
+    text = ""
+    end_of_document = None
     for number, line in enumerate(block.text.splitlines(), block.line):
-        begun = begun if text else number
+        if not text:
+            begun = number
         text += line
-        if until is None and (here := re.search(r"<<'(\w+)'$", line)):
-            until = here[1]
-        if until not in (None, line):
+        document = re.search(r"<<'(\w+)'$", line)
+        if end_of_document is None and document:
+            end_of_document = document[1]
+        if end_of_document is not None:
             text += "\n"
-            continue
-        if until:
-            yield begun, text + "\n"
-            text, until = "", None
-            continue
-        if text.endswith("\\"):
+            if line == end_of_document:
+                yield begun, text
+                text = ""
+                end_of_document = None
+        elif text.endswith("\\"):
             text = text[:-1]
-            continue
-        try:
+        elif quote_is_open(text):
+            text += "\n"
+        else:
             if words(text):
                 yield begun, text
             text = ""
-        except ValueError:  # an open quote
-            text += "\n"
     assert not text, f"line {begun}: this command does not end"
+
+
+def quote_is_open(text: str) -> bool:
+    try:
+        words(text)
+    except ValueError:
+        return True
+    return False
 
 
 def words(text: str) -> list[str]:
@@ -86,18 +97,28 @@ def words(text: str) -> list[str]:
     return list(lexer)
 
 
+def is_redirection(word: str) -> bool:
+    return set(word) <= set("<>&") and word != "&" * len(word)
+
+
+def program_and_arguments(command: list[str]) -> list[str]:
+    """Leaves out redirections and what stands before the program: variables, `nohup`, `time`."""
+    command = list(command)
+    for i in reversed(range(len(command))):
+        if is_redirection(command[i]):
+            # The number of a stream may stand before it, and a file stands after it.
+            first = i - 1 if i > 0 and command[i - 1] in ("1", "2") else i
+            del command[first : i + 2]
+    while command and re.match(r"\w+=|(nohup|time)$", command[0]):
+        del command[0]
+    return command
+
+
 def simple_commands(text: str) -> Iterator[list[str]]:
-    """The commands that operators join, without redirections and what stands before the program: settings, `nohup`, `time`."""
-    command: list[str] = []
-    for word in [*words(text.partition("\n")[0] if "<<" in text else text), ";"]:
-        if word not in SEPARATORS:
-            command.append(word)
-            continue
-        for i in range(len(command) - 1, -1, -1):
-            if set(command[i]) & set("<>") and set(command[i]) <= set("<>&"):
-                del command[i - (i > 0 and command[i - 1] in ("1", "2")) : i + 2]
-        while command and (command[0] in ("nohup", "time") or re.match(r"\w+=", command[0])):
-            del command[0]
+    """Yields the commands that operators join, without redirections and without what stands before the program."""
+    if "<<" in text:
+        text = text.partition("\n")[0]
+    for is_separator, group in itertools.groupby(words(text), SEPARATORS.__contains__):
+        command = [] if is_separator else program_and_arguments(group)
         if command:
             yield command
-        command = []

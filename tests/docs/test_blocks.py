@@ -2,12 +2,12 @@
 
 - ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and in a tutorial a training
   run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). A tutorial's other commands run in
-  bash; of a page's the files that they name must exist.
-- ```python: runs, in one namespace for each page; so do notebooks.
+  bash. Another page's other commands do not run: the files that they name must exist.
+- ```python runs, in one namespace for each page; so do notebooks.
 - A block that begins with `# needs: ` says what this machine may lack. Its options must exist, its Python must parse.
 
-Small are: the corpus, 400 kB; and training, where a hundred steps of a command or a file are one, of two sequences. The pages
-beyond README and the first run are slow tests.
+The corpus has 400 kB. A hundred training steps of a command or a file are one step, of two sequences. The pages beyond README
+and the first run are slow tests.
 """
 
 import glob
@@ -29,12 +29,11 @@ from interdomain.tools import convert, launch, prepare_data, study
 from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
-from ..test_repository import PYPROJECT
 from .conftest import WRITTEN, Workspace
 from .pages import PAGES, blocks, commands, prose, simple_commands
 
-EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-README, FIRST_RUN = REPOSITORY / "README.md", REPOSITORY / "docs/tutorials/first-run.md"
+README = REPOSITORY / "README.md"
+FIRST_RUN = REPOSITORY / "docs/tutorials/first-run.md"
 SLOW = pytest.mark.slow
 
 
@@ -43,122 +42,134 @@ def name_of(page):
 
 
 def fewer(text):
-    """A hundred steps are one: --training.steps 400, step-400, exports/debug-step400."""
+    """Makes one step of a hundred: --training.steps 400, step-400, exports/debug-step400."""
     return re.sub(r"((?:steps?|interval|freq)[ =-]*)(\d+)00\b", r"\1\2", text)
 
 
 def tool_of(command):
-    """(module, arguments) of one of our commands, or None."""
+    """Returns the module and the arguments of one of our commands, or None and the arguments."""
     if command[0] == ".venv/bin/interdomain":
-        return importlib.import_module(
-            f"interdomain.tools.{tools.TOOLS[command[1]].stem}"
-        ), command[2:]
+        file = tools.TOOLS[command[1]]
+        return importlib.import_module(f"interdomain.tools.{file.stem}"), command[2:]
     if command[0] == "./launch.sh" and command[1:2] != ["test"]:
         return launch, command[1:]
-    return None
+    return None, command[1:]
 
 
-def parse(module, argv):
+def check_options(module, argv):
     """The tool knows the options, and the launcher the settings."""
-    parsed = getattr(module, "parse", len)(argv)
     if module is launch:
-        read_job_config(["--job.config_file", parsed[0].config, *parsed[1]])
+        args, flags = launch.parse(argv)
+        read_job_config(["--job.config_file", args.config, *flags])
+    else:
+        module.parse(argv)
 
 
-def exists(command):
-    """The files and extras of the repository that a command names are there."""
+def check_files(command):
+    """The files of the repository that a command names are there."""
+    folders = r"(\./)?(tests|train_configs|benchmarks|tools|docs|plugin|kernels)/"
     for before, word in itertools.pairwise(command):
         file = word.partition("::")[0]
-        if before != "--output" and re.match(
-            r"(\./)?(tests|train_configs|benchmarks|tools|docs|plugin|kernels)/", file
-        ):
+        if before != "--output" and re.match(folders, file):
             assert glob.glob(file), f"{file} does not exist"
-        if extras := re.fullmatch(r"\.\[([\w,]+)\]", word):
-            assert set(extras[1].split(",")) <= EXTRAS.keys(), (
-                f"{word} names an extra that pyproject.toml lacks"
-            )
+
+
+def as_a_shell_expands(argv):
+    words = []
+    for word in argv:
+        words += sorted(glob.glob(word)) or [word]
+    return words
+
+
+def run_tool(module, argv, workspace, train, stop):
+    """Returns the exit status of one of our commands. `train`: the launcher trains; `stop`: until it is asked to leave."""
+    if module is launch:
+        if train and "--dry-run" not in argv:
+            return workspace.train(argv, stop)
+        return launch.main([*argv, "--dry-run"])
+    if module is study and argv[0] == "run":
+        check_options(study, argv)
+        argv = ["plan", argv[1]]
+    if (
+        module is convert and "--output" in argv
+    ):  # it overwrites nothing, and a page may begin with it
+        shutil.rmtree(argv[argv.index("--output") + 1], ignore_errors=True)
+    return module.main(argv)
 
 
 def run(text, workspace, tutorial):
-    """One line of bash."""
+    """Runs one line of bash."""
     for command in simple_commands(text):
         stop = command[0] == "timeout"  # stands for whatever ends a run
-        command = command[2:] if stop else command
-        if (tool := tool_of(command)) is None:
-            if tutorial:
-                bash = ["bash", "-euo", "pipefail", "-c", text]
-                subprocess.run(bash, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
-                return
-            exists(command)
-            continue
-        module, argv = tool
-        if module is study and argv[0] == "run":
-            parse(study, argv)
-            argv = ["plan", argv[1]]
-        if (
-            module is convert and "--output" in argv
-        ):  # it overwrites nothing, and a page may begin with it
-            shutil.rmtree(argv[argv.index("--output") + 1], ignore_errors=True)
-        if module is not launch:
-            argv = [
-                path
-                for word in argv
-                for path in ("'" not in text and sorted(glob.glob(word))) or [word]
-            ]
-            status = module.main(argv)
-        elif tutorial and "--dry-run" not in argv:
-            status = workspace.train(argv, stop)
+        if stop:
+            command = command[2:]
+        module, argv = tool_of(command)
+        if module is not None:
+            if "'" not in text and module is not launch:
+                argv = as_a_shell_expands(argv)
+            status = run_tool(module, argv, workspace, tutorial, stop)
+            assert status == (launch.CONTINUE if stop else 0), f"exit status {status}"
+        elif tutorial:
+            bash = ["bash", "-euo", "pipefail", "-c", text]
+            subprocess.run(bash, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
+            return
         else:
-            status = launch.main([*argv, "--dry-run"])
-        assert status == (launch.CONTINUE if stop else 0), f"exit status {status}"
+            check_files(command)
 
 
-def do(block, page, namespace, workspace):
-    if block.language == "python":
-        code = compile("\n" * (block.line - 1) + fewer(block.text), name_of(page), "exec")
-        if not block.needs:
-            exec(code, namespace)
-        return
+def check(text):
+    """Checks a line of bash that needs what this machine may lack."""
+    for command in simple_commands(text):
+        module, argv = tool_of(command)
+        if module is None:
+            check_files(command)
+        else:
+            check_options(module, argv)
+
+
+def run_bash(block, page, workspace):
     for line, text in commands(block):
         try:
-            if not block.needs:
+            if block.needs:
+                check(fewer(text))
+            else:
                 run(fewer(text), workspace, page.parent.name == "tutorials")
-                continue
-            for command in simple_commands(text):
-                if tool := tool_of(command):
-                    parse(*tool)
-                else:
-                    exists(command)
         except (Exception, SystemExit) as error:
             if isinstance(error, SystemExit) and not error.code:  # --help, --flags
                 continue
-            raise AssertionError(
-                f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}"
-            ) from error
+            place = f"{name_of(page)}:{line}: {text}"
+            raise AssertionError(f"{place}\n{type(error).__name__}: {error}") from error
 
 
 def run_page(page, workspace):
-    namespace, before = {"__name__": "__main__"}, {*os.listdir(), *WRITTEN, "small"}
+    namespace = {"__name__": "__main__"}
+    before = {*os.listdir(), *WRITTEN, "small"}
     kinds = settings.KINDS.copy()
     with mock.patch.dict(config.CONDITIONS), mock.patch.dict(transformer.MIXER_CLASSES):
         for block in blocks(page):
-            if block.language in ("bash", "python"):
-                do(block, page, namespace, workspace)
+            if block.language == "bash":
+                run_bash(block, page, workspace)
+            elif block.language == "python":
+                # The lines of an error are the page's.
+                text = "\n" * (block.line - 1) + fewer(block.text)
+                code = compile(text, name_of(page), "exec")
+                if not block.needs:
+                    exec(code, namespace)
     settings.KINDS[:] = kinds
-    assert {*os.listdir()} <= before, "a command writes where git does not ignore it"
+    assert set(os.listdir()) <= before, "a command writes where git does not ignore it"
 
 
 @pytest.fixture(scope="module")
 def after_the_first_run(clone, environment, ranks):
-    """The page of the first run, run: data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
+    """The clone after the page of the first run: data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
     prepare = prepare_data.main
+
+    def prepare_little(argv):
+        return prepare([*argv, "--max-bytes", "400000", "--vocab-size", "512"])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(clone)
-        patch.setattr(
-            prepare_data,
-            "main",
-            lambda argv: prepare([*argv, "--max-bytes", "400000", "--vocab-size", "512"]),
-        )
+        patch.setattr(prepare_data, "main", prepare_little)
         run_page(FIRST_RUN, Workspace(clone, ranks))
     return clone
 
@@ -176,60 +187,56 @@ def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):
 
 
 def test_the_first_run(after_the_first_run):
-    for written in (
-        "data/stdlib/manifest.json",
-        "outputs/debug-softmax/checkpoint",
-        "exports/debug/config.json",
-    ):
-        assert (after_the_first_run / written).exists()
+    assert (after_the_first_run / "data/stdlib/manifest.json").exists()
+    assert (after_the_first_run / "outputs/debug-softmax/checkpoint").exists()
+    assert (after_the_first_run / "exports/debug/config.json").exists()
 
 
 def test_a_model_card_s_example_runs(workspace, capsys):
-    """Before the pages: some register the model in this process, and then transformers asks nothing."""
-    (example,) = [
-        block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"
-    ]
-    exec(example.text.replace("path/to/this/folder", "exports/debug"), {})
+    """It runs before the pages: some register the model in this process, and then transformers asks nothing."""
+    examples = {}
+    for block in blocks(Path("exports/debug/README.md")):
+        examples[block.language] = block.text.replace("path/to/this/folder", "exports/debug")
+    exec(examples["python"], {})
     assert "Once upon a time" in capsys.readouterr().out
-    (command,) = [
-        block for block in blocks(Path("exports/debug/README.md")) if block.language == "bash"
-    ]
-    program, *words = shlex.split(command.text.replace("path/to/this/folder", "exports/debug"))
-    assert (program, tools.main([*words, "--max-tokens", "2"])) == ("interdomain", 0)
+    program, *words = shlex.split(examples["bash"])
+    assert program == "interdomain"
+    assert tools.main([*words, "--max-tokens", "2"]) == 0
     assert "Once upon a time" in capsys.readouterr().out
 
 
-OTHER_PAGES = [
-    p
-    for p in PAGES
-    if p not in (README, FIRST_RUN) and any(b.language in ("bash", "python") for b in blocks(p))
-]
+def pages_that_run():
+    """Yields README, and as slow tests the pages beyond it that have code."""
+    yield README
+    for page in PAGES:
+        languages = {block.language for block in blocks(page)}
+        if page not in (README, FIRST_RUN) and languages & {"bash", "python"}:
+            yield pytest.param(page, marks=SLOW)
 
 
-@pytest.mark.parametrize(
-    "page", [README, *(pytest.param(page, marks=SLOW) for page in OTHER_PAGES)], ids=name_of
-)
+@pytest.mark.parametrize("page", pages_that_run(), ids=name_of)
 def test_a_page_s_blocks_run(page, workspace):
     run_page(page, workspace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_settings_and_options_that_a_page_names_exist(page, capsys):
+def test_settings_that_a_page_names_exist(page):
     from interdomain.titan.settings.schema import SETTINGS
 
-    text = prose(page)
     sections = {setting.partition(".")[0] for setting in SETTINGS}
-    for section, field in re.findall(r"--([a-z_]+)\.([a-z][\w-]*)", text):
+    for section, field in re.findall(r"--([a-z_]+)\.([a-z][\w-]*)", prose(page)):
         if section in sections:
-            assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in SETTINGS, (
-                f"no setting {section}.{field}"
-            )
-    for name, rest in re.findall(
-        rf"`(?:\.venv/bin/interdomain )?({'|'.join(tools.TOOLS)})( [^`]*)`", text
-    ):
+            assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in SETTINGS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_options_that_a_page_names_exist(page, capsys):
+    command = rf"`(?:\.venv/bin/interdomain )?({'|'.join(tools.TOOLS)})( [^`]*)`"
+    for name, rest in re.findall(command, prose(page)):
         subcommand = re.findall(r"^ ([a-z]+)\b", rest)
         with pytest.raises(SystemExit):
             tools.main([name, *subcommand, "--help"])
         shown = capsys.readouterr().out
-        for option in (word for word in shlex.split(rest) if word.startswith("--")):
-            assert re.search(rf"{option}\b", shown), f"{name} has no {option}"
+        for word in shlex.split(rest):
+            if word.startswith("--"):
+                assert re.search(rf"{word}\b", shown), f"{name} has no {word}"

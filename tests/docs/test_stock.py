@@ -21,7 +21,7 @@ STORIES = {
 
 
 def checkout(folder):
-    """What a run reads of TorchTitan's repository: texts, and a tokenizer with the names of its control tokens."""
+    """Writes the files of TorchTitan's repository that a run reads: texts, and a tokenizer with its control tokens' names."""
     texts = list(read_documents(["stdlib"], max_bytes=300_000))
     (folder / "tests/assets/c4_test").mkdir(parents=True)
     lines = [json.dumps({"text": text}) for text in texts]

@@ -49,26 +49,27 @@ PAIRS = ("context tensor", "tensor pipeline", "context pipeline")
 
 
 def degrees_of(degrees):
-    return {f"parallelism__{AXES[axis]}_degree": n for axis, n in degrees.items()}
-
-
-def named(ranks, degrees):
-    return f"{ranks} " + ", ".join(f"{axis} {n}" for axis, n in degrees.items()), degrees
+    return {f"parallelism__{AXES[axis]}_degree": degree for axis, degree in degrees.items()}
 
 
 def combinations():
-    """(name, degrees) of all axes on 2 and on 4 ranks, and of one combination on 8."""
+    """Returns {name: degrees} of all axes on 2 and on 4 ranks, and of one combination on 8."""
+    found = []
     for ranks in (2, 4):
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         for degrees in itertools.product(divisors, repeat=len(AXES)):
             if math.prod(degrees) == ranks:
-                yield named(
-                    ranks, {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1}
-                )
-    yield named(8, {"pipeline": 2, "context": 2, "tensor": 2})
+                found.append(dict(zip(AXES, degrees, strict=True)))
+    found.append({"pipeline": 2, "context": 2, "tensor": 2})
+    named = {}
+    for degrees in found:
+        used = {axis: degree for axis, degree in degrees.items() if degree > 1}
+        axes = ", ".join(f"{axis} {degree}" for axis, degree in used.items())
+        named[f"{math.prod(used.values())} {axes}"] = used
+    return named
 
 
-COMBINATIONS = dict(combinations())
+COMBINATIONS = combinations()
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +77,8 @@ def runs(tmp_path_factory, corpus, short):
     runs = Runs(tmp_path_factory.mktemp("matrix"), {"text": corpus, "short": short}, forks())
     runs.add("1 one", **EVERY)
     for feature, settings in FEATURES.items():
-        runs.add(
-            f"1 {feature}", corpus="short", **EVERY | settings | {"training__local_batch_size": 8}
-        )
+        settings = EVERY | settings | {"training__local_batch_size": 8}
+        runs.add(f"1 {feature}", corpus="short", **settings)
     before = "1 one"
     for name, degrees in COMBINATIONS.items():
         settings = {"same_as": "1 one", **EVERY, **degrees_of(degrees)}
@@ -93,35 +93,40 @@ def runs(tmp_path_factory, corpus, short):
 @pytest.fixture(scope="module")
 def titan_03(runs, tmp_path_factory):
     """Runs under TorchTitan 0.3.0's own trainer."""
-    if not os.environ.get("INTERDOMAIN_TITAN03"):
+    packages = os.environ.get("INTERDOMAIN_TITAN03")
+    if not packages:
         pytest.skip("INTERDOMAIN_TITAN03 names no folder with TorchTitan 0.3.0")
-    spawn, folder = multiprocessing.get_context("spawn"), tmp_path_factory.mktemp("titan03")
-    new = Runs(folder, runs.corpora, spawn, [os.environ["INTERDOMAIN_TITAN03"]])
+    spawn = multiprocessing.get_context("spawn")
+    new = Runs(tmp_path_factory.mktemp("titan03"), runs.corpora, spawn, [packages])
     yield new
     new.end()
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_combination(runs, name):
-    """It begins with the same bits and computes what one rank does. It goes on from a checkpoint of the combination before it,
-    and one rank from its own."""
+    """It begins with the same bits and computes what one rank does. It continues a checkpoint of the combination before it,
+    and one rank continues its own."""
     for run in (name, f"{name} after another", f"1 after {name}"):
         assert_same_run(runs, run)
 
 
 def check_titan_03(new, runs, name, same_as, degrees, **settings):
-    """A run of TorchTitan 0.3.0's entry, whose settings all stand in its file. More data ranks validate on other windows."""
+    """Checks a run of TorchTitan 0.3.0's entry, whose settings all stand in its file.
+
+    It does not validate: more data ranks would read other windows.
+    """
     given = EVERY | {"validation__enable": False} | degrees_of(degrees) | settings
     new.add(name, same_as=same_as, stock=True, **given)
     settings = dict(new.settings[name])
     if "pipeline" in degrees:
-        local = 4 * settings["training__local_batch_size"]
-        settings |= {"training__local_batch_size": local, "validation__local_batch_size": local}
-        settings["parallelism__pipeline_parallel_microbatch_size"] = local // 4
+        microbatch = settings["training__local_batch_size"]
+        settings["parallelism__pipeline_parallel_microbatch_size"] = microbatch
+        settings["training__local_batch_size"] = 4 * microbatch
+        settings["validation__local_batch_size"] = 4 * microbatch
     corpus = new.corpora[settings.pop("corpus", "text")]
     file = toml_of(new.folder / f"{name}.toml", **settings, data__corpus=str(corpus))
-    new.jobs[name]["args"] = ["--module", "interdomain.titan", "--config", str(file)]
-    new.jobs[name]["args"] += ["--dump_folder", str(new.folder / name)]
+    arguments = ["--module", "interdomain.titan", "--config", str(file)]
+    new.jobs[name]["args"] = [*arguments, "--dump_folder", str(new.folder / name)]
     assert_same_run(new, name, runs)
 
 
@@ -136,15 +141,8 @@ def test_every_combination_titan_0_3(runs, titan_03, name):
 @pytest.mark.parametrize("axes", PAIRS)
 def test_features_titan_0_3(runs, titan_03, axes, feature):
     degrees = dict.fromkeys(axes.split(), 2)
-    check_titan_03(
-        titan_03,
-        runs,
-        f"4 {axes}, {feature}",
-        f"1 {feature}",
-        degrees,
-        corpus="short",
-        **FEATURES[feature],
-    )
+    settings = {"corpus": "short", **FEATURES[feature]}
+    check_titan_03(titan_03, runs, f"4 {axes}, {feature}", f"1 {feature}", degrees, **settings)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -154,14 +152,8 @@ def test_features_under_every_axis(runs, axes, feature):
     if "pipeline" not in degrees and feature in ("GPipe", "Interleaved1F1B"):
         pytest.skip("a schedule of pipelines")
     name = f"{2 ** len(degrees)} {axes}, {feature}"
-    runs.add(
-        name,
-        corpus="short",
-        same_as=f"1 {feature}",
-        **EVERY,
-        **degrees_of(degrees),
-        **FEATURES[feature],
-    )
+    settings = EVERY | degrees_of(degrees) | FEATURES[feature]
+    runs.add(name, corpus="short", same_as=f"1 {feature}", **settings)
     assert_same_run(runs, name)
 
 

@@ -21,13 +21,17 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
 
 
 def edit_run(folder: Path, **facts) -> Path:
-    """Set facts of the run in the record of a checkpoint or an exported model, or remove those that are None."""
-    checkpoint = (folder / RECORD_FILE).is_file()
-    file = folder / (RECORD_FILE if checkpoint else "config.json")
-    record = json.loads(file.read_text())
-    run = record["run"] if checkpoint else record["facts"]["run"]
+    """Sets facts of the run in the record of a checkpoint or an exported model. Removes those that are None."""
+    file = folder / RECORD_FILE
+    if file.is_file():
+        record = json.loads(file.read_text())
+        run = record["run"]
+    else:
+        file = folder / "config.json"
+        record = json.loads(file.read_text())
+        run = record["facts"]["run"]
+    run |= facts
     for name, fact in facts.items():
-        run[name] = fact
         if fact is None:
             del run[name]
     file.write_text(json.dumps(record))
@@ -35,7 +39,7 @@ def edit_run(folder: Path, **facts) -> Path:
 
 
 def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
-    """folder/step-N with one rank's shard."""
+    """Writes folder/step-N with one rank's shard."""
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
     shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
@@ -60,13 +64,11 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
         "tokens": step * 2048,
     }
     (checkpoint / RECORD_FILE).write_text(json.dumps(record))
-    state = dict(model.state_dict())
-    beside = {
-        f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor)
-        for name, tensor in state.items()
-    }
-    beside |= {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
+    state = {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
+    for name, tensor in model.state_dict().items():
+        state[name] = tensor
+        state[f"optimizer.state.{name}.exp_avg"] = torch.zeros_like(tensor)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save({**state, **beside}, checkpoint_id=checkpoint, no_dist=True)
+        dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
     return checkpoint

@@ -1,5 +1,6 @@
 """bench_inference in CPU tiny mode: what it writes, and what does not fit."""
 
+import itertools
 import json
 
 import pytest
@@ -24,23 +25,21 @@ def small(monkeypatch):
 
 
 def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
-    """softmax has no room for 64 tokens: its cells say so, the others are measured."""
+    """softmax has no room for 64 tokens: its rows say so, and the others are measured."""
     init_state = Transformer.init_state
 
-    def little(self, batch, capacity=0):
+    def init_little_state(self, batch, capacity=0):
         if capacity >= 64 and self.config.mixer.kind == "softmax":
             raise torch.OutOfMemoryError("Tried to allocate")
         return init_state(self, batch, capacity)
 
-    monkeypatch.setattr(Transformer, "init_state", little)
+    monkeypatch.setattr(Transformer, "init_state", init_little_state)
     assert bench_inference.main(["--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "inference.json").read_text())
     assert (contents["status"], contents["label"]) == ("complete", results.CPU_LABEL)
-    decoded, prompts = (table["rows"] for table in contents["tables"].values())
-    rows = {(row["B"], row["prefix"], row["path"]): row for row in decoded}
-    assert list(rows) == [
-        (b, prefix, path) for b in (1, 2) for prefix in (32, 64) for path in bench_inference.PATHS
-    ]
+    decoded, prompts = contents["tables"].values()
+    rows = {(row["B"], row["prefix"], row["path"]): row for row in decoded["rows"]}
+    assert list(rows) == list(itertools.product((1, 2), (32, 64), bench_inference.PATHS))
     for (batch, prefix, path), row in rows.items():
         if path == "softmax, eager" and prefix == 64:
             assert row["remark"] == "out of memory"
@@ -49,10 +48,9 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
         else:
             assert row["remark"]  # a CUDA graph needs a GPU
     ours = rows[2, 32, "interdomain, eager"]
-    assert ours["speedup"] == pytest.approx(
-        rows[2, 32, "softmax, eager"]["ms a step"] / ours["ms a step"]
-    )
-    read = {(row["prompt"], row["read"]): row for row in prompts}
+    softmax = rows[2, 32, "softmax, eager"]
+    assert ours["speedup"] == pytest.approx(softmax["ms a step"] / ours["ms a step"])
+    read = {(row["prompt"], row["read"]): row for row in prompts["rows"]}
     assert len(read) == 5
     assert read["B=2, 64 tokens", "softmax whole"]["remark"] == "out of memory"
     assert read["B=1, 128 tokens", "interdomain chunked"]["tokens/s"] > 0
@@ -66,4 +64,5 @@ def test_a_state_is_set_to_its_prefix():
         set_position(state, 8)
         Decoder(model, state).step(torch.zeros(2, dtype=torch.int64))
         assert state.position.tolist() == [9, 9]
-        assert (state.layers[0].k.abs().sum((0, 1, 3)) > 0).nonzero().flatten().tolist() == [8]
+        written = state.layers[0].k.abs().sum((0, 1, 3)) > 0
+        assert written.nonzero().flatten().tolist() == [8]

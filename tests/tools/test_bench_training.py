@@ -1,7 +1,6 @@
 """bench_training: a real run of the trainer, what is read from it, and runs that fail."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -26,48 +25,43 @@ def results(folder):
     return contents, [table["rows"] for table in contents["tables"].values()]
 
 
+def bench(folder, *options):
+    assert bench_training.main(["--output", str(folder), *options]) == 0
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_real_step(tmp_path, capsys):
-    argv = [
-        "--output",
-        str(tmp_path),
-        "--cases",
-        "interdomain:eager:none",
-        "--seq-len",
-        "32",
-        "--steps",
-        "2",
-    ]
-    assert bench_training.main([*argv, "--train-flags", "--mixer.backend", "chunkwise-torch"]) == 0
+    flags = ["--mixer.backend", "chunkwise-torch"]
+    options = "--cases interdomain:eager:none --seq-len 32 --steps 2 --train-flags"
+    bench(tmp_path, *options.split(), *flags)
     contents, [[row]] = results(tmp_path)
     assert "remark" not in row, row
     assert (contents["status"], contents["label"]) == ("complete", _bench.CPU_LABEL)
-    assert contents["options"]["train_flags"] == ["--mixer.backend", "chunkwise-torch"]
+    assert contents["options"]["train_flags"] == flags
     assert row["ms a step"] == pytest.approx(1e3 * 128 / row["tokens/s"])
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
     assert row["GiB reserved"] > 0
-    assert "MFU %" not in row  # of a CPU there is none
-    assert not any(str(place) in json.dumps(contents) for place in (tmp_path, REPOSITORY))
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .startswith("1 of 1 cases measured; complete: wrote ")
-    )
+    assert "MFU %" not in row  # a CPU has none
+    text = json.dumps(contents)
+    assert str(tmp_path) not in text
+    assert str(REPOSITORY) not in text
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("1 of 1 cases measured; complete: wrote ")
 
 
-def run_of(case="softmax:eager:none", **changes):
-    settings = dict(
+def run_of(case="softmax:eager:none", seq_len=1000):
+    return bench_training.Run(
+        case,
         config=CONFIG,
         batch_size=4,
-        seq_len=1000,
+        seq_len=seq_len,
         steps=20,
         log_freq=5,
         ranks=2,
         limit=60.0,
         train_flags=[],
     )
-    return bench_training.Run(case, **settings | changes)
 
 
 def test_figures_leave_the_first_steps_out():
@@ -77,79 +71,56 @@ def test_figures_leave_the_first_steps_out():
         "loss_metrics/global_avg_loss": {1: 10.5, 20: 10.4},
     }
     row = bench_training.figures(seen, run_of())
-    assert row == {
-        "tokens/s": 450.0,
-        "GiB reserved": 70.0,
-        "loss": 10.4,
-        "ms a step": pytest.approx(1e3 * 2000 / 450),
-    }
-    assert "tokens/s" not in bench_training.figures(
-        {"throughput(tps)": {1: 1.0, 5: 10.0}}, run_of()
-    )
+    step = pytest.approx(1e3 * 2000 / 450)
+    assert row == {"tokens/s": 450.0, "GiB reserved": 70.0, "loss": 10.4, "ms a step": step}
+    begun = bench_training.figures({"throughput(tps)": {1: 1.0, 5: 10.0}}, run_of())
+    assert "tokens/s" not in begun
+
+
+def no_data(*args):
+    """Takes the place of bench_training.write_data."""
 
 
 def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     scripts = {
-        "softmax": "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB' >&2; exit 1",
+        "softmax": "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB' >&2; exit 1",
         "interdomain": "echo 'error: /some/where/x is unknown'; echo '...elastic.ChildFailedError: '; exit 1",
         "s4d": "exec sleep 60",
         "s4d-rope": "true",
     }
     remaining = iter(scripts.values())
-    monkeypatch.setattr(
-        bench_training.torchrun, "torchrun_command", lambda *a: ["sh", "-c", next(remaining)]
-    )
-    monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
+
+    def torchrun_command(*args):
+        return ["sh", "-c", next(remaining)]
+
+    monkeypatch.setattr(bench_training.torchrun, "torchrun_command", torchrun_command)
+    monkeypatch.setattr(bench_training, "write_data", no_data)
     cases = [f"{condition}:eager:none" for condition in scripts]
-    assert (
-        bench_training.main(["--output", str(tmp_path), "--case-limit", "5", "--cases", *cases])
-        == 0
-    )
+    bench(tmp_path, "--case-limit", "5", "--cases", *cases)
     assert [row["remark"] for row in results(tmp_path)[1][0]] == [
         "out of memory",
         "exit status 1: error: x is unknown",
         "cut after 5 s: no word",
         "no steady step was logged in 3 steps",
     ]
-    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 4 cases measured; complete")
+    assert "\n0 of 4 cases measured; complete" in capsys.readouterr().out
 
 
 def test_ratio_is_to_softmax_of_the_same_settings_and_tokens_fill_a_step(tmp_path, monkeypatch):
     speeds = iter([100.0, 150.0, 50.0, 100.0, 300.0, 50.0])
-    monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
-    monkeypatch.setattr(
-        bench_training, "run_case", lambda run, *a: {"case": run.case, "tokens/s": next(speeds)}
-    )
+
+    def run_case(run, *args):
+        return {"case": run.case, "tokens/s": next(speeds)}
+
+    monkeypatch.setattr(bench_training, "write_data", no_data)
+    monkeypatch.setattr(bench_training, "run_case", run_case)
     cases = ["softmax:eager:none", "interdomain:eager:none", "interdomain:compile:none"]
-    argv = [
-        "--output",
-        str(tmp_path),
-        "--seq-len",
-        "32",
-        "256",
-        "--tokens",
-        "64",
-        "--cases",
-        *cases,
-    ]
-    assert bench_training.main(argv) == 0
-    contents, tables = results(tmp_path)
-    assert [name.split(" tokens")[0] for name in contents["tables"]] == [
-        "debug, 2 x 32",
-        "debug, 1 x 256",
-    ]
-    assert [[row["over softmax"] for row in rows] for rows in tables] == [
-        [1.0, 1.5, None],
-        [1.0, 3.0, None],
-    ]
-
-
-def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch):
-    """Wheels that were carried to a machine without a network: TorchTitan is there and something that it imports is not."""
-    monkeypatch.setitem(sys.modules, "typeguard", None)  # tyro imports it to read a configuration
-    assert bench_training.main(["--output", str(tmp_path)]) == 0
-    contents, _ = results(tmp_path)
-    assert (contents["status"], "typeguard" in contents["notes"][-1]) == ("skipped", True)
+    bench(tmp_path, "--seq-len", "32", "256", "--tokens", "64", "--cases", *cases)
+    contents, (short, long) = results(tmp_path)
+    batches = [name.split(" tokens")[0] for name in contents["tables"]]
+    assert batches == ["debug, 2 x 32", "debug, 1 x 256"]
+    assert [row["over softmax"] for row in short] == [1.0, 1.5, None]
+    assert [row["over softmax"] for row in long] == [1.0, 3.0, None]
 
 
 @pytest.mark.parametrize("case", bench_training.CASES)

@@ -19,64 +19,72 @@ pytestmark = pytest.mark.skipif(
 CPU = torch.device("cpu")
 
 
+def check(folder, *groups):
+    """Returns the exit status of the command."""
+    options = ["--groups", *groups] if groups else []
+    return check_kernels.main(["--output", str(folder), *options])
+
+
+def bench(folder):
+    """Returns the results of a benchmark in the folder of a check."""
+    options = ["--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]
+    assert bench_kernels.main(["--output", str(folder), *options]) == 0
+    return results(folder, "kernels")
+
+
+def rows_of(folder):
+    return results(folder, "check")["tables"]["cases"]["rows"]
+
+
+def case_of(group):
+    return check_kernels.groups(False)[group][0]
+
+
 def test_every_backend_passes(tmp_path):
-    assert check_kernels.main(["--output", str(tmp_path)]) == 0
-    contents = results(tmp_path, "check")
-    assert contents["status"] == "passed"
-    rows = contents["tables"]["cases"]["rows"]
-    assert {row["result"] for row in rows} == {"PASS"}
-    errors = {}
-    for row in rows:
-        errors.setdefault(row["case"].split(" B=")[0], set()).update(row["errors"])
-    tensors = {"out", "state", "dq", "dk", "dv", "dlog_decay", "dmixing", "dinitial_state"}
+    assert check(tmp_path) == 0
+    assert results(tmp_path, "check")["status"] == "passed"
+    tensors = {}
+    for row in rows_of(tmp_path):
+        assert row["result"] == "PASS"
+        name = row["case"].split(" B=")[0]
+        tensors.setdefault(name, set()).update(row["errors"])
+    scan = {"out", "state", "dq", "dk", "dv", "dlog_decay", "dmixing", "dinitial_state"}
     for backend in ("chunkwise", "chunkwise-torch", "reference"):
-        assert errors[f"scan: {backend}"] >= tensors
-    assert {"scan: fft", "step:", "linear step:", "layer step: torch"} <= errors.keys()
-    assert {"out", "dx", "dmixer.wq.weight", "dmixer.v_norm.weight"} <= errors["layer: torch"]
+        assert tensors[f"scan: {backend}"] >= scan
+    assert {"scan: fft", "step:", "linear step:", "layer step: torch"} <= tensors.keys()
+    assert {"out", "dx", "dmixer.wq.weight", "dmixer.v_norm.weight"} <= tensors["layer: torch"]
 
 
 def replace_chunkwise(monkeypatch, **functions):
-    """Replace a function of the backend `chunkwise`, and not of `chunkwise-torch`, which is the same module."""
-    changed, real = SimpleNamespace(**vars(chunkwise) | functions), ops.implementation
-    chosen = lambda backend, device: changed if backend == "chunkwise" else real(backend, device)  # noqa: E731
-    monkeypatch.setattr(ops, "implementation", chosen)
+    """Replaces a function of the backend `chunkwise`. The backend `chunkwise-torch`, the same module, keeps it."""
+    changed = SimpleNamespace(**vars(chunkwise) | functions)
+    real = ops.implementation
+
+    def implementation(backend, device):
+        return changed if backend == "chunkwise" else real(backend, device)
+
+    monkeypatch.setattr(ops, "implementation", implementation)
 
 
 def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatch):
-    backward = chunkwise.scan_backward
-
-    def broken(*args, **kw):
-        dq, dk, *rest = backward(*args, **kw)
+    def broken(*args, **kwargs):
+        dq, dk, *rest = chunkwise.scan_backward(*args, **kwargs)
         return dq, 1.05 * dk, *rest
 
     replace_chunkwise(monkeypatch, scan_backward=broken)
-    assert (
-        check_kernels.main(
-            ["--output", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-linear"]
-        )
-        == 1
-    )
-    contents = results(tmp_path, "check")
-    assert contents["status"] == "failed"
-    row, *others = contents["tables"]["cases"]["rows"]
-    assert (row["result"], row["in"], {other["result"] for other in others}) == (
-        "FAIL",
-        "dk",
-        {"PASS"},
-    )
-    assert row["worst"] > 3 * row["bound"] > row["bound"] > row["errors"]["dq"]
-    assert (
-        bench_kernels.main(
-            ["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]
-        )
-        == 0
-    )
+    assert check(tmp_path, "chunkwise-M128", "chunkwise-linear") == 1
+    assert results(tmp_path, "check")["status"] == "failed"
+    row, *others = rows_of(tmp_path)
+    assert (row["result"], row["in"]) == ("FAIL", "dk")
+    assert {other["result"] for other in others} == {"PASS"}
+    assert row["worst"] > 3 * row["bound"]
+    assert row["errors"]["dq"] < row["bound"]
     # Other tools name the sizes that failed, and only those.
-    bf16, fp32 = "d=8 M=8 bfloat16", "d=8 M=8 float32"
-    verdicts = results(tmp_path, "kernels")["check"]
-    assert verdicts["d=8 M=16 bfloat16"] == "FAIL"
-    assert (verdicts[bf16], verdicts[fp32]) == ("PASS", "PASS")
-    assert f"{CHECK_FAILED}: d=8 M=16 bfloat16." in results(tmp_path, "kernels")["notes"]
+    contents = bench(tmp_path)
+    assert contents["check"]["d=8 M=16 bfloat16"] == "FAIL"
+    assert contents["check"]["d=8 M=8 bfloat16"] == "PASS"
+    assert contents["check"]["d=8 M=8 float32"] == "PASS"
+    assert f"{CHECK_FAILED}: d=8 M=16 bfloat16." in contents["notes"]
 
 
 @pytest.mark.parametrize(
@@ -84,85 +92,102 @@ def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatc
 )
 @pytest.mark.parametrize("stage", ["conv", "rope", "norm", "silu"])
 def test_broken_input_features_fail_the_check(kind, name, stage, monkeypatch):
-    """A bias or a sine that the kernel loses, an activation that it leaves out."""
+    """The kernel loses a bias or a sine, or leaves an activation out."""
     make = getattr(mixer, name)
 
     def broken(x, head_dim, **given):
+        # The exact values are computed in float64.
         if x.dtype != torch.float64 and given.get(stage):
-            given[stage] = 0 if stage == "silu" else (given[stage][0], 0 * given[stage][1])
+            if stage == "silu":
+                given[stage] = False
+            else:
+                first, second = given[stage]
+                given[stage] = (first, 0 * second)
         return make(x, head_dim, **given)
 
     monkeypatch.setattr(mixer, name, broken)
-    (case, *_) = (
-        case for case in check_kernels.groups(False)["layer-interdomain"] if case.kind == kind
-    )
-    assert check_kernels.run_case(case, CPU)["result"] == "FAIL"
+    cases = [case for case in check_kernels.groups(False)["layer-interdomain"] if case.kind == kind]
+    assert check_kernels.run_case(cases[0], CPU)["result"] == "FAIL"
 
 
-def test_nan_other_bits_and_exceptions_fail(monkeypatch, tmp_path):
-    calls, forward = [], chunkwise.scan_forward
-    (case,) = check_kernels.groups(False)["chunkwise-M128"]
+def break_forward(monkeypatch, change):
+    """Changes the output and the state of the scan's forward pass in place."""
 
-    def row_of(change):
-        def broken(*args, **kw):
-            o, state, *kept = forward(*args, **kw)
-            return *change(o, state), *kept
+    def broken(*args, **kwargs):
+        results = chunkwise.scan_forward(*args, **kwargs)
+        change(results[0], results[1])
+        return results
 
-        replace_chunkwise(monkeypatch, scan_forward=broken)
-        return check_kernels.run_case(case, CPU)
+    replace_chunkwise(monkeypatch, scan_forward=broken)
 
-    def unsteady(o, state):
+
+def test_nan_fails(monkeypatch):
+    def spoil(o, state):
+        o.fill_(float("nan"))
+
+    break_forward(monkeypatch, spoil)
+    assert check_kernels.run_case(case_of("chunkwise-M128"), CPU)["result"] == "FAIL"
+
+
+def test_another_result_at_the_second_call_fails(monkeypatch):
+    calls = []
+
+    def drift(o, state):
         calls.append(1)
-        return o, state + 1e-7 * len(calls)
+        state += 1e-7 * len(calls)
 
-    def fails(o, state):
+    break_forward(monkeypatch, drift)
+    row = check_kernels.run_case(case_of("chunkwise-M128"), CPU)
+    assert (row["result"], row["bit-equal"]) == ("FAIL", False)
+
+
+def test_an_exception_fails(monkeypatch, tmp_path):
+    def raise_error(o, state):
         raise RuntimeError("out of resources")
 
-    assert row_of(lambda o, state: (o * float("nan"), state))["result"] == "FAIL"
-    row = row_of(unsteady)
-    assert (row["result"], row["bit-equal"]) == ("FAIL", False)
-    with pytest.raises(RuntimeError):
-        row_of(fails)
-    assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128"]) == 1
-    (row,) = results(tmp_path, "check")["tables"]["cases"]["rows"]
+    break_forward(monkeypatch, raise_error)
+    assert check(tmp_path, "chunkwise-M128") == 1
+    (row,) = rows_of(tmp_path)
     assert row["result"] == "FAIL: RuntimeError: out of resources"
 
 
 def test_a_check_that_was_cut_has_not_failed(tmp_path, monkeypatch):
-    """What ran has its verdict; a figure of sizes that are not finished says so."""
-
+    """The cases that ran have verdicts. A figure of sizes that are not finished says so."""
     run_cases = processes.run_cases
 
     def run_the_first_group(device, groups, run, add, workers):
         run_cases(device, groups[:1], run, add, workers)
         raise KeyboardInterrupt
 
-    groups = ["chunkwise-M128", "chunkwise-fp16"]
-    monkeypatch.setattr(processes, "run_cases", run_the_first_group)
-    with pytest.raises(KeyboardInterrupt):
-        check_kernels.main(["--output", str(tmp_path), "--groups", *groups])
-    monkeypatch.setattr(processes, "run_cases", run_cases)
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "run_cases", run_the_first_group)
+        with pytest.raises(KeyboardInterrupt):
+            check(tmp_path, "chunkwise-M128", "chunkwise-fp16")
     assert results(tmp_path, "check")["status"] == "unfinished"
-    assert (
-        bench_kernels.main(
-            ["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]
-        )
-        == 0
-    )
-    contents = results(tmp_path, "kernels")
+    contents = bench(tmp_path)
     assert contents["check"] == {"d=8 M=16 bfloat16": "PASS", "d=8 M=8 float16": UNFINISHED}
-    assert not any(CHECK_FAILED in note for note in contents["notes"])
-    assert any("d=8 M=8 float16" in note for note in contents["notes"])
+    notes = " ".join(contents["notes"])
+    assert CHECK_FAILED not in notes
+    assert "d=8 M=8 float16" in notes
 
 
-@pytest.mark.parametrize(("error", "code"), [(1.1, 3), (2.9, 3), (3.1, 1)])
-def test_beyond_the_bound_is_not_failed(error, code, tmp_path, monkeypatch):
-    """One tensor is `error` bounds off."""
-    (case,) = check_kernels.groups(False)["chunkwise-M128"]
-    errors = iter([error * case.bound("out")])
-    monkeypatch.setattr(check_kernels, "relative_rms", lambda got, exact: next(errors, 0.0))
-    assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128"]) == code
-    contents = results(tmp_path, "check")
-    (row,) = contents["tables"]["cases"]["rows"]
-    expected = ("beyond bounds", "beyond the bound") if code == 3 else ("failed", "FAIL")
-    assert (contents["status"], row["result"]) == expected
+@pytest.mark.parametrize(
+    ("bounds", "code", "status", "result"),
+    [
+        (1.1, 3, "beyond bounds", "beyond the bound"),
+        (2.9, 3, "beyond bounds", "beyond the bound"),
+        (3.1, 1, "failed", "FAIL"),
+    ],
+)
+def test_beyond_the_bound_is_not_failed(bounds, code, status, result, tmp_path, monkeypatch):
+    """One tensor is `bounds` times its bound off."""
+    errors = [bounds * case_of("chunkwise-M128").bound("out")]
+
+    def relative_rms(got, exact):
+        return errors.pop() if errors else 0.0
+
+    monkeypatch.setattr(check_kernels, "relative_rms", relative_rms)
+    assert check(tmp_path, "chunkwise-M128") == code
+    assert results(tmp_path, "check")["status"] == status
+    (row,) = rows_of(tmp_path)
+    assert row["result"] == result

@@ -11,46 +11,42 @@ from ..common import TIMEOUT
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.slow
-COUNTS = re.compile(r"(\d+) kernels compiled, (\d+) read from the cache")
 
 
 def compile_kernels(cache, *flags):
-    command = [
-        sys.executable,
-        "-m",
-        "interdomain.tools.compile_kernels",
-        "--cache",
-        str(cache),
-        *flags,
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    """Returns the numbers of kernels that were compiled, and that were read from the cache."""
+    program = [sys.executable, "-m", "interdomain.tools.compile_kernels"]
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        [*program, "--groups", "step", "--cache", cache, *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
-    compiled, read = COUNTS.search(done.stdout).groups()
-    return int(compiled), int(read)
+    counts = re.search(r"(\d+) kernels compiled, (\d+) read from the cache", done.stdout)
+    return int(counts[1]), int(counts[2])
 
 
 @pytest.mark.e2e
 def test_a_second_process_compiles_nothing(tmp_path):
-    """As benchmarks/prepare_gpu.sh packs the kernels and gpu.sh unpacks them, whose paths Triton writes into its cache."""
-    compiled, read = compile_kernels(tmp_path / "cache", "--groups", "step")
+    """benchmarks/prepare_gpu.sh packs the kernels and gpu.sh unpacks them. Triton writes paths into its cache."""
+    cache = tmp_path / "cache"
+    compiled, read = compile_kernels(cache)
     assert compiled > 0
     assert read == 0
-    moved = (tmp_path / "cache").rename(tmp_path / "moved")
+    moved = cache.rename(tmp_path / "moved")
     for group in moved.glob("*/__grp__*"):
-        group.write_text(group.read_text().replace(str(tmp_path / "cache"), str(moved)))
-    assert compile_kernels(moved, "--groups", "step") == (0, compiled)
+        group.write_text(group.read_text().replace(str(cache), str(moved)))
+    assert compile_kernels(moved) == (0, compiled)
     # Kernels for another GPU are others.
-    assert compile_kernels(moved, "--groups", "step", "--capability", "8.0") == (compiled, 0)
+    assert compile_kernels(moved, "--capability", "8.0") == (compiled, 0)
 
 
 def test_bad_requests(tmp_path, refused):
     from interdomain.tools import compile_kernels
 
-    refused(
-        compile_kernels.main,
-        ["--cache", tmp_path, "--capability", "sm_90"],
-        "--capability must be X.Y",
-    )
+    argv = ["--cache", tmp_path, "--capability", "sm_90"]
+    refused(compile_kernels.main, argv, "--capability must be X.Y")

@@ -30,8 +30,8 @@ PLAN = {
     "profile of the features": [7, 7],
     "memcheck": [18, 18],
 }
-LIMITS = dict(zip(PLAN, (20, 80, 75, 65, 55, 50, 105, 30, 20, 40), strict=True))
-HANGS = [10_000]
+LIMITS = [20, 80, 75, 65, 55, 50, 105, 30, 20, 40]  # seconds of each part
+HANGS = 10_000
 
 # A tool of ours, ncu and compute-sanitizer as gpu.sh starts them. The clock is a file: a row moves it on by its seconds, or to
 # the end of the part's time, where `timeout` would have killed the tool.
@@ -54,9 +54,6 @@ results = {"part": name, "label": "", "started": clock.read_text(), "status": "u
            "notes": [], "tables": {"rows": {"columns": ["row"], "rows": []}}}
 if name == "check":
     results["tables"]["verdicts"] = verdicts
-if name in rehearsal["skipped"]:
-    print("Skipped: torchtitan cannot be imported.")
-    sys.exit(0)
 for number, seconds in enumerate(rehearsal["seconds"][name]):
     now = float(clock.read_text()) + seconds
     if now > float(os.environ["REHEARSAL_DEADLINE"]):
@@ -87,21 +84,47 @@ exec "$@"
 }
 
 
-def rehearse(tmp_path, *flags, seconds=None, status=None, skipped=(), verdicts=()):
-    """Run gpu.sh by a clock that is moved on by what the parts are estimated to take.
+class Rehearsal:
+    """A finished run of gpu.sh.
 
-    Returns:
-        The exit status, the summary, the status of each part by its name, and the rows of each results file.
+    Attributes:
+        code: Its exit status.
+        summary: The text of summary.md.
+        statuses: {part: its status}, in the order of the summary.
+        rows: {part: number of rows in its results file}.
     """
+
+    def __init__(self, code, folder):
+        self.code = code
+        self.summary = (folder / "summary.md").read_text()
+        self.statuses = {}
+        for line in self.summary.splitlines():
+            cells = line.strip("| ").split(" | ")
+            if line.startswith("| ") and len(cells) == 3 and cells[0] != "part":
+                self.statuses[cells[0]] = cells[1]
+        self.rows = {}
+        for path in folder.glob("*.json"):
+            self.rows[path.stem] = len(json.loads(path.read_text())["tables"]["rows"]["rows"])
+
+
+def write_program(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def gpu_sh(*flags):
+    return ["bash", str(REPOSITORY / "benchmarks/gpu.sh"), *map(str, flags)]
+
+
+def rehearse(tmp_path, *flags, seconds=None, status=None, verdicts=()):
+    """Runs gpu.sh by a clock that is moved on by what the parts are estimated to take."""
     for name, text in PROGRAMS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, text)
     (tmp_path / "tool.py").write_text(STAND_IN)
     (tmp_path / "clock").write_text("1000")
     plan = {
         "seconds": PLAN | (seconds or {}),
         "status": status or {},
-        "skipped": skipped,
         "verdicts": verdicts,
     }
     (tmp_path / "rehearsal.json").write_text(json.dumps(plan))
@@ -113,88 +136,42 @@ def rehearse(tmp_path, *flags, seconds=None, status=None, skipped=(), verdicts=(
         "REHEARSAL_PYTHON": sys.executable,
         "REHEARSAL_TOOL": str(tmp_path / "tool.py"),
     }
-    command = [
-        "bash",
-        str(REPOSITORY / "benchmarks/gpu.sh"),
-        *flags,
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
-    print(run.stdout, run.stderr)
-    summary, statuses = summary_of(tmp_path)
-    rows = {}
-    for path in (tmp_path / "out").glob("*.json"):
-        rows[path.stem] = len(json.loads(path.read_text())["tables"]["rows"]["rows"])
-    assert float((tmp_path / "clock").read_text()) <= 1000 + sum(LIMITS.values())
-    return run.returncode, summary, statuses, rows
-
-
-def summary_of(tmp_path):
-    summary = (tmp_path / "out/summary.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in summary.splitlines() if line.startswith("| ")]
-    return summary, {row[0]: row[1] for row in rows if len(row) == 3 and row[0] != "part"}
-
-
-def part_name(name):
-    return "flash-linear-attention" if name == "peers" else name
+    command = gpu_sh(*flags, "--output", tmp_path / "out")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    print(done.stdout, done.stderr)
+    assert float((tmp_path / "clock").read_text()) <= 1000 + sum(LIMITS)
+    return Rehearsal(done.returncode, tmp_path / "out")
 
 
 @pytest.mark.e2e
 def test_rehearsal_as_planned(tmp_path):
-    code, _, statuses, rows = rehearse(tmp_path)
-    assert code == 0
-    assert list(statuses) == [part_name(name) for name in PLAN]
-    assert {status.partition(":")[0] for status in statuses.values()} == {"complete"}
+    done = rehearse(tmp_path)
+    assert done.code == 0
+    names = [name.replace("peers", "flash-linear-attention") for name in PLAN]
+    assert list(done.statuses) == names
+    for status in done.statuses.values():
+        assert status.startswith("complete")
     measured = [name for name in PLAN if not name.startswith(("profile", "memcheck"))]
-    assert rows == {name: len(PLAN[name]) for name in measured}
+    assert done.rows == {name: len(PLAN[name]) for name in measured}
     # A lent machine sends eight files back.
-    assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(
-        [*measured, "summary"]
-    )
+    files = [path.stem for path in (tmp_path / "out").iterdir()]
+    assert sorted(files) == sorted([*measured, "summary"])
 
 
 @pytest.mark.e2e
 def test_rehearsal_in_which_every_part_hangs(tmp_path):
     """A part is cut when its time is over, keeps the rows that it has, and takes nothing from the others."""
-    code, _, statuses, rows = rehearse(tmp_path, seconds={name: [1, *HANGS] for name in PLAN})
-    assert code == 0
-    assert len(statuses) == len(PLAN)
-    assert all(status.startswith("cut after") for status in statuses.values())
-    assert {*rows.values()} == {1}
-
-
-@pytest.mark.e2e
-def test_rehearsal_with_kernels_that_were_not_prepared(tmp_path):
-    """All 205 are compiled in the check: 277 s of processor time on twelve cores."""
-    code, _, statuses, rows = rehearse(tmp_path, seconds={"check": [12] * 9})
-    assert code == 0
-    assert statuses.pop("check").startswith("cut after")
-    assert rows["check"] == 7
-    assert all(status.startswith("complete") for status in statuses.values())
-
-
-@pytest.mark.e2e
-def test_rehearsal_without_torchtitan_and_with_a_peer_that_raises(tmp_path):
-    training = [name for name in PLAN if name.startswith("training")]
-    code, _, statuses, rows = rehearse(
-        tmp_path, skipped=training, status={"peers": 1}, seconds={"peers": [2]}
-    )
-    assert code == 1
-    assert statuses["training-125M"] == "complete: Skipped: torchtitan cannot be imported."
-    assert statuses["flash-linear-attention"].startswith("exit status 1")
-    assert not rows.keys() & {*training}
-    assert all(
-        statuses[part].startswith("complete")
-        for part in ("decode", "profile of the scan", "memcheck")
-    )
+    done = rehearse(tmp_path, seconds={name: [1, HANGS] for name in PLAN})
+    assert done.code == 0
+    assert len(done.statuses) == len(PLAN)
+    for status in done.statuses.values():
+        assert status.startswith("cut after")
+    assert set(done.rows.values()) == {1}
 
 
 @pytest.mark.e2e
 def test_rehearsal_of_a_failed_check(tmp_path):
-    """It is repeated with a prepared ptxas, in time that the last parts lose; what failed is named by its sizes."""
+    """It is repeated with a prepared ptxas, in time that the last parts lose. The summary names the sizes that failed."""
     verdicts = [
         {"sizes": "d=64 M=64 bfloat16", "verdict": "PASS"},
         {"sizes": "d=64 M=16 bfloat16", "verdict": "FAIL"},
@@ -202,82 +179,66 @@ def test_rehearsal_of_a_failed_check(tmp_path):
     prepared = tmp_path / "prepared"
     (prepared / "site").mkdir(parents=True)
     (prepared / "cache").mkdir()
-    (prepared / "ptxas").write_text(
-        "#!/bin/sh\necho Cuda compilation tools, release 13.5, V13.5.1\n"
-    )
-    (prepared / "ptxas").chmod(0o755)
-    subprocess.run(["tar", "-czf", tmp_path / "gpu.tar.gz", "-C", prepared, "."], check=True)
-    failed = {"status": {"check": 1}, "verdicts": verdicts}
-    code, summary, statuses, _ = rehearse(
-        tmp_path, "--prepared", str(tmp_path / "gpu.tar.gz"), **failed
-    )
-    assert code == 1
-    again = [part for part in statuses if part.startswith("check with another ptxas, ")]
-    assert len(again) == 1
-    assert list(statuses).index(again[0]) == list(statuses).index("check") + 1
-    assert f"**{CHECK_FAILED}: d=64 M=16 bfloat16.**" in summary
+    write_program(prepared / "ptxas", "echo Cuda compilation tools, release 13.5, V13.5.1")
+    archive = tmp_path / "gpu.tar.gz"
+    subprocess.run(["tar", "-czf", archive, "-C", prepared, "."], check=True)
+    done = rehearse(tmp_path, "--prepared", archive, status={"check": 1}, verdicts=verdicts)
+    assert done.code == 1
+    parts = list(done.statuses)
+    assert parts[parts.index("check") + 1].startswith("check with another ptxas, ")
+    assert f"**{CHECK_FAILED}: d=64 M=16 bfloat16.**" in done.summary
 
 
-def start(tmp_path, *flags, first="--time-limit=540"):
-    """gpu.sh by the real clock, with tools that write one row; training does not end."""
-    (tmp_path / "python").write_text(f"""#!/bin/sh
-case $2 in
+# In the interpreter's place: the tools write one row, and training does not end.
+PYTHON = f"""case $2 in
   *_bench.pages|-*) exec '{sys.executable}' "$@" ;;
   *bench_training) echo started >"$4/started"; exec sleep 600 ;;
   interdomain.tools.*) echo "1 row; imports from ${{PYTHONPATH%%:*}}" ;;
   *) exec '{sys.executable}' "$@" ;;
-esac
-""")
-    (tmp_path / "python").chmod(0o755)
-    command = [
-        "bash",
-        str(REPOSITORY / "benchmarks/gpu.sh"),
-        first,
-        "--output",
-        str(tmp_path / "out"),
-        *flags,
-    ]
-    environment = os.environ | {
-        "INTERDOMAIN_PYTHON": str(tmp_path / "python"),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+esac"""
+
+
+def start(tmp_path, *flags):
+    """Starts gpu.sh by the real clock."""
+    write_program(tmp_path / "python", PYTHON)
+    environment = {**os.environ, "INTERDOMAIN_PYTHON": str(tmp_path / "python")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = gpu_sh(*flags, "--output", tmp_path / "out")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, **streams)
 
 
 @pytest.mark.e2e
 def test_a_part_that_hangs_is_killed_by_the_real_clock(tmp_path):
-    run = start(tmp_path, "--time-limit", "20")
+    run = start(tmp_path, "--time-limit=20")
     printed, _ = run.communicate(timeout=TIMEOUT)
-    _, statuses = summary_of(tmp_path)
-    assert statuses["training-125M"].startswith(("cut after", "not run")), (
-        printed
-    )  # not run: on a busy machine
-    again = start(tmp_path)
+    status = Rehearsal(run.returncode, tmp_path / "out").statuses["training-125M"]
+    # On a busy machine its turn does not come.
+    assert status.startswith(("cut after", "not run")), printed
+    again = start(tmp_path, "--time-limit=20")
     assert "never overwritten" in again.communicate(timeout=TIMEOUT)[0]
     assert again.returncode == 2
 
 
 @pytest.mark.e2e
 def test_ended_at_any_moment(tmp_path):
-    run = start(tmp_path)
+    run = start(tmp_path, "--time-limit=540")
     while not (tmp_path / "out/started").exists():
         assert run.poll() is None
         time.sleep(0.05)
     run.terminate()
     run.communicate(timeout=TIMEOUT)
     assert run.returncode == 128 + signal.SIGTERM
-    _, statuses = summary_of(tmp_path)
-    assert [*statuses] == ["machine", "check", "kernels", "decode"]
+    done = Rehearsal(run.returncode, tmp_path / "out")
+    assert list(done.statuses) == ["machine", "check", "kernels", "decode"]
 
 
 @pytest.mark.e2e
 def test_one_tool_and_an_unknown_one(tmp_path):
     """A clone that is not installed is imported as it lies."""
-    run = start(tmp_path, first="inference")
+    run = start(tmp_path, "inference")
     assert run.communicate(timeout=TIMEOUT)[0] == f"1 row; imports from {REPOSITORY}/plugin\n"
-    run = start(tmp_path, first="decoding")
+    run = start(tmp_path, "decoding")
     assert "there is no tool or option 'decoding'" in run.communicate(timeout=TIMEOUT)[0]
     assert run.returncode == 2
 
@@ -308,10 +269,10 @@ def test_a_case_that_raises_crashes_or_hangs_loses_its_row_alone(monkeypatch):
     rows = {}
     device = torch.device("meta")  # no CPU: cases run in processes of their own
     processes.run_cases(device, groups, case, rows.__setitem__, workers=2)
-    assert rows.keys() == {name for group in groups for name in group}
-    assert rows.pop("raises").startswith("RuntimeError: CUDA error: an illegal memory access")
-    assert rows.pop("aborts").startswith("BrokenProcessPool: ")
-    assert rows.pop("hangs") == "cut: it hung for 6 s"
-    process = {name: row["process"] for name, row in rows.items()}
-    assert process["first"] == process["second"]
-    assert process["third"] != process["second"]
+    assert len(rows) == 7
+    assert rows["raises"].startswith("RuntimeError: CUDA error: an illegal memory access")
+    assert rows["aborts"].startswith("BrokenProcessPool: ")
+    assert rows["hangs"] == "cut: it hung for 6 s"
+    assert rows["first"]["process"] == rows["second"]["process"]
+    assert rows["third"]["process"] != rows["second"]["process"]
+    assert rows["compiles"]["process"]

@@ -20,17 +20,16 @@ from ..common import REPOSITORY, TIMEOUT
 @pytest.fixture(autouse=True)
 def in_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv(
-        "INTERDOMAIN_SITE", "local"
-    )  # the tests may themselves stand in an allocation
+    # The tests may themselves stand in an allocation.
+    monkeypatch.setenv("INTERDOMAIN_SITE", "local")
 
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    monkeypatch.setattr(launch.torchrun, "run", lambda *a, **k: pytest.fail("started a process"))
+    monkeypatch.setattr(launch.torchrun, "run", pytest.fail)
 
 
-def dry(capsys, *argv):
+def dry_run(capsys, *argv):
     assert launch.main([*argv, "--dry-run"]) == 0
     return capsys.readouterr().out
 
@@ -38,26 +37,17 @@ def dry(capsys, *argv):
 def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(
     capsys, tmp_path, nothing_starts
 ):
-    """Counts of the paper's parameter table; its token budget and 375 M-token warmup in steps of 524,288 tokens."""
-    folders = [
-        "--job.dump_folder",
-        str(tmp_path / "out"),
-        "--data.corpus",
-        str(tmp_path / "no corpus"),
-    ]
-    out = dry(
-        capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16", *folders
-    )
-    for words in (
-        "125M, s4d (135,425,424 parameters)",
-        "4,769 of 524,288 tokens (warmup 715)",
-        "2,500,329,472",
-    ):
-        assert words in out
+    """The paper's parameter table has the counts. Its token budget and 375 M-token warmup are steps of 524,288 tokens."""
+    folders = f"--job.dump_folder {tmp_path}/out --data.corpus {tmp_path}/none"
+    config = ["train_configs/125M.toml", "--mixer.condition", "s4d", "--ranks", "16"]
+    out = dry_run(capsys, *config, *folders.split())
+    assert "125M, s4d (135,425,424 parameters)" in out
+    assert "4,769 of 524,288 tokens (warmup 715)" in out
+    assert "2,500,329,472" in out
     assert "--nproc-per-node 16 --max-restarts 3 " in out
     assert "NOT HERE: data.corpus = " in out
-    assert list(tmp_path.iterdir()) == []
-    assert "--max-restarts" not in dry(capsys, "--max-restarts", "0")
+    assert os.listdir(tmp_path) == []
+    assert "--max-restarts" not in dry_run(capsys, "--max-restarts", "0")
 
 
 @pytest.mark.parametrize(
@@ -74,40 +64,39 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         return torchrun_status
 
     monkeypatch.setattr(launch.torchrun, "run", run)
-    monkeypatch.setattr(launch, "check_data", lambda job: "")
+    monkeypatch.setattr(launch, "check_data", str)
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--mixer.condition", "mamba"], ["mixer.condition", "mamba", "softmax", "s4d-rope"]),
-        (["--data.corpus", "no/such/corpus"], ["no/such/corpus"]),
-        (["--ranks", "0"], ["--ranks", "at least 1"]),
-        (["no/such.toml"], ["no/such.toml: No such file"]),
-        (["a.toml", "b.toml"], ["a.toml, b.toml"]),
-        (
-            ["--job.config_file=train_configs/125M.toml"],
-            ["without --job.config_file", "./launch.sh FILE.toml"],
-        ),
+        ("--mixer.condition mamba", ["mixer.condition", "mamba", "softmax", "s4d-rope"]),
+        ("--data.corpus no/such/corpus", ["no/such/corpus"]),
+        ("--ranks 0", ["--ranks", "at least 1"]),
+        ("no/such.toml", ["no/such.toml: No such file"]),
+        ("--job.config_file=train_configs/125M.toml", ["./launch.sh FILE.toml"]),
     ],
 )
 def test_refused_before_anything_starts(
     refused, tmp_path, monkeypatch, nothing_starts, argv, words
 ):
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
-    refused(launch.main, ["--job.dump_folder", tmp_path / "out", *argv], *words)
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(launch.torch.cuda, "device_count", int)
+    refused(launch.main, ["--job.dump_folder", tmp_path / "out", *argv.split()], *words)
+    assert os.listdir(tmp_path) == []
 
 
 def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(
     capsys, refused, tmp_path, monkeypatch, nothing_starts
 ):
-    monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
-    for name, value in (("is_available", False), ("device_count", 0)):
-        monkeypatch.setattr(launch.torch.cuda, name, lambda value=value: value)
+    def glob(pattern):
+        return ["/dev/nvidia0"]
+
+    monkeypatch.setattr(launch.glob, "glob", glob)
+    monkeypatch.setattr(launch.torch.cuda, "is_available", bool)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", int)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    dry(capsys)  # on a login node it says what would run elsewhere
+    dry_run(capsys)  # on a login node it says what would run elsewhere
     for main, option in ((launch.main, "--job.dump_folder"), (bench_training.main, "--output")):
         refused(main, [option, tmp_path / "out"], "this machine has GPUs (/dev/nvidia0)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -120,50 +109,52 @@ def test_flags_lists_every_setting(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--flags"])
     shown = capsys.readouterr().out
-    assert [
-        setting for setting in schema.SETTINGS if f"--{setting.replace('_', '-')}" not in shown
-    ] == []
+    for setting in schema.SETTINGS:
+        assert f"--{setting.replace('_', '-')}" in shown
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):
-    files = {*(REPOSITORY / "train_configs").glob("*.toml")}
-    files.remove(
-        REPOSITORY / "train_configs/c4_test.toml"
-    )  # tests/docs/test_stock.py trains it under TorchTitan's entry
-    for path in sorted(files):
-        ranks = {"7B": "4", "70B": "32"}.get(path.stem, "1")
-        assert path.stem in dry(capsys, str(path.relative_to(REPOSITORY)), "--ranks", ranks)
+    ranks = {"7B": "4", "70B": "32"}
+    for path in sorted((REPOSITORY / "train_configs").glob("*.toml")):
+        # tests/docs/test_stock.py trains c4_test.toml under TorchTitan's entry.
+        if path.stem != "c4_test":
+            out = dry_run(
+                capsys, f"train_configs/{path.name}", "--ranks", ranks.get(path.stem, "1")
+            )
+            assert path.stem in out
 
 
 @pytest.mark.e2e
 def test_first_start_end_to_end(tmp_path, monkeypatch, capsys):
-    """The newcomer's run in a folder of its own: corpus, two steps, and then the commands that it prints, pasted."""
+    """The newcomer's run has a corpus and two steps. The commands that it prints work when they are pasted."""
     for name in ("train_configs", "launch.sh"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-
-    def paste(command):
-        env = {**os.environ, "TQDM_DISABLE": "1", "INTERDOMAIN_PYTHON": sys.executable}
-        options = dict(shell=True, cwd=tmp_path, capture_output=True, text=True)
-        done = subprocess.run(command, timeout=TIMEOUT, env=env, **options)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
-
-    settings = "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --training.steps 2"
-    said = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --lr_scheduler.warmup_steps 0")
-    assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", said)] == [1, 2]
-    assert "debug with dim 96, n_layers 2, " in said
+    settings = """--ranks 1 --max-restarts 0 --training.seq_len 64 --validation.tokens=1024
+        --model.n-layers 2 --model.dim 96 --training.steps 2 --lr_scheduler.warmup_steps 0"""
+    done = subprocess.run(
+        ["./launch.sh", *settings.split()],
+        cwd=tmp_path,
+        env={**os.environ, "TQDM_DISABLE": "1", "INTERDOMAIN_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    output = done.stdout
+    assert done.returncode == 0, f"{output[-2000:]}\n{done.stderr[-4000:]}"
+    assert re.findall(r"[\d.]+ at step (\d+)", output) == ["1", "2"]
+    assert "debug with dim 96, n_layers 2, " in output
     assert list((tmp_path / "outputs/debug/tb").glob("events*"))
-    commands = dict(re.findall(r"^# (\w+).*\n(.+)$", said, re.MULTILINE))
+    commands = dict(re.findall(r"^# (\w+).*\n(.+)$", output, re.MULTILINE))
     assert list(commands) == ["watch", "convert", "generate"]
     monkeypatch.chdir(tmp_path)
     for name, tool in (("convert", convert), ("generate", generate)):
-        command, _, argv = commands[name].partition(f"{name} ")
-        assert os.access(command.split()[0], os.X_OK)
-        assert tool.main(shlex.split(argv)) == 0
+        program, *arguments = shlex.split(commands[name])
+        assert os.access(program, os.X_OK)
+        assert tool.main(arguments[arguments.index(name) + 1 :]) == 0
     assert "\ndef main(" in capsys.readouterr().out
 
 
-# Python, its venv and its pip, as far as launch.sh asks: an installation that notes when it begins, and whether it is alone.
+# A stand-in for Python, its venv and its pip. An installation notes when it begins, and whether another one is running.
 STAND_IN = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
@@ -184,7 +175,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """The working folder, with launch.sh and what it installs; checkout(text, *pythons): and Pythons of this text."""
+    """checkout(text, *pythons): writes Pythons of this text into the working folder, which has launch.sh."""
     for name in ("INTERDOMAIN_PYTHON", "INTERDOMAIN_VENV"):
         monkeypatch.delenv(name, raising=False)
     for name in ("launch.sh", "pyproject.toml", "constraints.txt", "constraints-titan03.txt"):
@@ -192,7 +183,8 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def checkout(text, *pythons):
-        for python in map(Path, pythons):
+        for name in pythons:
+            python = Path(name)
             python.parent.mkdir(parents=True)
             python.write_text(text)
             python.chmod(0o755)
@@ -220,7 +212,7 @@ def test_titan_chooses_an_environment(checkout, monkeypatch):
 
 
 def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):
-    """Started from elsewhere, and through a link: the file of settings, and the environments that the user names."""
+    """launch.sh may be started from elsewhere, and through a link. The user's file and environments are found."""
     checkout(
         '#!/bin/sh\necho "$PWD $0 $@"\n',
         "clone/.venv/bin/python",
@@ -234,10 +226,8 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
     monkeypatch.chdir(mine)
 
     def start(script):
-        said = subprocess.run(
-            ["bash", script, "mine.toml"], capture_output=True, text=True, check=True
-        ).stdout
-        return said.splitlines()[-1]
+        output = subprocess.check_output(["bash", script, "mine.toml"], text=True)
+        return output.splitlines()[-1]
 
     arguments = "-m interdomain.tools.launch mine.toml"
     for script in (tmp_path / "clone/launch.sh", "../clone/launch.sh", "launch"):
@@ -249,7 +239,7 @@ def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path,
 
 
 def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):
-    """Killed when it had a Python and no pip, and in the middle of pip. Other constraints are installed anew."""
+    """A start was killed when it had a Python and no pip, another one in the middle of pip. New constraints are installed."""
     checkout(STAND_IN, "tools/python3.11", ".venv/bin/python")
     monkeypatch.setenv("PATH", str(tmp_path / "tools"), prepend=os.pathsep)
 
@@ -268,11 +258,11 @@ def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_pa
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     Path("hold").unlink()
-    assert [process.communicate(timeout=TIMEOUT)[0].splitlines()[-1] for process in waiting] == [
-        "started"
-    ] * 2
+    for process in waiting:
+        assert process.communicate(timeout=TIMEOUT)[0].endswith("started\n")
     Path("constraints.txt").write_text("torch==0\n")
     for _ in range(2):
         assert start().wait(60) == 0
-    # torch and the rest: the one that was killed in torch, one of the two that waited, and the other constraints
+    # An installation calls pip twice, for torch and for the rest. The first start was killed in torch. One of the two that
+    # waited installed, and so did one of the two with other constraints.
     assert Path("log").read_text().splitlines() == ["install"] * (1 + 2 + 2)

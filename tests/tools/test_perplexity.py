@@ -1,6 +1,5 @@
 """The tokens and bytes that `evaluate --perplexity` reads: documents as in training, bytes as in the corpus."""
 
-import json
 import shutil
 
 import pytest
@@ -12,28 +11,40 @@ from interdomain.tools._evaluate import perplexity
 from interdomain.tools._evaluate.perplexity import read_spans
 
 from .checkpoints import edit_run
-from .test_evaluate import TEXTS, direct, unigram
+from .test_evaluate import TEXTS, direct_losses, read_results, unigram, write_rows
+
+BYTES = [len(text.encode()) for text in TEXTS]
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
-    return path
+    return str(write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS]))
+
+
+@pytest.fixture
+def model_of(exported_model, tmp_path):
+    """model_of(documents): an exported model that records how its documents began and ended in training."""
+
+    def model_of(documents):
+        folder = shutil.copytree(exported_model("interdomain")[1], tmp_path / "model")
+        return edit_run(folder, documents=documents)
+
+    return model_of
 
 
 def test_joined_documents_of_a_model_whose_documents_begin_with_bos(corpus, tokenizer):
-    """The first stands behind what a window is read after; the others have it in the text."""
+    """A window is read after the first document's BOS. The others have theirs in the text."""
     reader = load_tokenizer(tokenizer.path)
     reader.documents = Documents((1,), (2,))
-    documents = [[*tokenizer.encode(text), 2] for text in TEXTS]
-    first, *others = documents
-    stream = [*first, *(token for ids in others for token in (1, *ids))]
-    ids, sizes = read_spans(str(corpus), reader, len(stream), text_field="body", packed=True)
+    stream = []
+    for text in TEXTS:
+        stream += [1, *tokenizer.encode(text), 2]
+    stream = stream[1:]
+    ids, sizes = read_spans(corpus, reader, len(stream), packed=True)
     assert ids[0].tolist() == stream
-    assert sizes.sum() == sum(len(text.encode()) for text in TEXTS)
-    apart = read_spans(str(corpus), reader, 60, text_field="body")[0]
-    assert apart.tolist() == read_spans(str(corpus), tokenizer, 60, text_field="body")[0].tolist()
+    assert sizes.sum() == sum(BYTES)
+    apart, _ = read_spans(corpus, reader, 60)
+    assert apart.tolist() == read_spans(corpus, tokenizer, 60)[0].tolist()
 
 
 def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_them(
@@ -41,19 +52,20 @@ def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_th
 ):
     """Unknown characters and white space are text too."""
     reader = unigram(tmp_path / "unigram.model")
-    documents = [reader.encode(text, add_eos=True) for text in TEXTS]
-    written = [len(text.encode()) for text in TEXTS]
-    total = sum(len(ids) for ids in documents)
-    joined = read_spans(str(corpus), reader, total, text_field="body", packed=True)
-    assert joined[1].sum() == sum(written)
-    assert (joined[1] >= 0).all()
-    for ids, text in zip(documents, TEXTS, strict=True):
-        assert len(reader.decode(ids).encode()) != len(text.encode())
-        assert perplexity.text_sizes(reader, text, ids).sum() == len(text.encode())
-    # Nothing that it knows.
+    total = 0
+    for text, nbytes in zip(TEXTS, BYTES, strict=True):
+        ids = reader.encode(text, add_eos=True)
+        total += len(ids)
+        assert len(reader.decode(ids).encode()) != nbytes
+        assert perplexity.text_sizes(reader, text, ids).sum() == nbytes
+    _, sizes = read_spans(corpus, reader, total, packed=True)
+    assert sizes.sum() == sum(BYTES)
+    assert (sizes >= 0).all()
+    # The tokenizer knows none of these characters.
     (tmp_path / "unknown.txt").write_text("漢字🙂" * 9)
     ids = reader.encode("漢字🙂" * 9, add_eos=True)
-    assert read_spans(str(tmp_path / "unknown.txt"), reader, len(ids))[1].sum() == 9 * 10
+    _, sizes = read_spans(str(tmp_path / "unknown.txt"), reader, len(ids))
+    assert sizes.sum() == 9 * 10
 
 
 @pytest.mark.parametrize(
@@ -62,25 +74,20 @@ def test_bits_are_per_byte_of_the_documents_not_of_what_a_tokenizer_leaves_of_th
     ids=["two", "older"],
 )
 def test_windows_begin_as_documents_did_in_training(
-    exported_model, corpus, tmp_path, capsys, documents, start
+    model_of, corpus, tmp_path, capsys, documents, start
 ):
-    """As the folder's record says, which an older one does not."""
-    folder = edit_run(
-        shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=documents
-    )
-    options = f"--lengths 60 --text-field body --perplexity {corpus} --output {tmp_path / 'out'}"
+    """The folder's record says how. An older record does not, and is read after EOS."""
+    folder = model_of(documents)
+    options = f"--lengths 60 --perplexity {corpus} --output {tmp_path / 'out'}"
     assert evaluate.main([str(folder), *options.split()]) == 0
     assert ("does not record how documents began" in capsys.readouterr().out) == (documents is None)
-    (row,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["perplexity"]
+    (row,) = read_results(tmp_path / "out")["perplexity"]
     model, tokenizer = load_pretrained(folder)
-    losses = direct(model, read_spans(str(corpus), tokenizer, 60, text_field="body"), 60, *start)
+    losses = direct_losses(model, read_spans(corpus, tokenizer, 60), 60, *start)
     assert row["perplexity"] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
 
 
-def test_a_window_needs_a_token_before_it(exported_model, corpus, tmp_path, refused):
-    nothing = {"begin": [], "end": []}
-    folder = edit_run(
-        shutil.copytree(exported_model("interdomain")[1], tmp_path / "model"), documents=nothing
-    )
-    options = f"--lengths 60 --text-field body --perplexity {corpus} --output {tmp_path / 'out'}"
+def test_a_window_needs_a_token_before_it(model_of, corpus, tmp_path, refused):
+    folder = model_of({"begin": [], "end": []})
+    options = f"--lengths 60 --perplexity {corpus} --output {tmp_path / 'out'}"
     refused(evaluate.main, [folder, *options.split()], "no token stood between the documents")
