@@ -46,7 +46,8 @@ def files(tmp_path_factory):
 
     # tiktoken's tokens are all bytes and the most common pairs of bytes. Two ids have no token.
     pairs = Counter(itertools.pairwise(text.encode())).most_common(342)
-    tokens = [bytes([byte]) for byte in range(256)] + [bytes(pair) for pair, _ in pairs]
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [bytes(pair) for pair, _ in pairs]
     with open(folder / "ranks.tiktoken", "w") as file:
         for rank, token in enumerate(tokens):
             file.write(f"{base64.b64encode(token).decode()} {rank}\n")

@@ -1,4 +1,4 @@
-"""The order of samples, windows against slices by hand, and mixtures that are fair in every prefix."""
+"""The order of samples, windows against slices by hand, and mixtures with fair prefixes."""
 
 from fractions import Fraction
 
@@ -39,7 +39,7 @@ def test_permutation_is_uniform():
 
 
 def test_order_is_pinned():
-    """Another order breaks every checkpoint that resumes: the fingerprint's name must change, too."""
+    """Another order breaks checkpoints that resume: the fingerprint's name must change, too."""
     assert permuted(1000, "42:0")[:6] == [838, 813, 660, 456, 73, 780]
     assert permuted(7, "42:1") == [0, 5, 2, 6, 1, 3, 4]
     assert fair_pattern(exact_weights([5, 3, 2])).tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
@@ -161,7 +161,10 @@ def test_positions_count_from_the_document_s_start_in_the_sample(folder):
         starts = dataset.document_starts(g).tolist()
         wanted = [0]
         for t in range(1, 8):
-            wanted.append(0 if t in starts else wanted[-1] + 1)
+            if t in starts:
+                wanted.append(0)
+            else:
+                wanted.append(wanted[-1] + 1)
         assert dataset.positions(g).tolist() == wanted
         documents_inside += wanted.count(0) - 1
     assert documents_inside > 0

@@ -1,4 +1,4 @@
-"""Recall tasks: the tokens before an answer determine it, and the bytes do not depend on the shards."""
+"""Recall tasks: the tokens before an answer determine it, and bytes do not depend on shards."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def mqar_answer(text, p):
 
 
 def copying_answer(text, p):
-    """Returns the word at p from the words before: words are copied after `copy`, in their order."""
+    """Returns the word at p from the words before: `copy` comes before the copies, in order."""
     copy = text.index("copy")
     items = [word for word in text[:copy] if word != "."]
     return items[p - copy - 1]

@@ -1,4 +1,4 @@
-"""Every kind of tokenizer keeps the same promises: round trips, control tokens, text in a stream."""
+"""Every kind of tokenizer keeps the same promises: round trips, control tokens, streams."""
 
 import hashlib
 import io
@@ -89,7 +89,7 @@ def test_a_stream_gives_out_words_at_once(any_kind):
 
 
 def test_a_stream_of_any_ids_equals_decode(any_kind):
-    """A model may produce broken UTF-8, control tokens inside a character, and ids without a token."""
+    """A model may produce broken UTF-8, control tokens in a character, and ids without a token."""
     rng = random.Random(0)
     broken = [i for i in range(any_kind.vocab_size) if "\ufffd" in any_kind.decode([i])]
     assert len(broken) > 100
@@ -103,7 +103,7 @@ def test_a_stream_of_any_ids_equals_decode(any_kind):
 
 @pytest.mark.parametrize("dropped", [True, False])
 def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, dropped):
-    """`decode` drops only the spaces at a text's start, by sentencepiece's default (T5, Llama 1)."""
+    """`decode` drops only spaces at a text's start, by sentencepiece's default (T5, Llama 1)."""
     text = ["several words of a text, and some more words", "  def f(x):", "a    b"] * 20
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(

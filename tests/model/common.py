@@ -130,7 +130,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name="") -> None:
-    """Fails if two numbers differ by more than the tolerance, and prints the pair that differs most."""
+    """Fails if two numbers differ by more than the tolerance, and prints the worst pair."""
     assert found.shape == wanted.shape, name
     if found.numel() == 0:
         return

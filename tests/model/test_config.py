@@ -1,4 +1,4 @@
-"""Configurations: the product of the tables, the way through JSON, and settings that no model has."""
+"""Configurations: the product of the tables, the way through JSON, and wrong settings."""
 
 import json
 
@@ -46,7 +46,6 @@ def test_a_cell_s_name_as_text_and_from_its_own_name():
     cell = cell_of(config, "125M")
     assert str(cell) == "125M with n_layers 6, n_heads 8, s4d, linear_scale 0.5, a_init s4d-lin"
     assert cell_of(config, cell.size) == cell  # as a record has it
-    assert cell_of(config, "mine") == ("mine", cell.condition)
     # softmax does not read n_basis, in which its size differs.
     assert cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"
 

@@ -1,4 +1,4 @@
-"""Feature maps that estimate a kernel, and the denominator of paper eq. 9 which they make possible."""
+"""Feature maps that estimate a kernel, and the denominator of paper eq. 9."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The baselines with a fixed state against their papers' recurrences, written per token in float64."""
+"""The baselines with a fixed state against their papers' recurrences per token, in float64."""
 
 import sys
 import types
@@ -27,7 +27,7 @@ RULES = ("gla", "mamba2", "deltanet", "gated-deltanet", "decay per channel and d
 
 
 def inputs(rule, T, dtype=torch.float64):
-    """Returns the arguments of a recurrence: a decay per channel, per head or None, beta or None."""
+    """Returns a recurrence's arguments. The decay is per channel, per head or None."""
     key_heads = 1 if rule == "mamba2" else H
     log_decay = None
     if rule in ("gla", "decay per channel and delta rule"):
@@ -192,7 +192,10 @@ def literal(mixer, condition, x):
 @pytest.mark.parametrize("option", ["plain", "no conv", "conv"])
 @pytest.mark.parametrize("condition", FIXED_STATE)
 def test_layer_by_the_letter(condition, option):
-    """A layer computes its paper's formulas. The norm of queries and keys has its epsilon in the root."""
+    """A layer computes its paper's formulas.
+
+    The norm of queries and keys has its epsilon in the root.
+    """
     model = variant(condition, option)
     x = normal(2, 70, model.config.dim, seed=3)
     with torch.no_grad():

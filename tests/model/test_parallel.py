@@ -84,7 +84,8 @@ def stages_of(model):
     for names in STAGES:
         stage = meta_model(model.config)
         for name in ("tok_embeddings", "norm", "output"):
-            setattr(stage, name, getattr(model, name) if name in names else None)
+            module = getattr(model, name) if name in names else None
+            setattr(stage, name, module)
         stage.layers = nn.ModuleDict()
         for number, layer in model.layers.items():
             if f"layers.{number}" in names:
@@ -262,7 +263,7 @@ def test_exchanges_run_beside_products(computed):
 
 
 def test_collectives_are_seen(computed):
-    """A pass gathers and scatters four times in each of two layers, and at the embedding and the head.
+    """A pass gathers and scatters four times in each of two layers, and at the embedding and head.
 
     The normalisers of the loss's three pieces are gathered, too.
     """

@@ -38,7 +38,7 @@ def test_table(condition):
 
 
 def test_sizes_that_are_not_in_the_paper():
-    """Widths, layers and heads are those of Llama's models; softmax's 7B is as large as Llama 2's."""
+    """Widths, layers and heads are Llama's; softmax's 7B is as large as Llama 2's."""
     assert count("7B", "softmax") == 6_738_415_616
     assert count("7B") == 6_748_517_376
     assert count("70B") == 65_084_490_752

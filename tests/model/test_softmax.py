@@ -61,7 +61,8 @@ def test_the_model_by_the_letter(condition, option, T):
         x = x + (gate * torch.sigmoid(gate) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
     wanted = rms_norm(x, model.norm) @ model.output.weight.T
     # The recurrence's bound on the decay differs from the letter (test_mixer.py).
-    assert_near(model(tokens), wanted, 1e-10 if condition == "softmax" else 1e-6)
+    tolerance = 1e-10 if condition == "softmax" else 1e-6
+    assert_near(model(tokens), wanted, tolerance)
 
 
 @torch.no_grad()
