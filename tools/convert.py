@@ -157,7 +157,7 @@ def to_folder(source: Path, output: Path, args: argparse.Namespace) -> str:
         note_documents(checkpoint.folder, tokenizer)
 
         # What is known of the run.
-        facts = {name: record[name] for name in step_folder.SIDECAR_FACTS}
+        facts = {name: record[name] for name in step_folder.RECORD_FACTS}
         facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
         validation = checkpoint.folder / step_folder.VALIDATION
@@ -268,7 +268,7 @@ def to_checkpoint(source: Path, output: Path, args: argparse.Namespace) -> str:
 
     # The record of a run that has not taken a step.
     record = {
-        "format_version": step_folder.SIDECAR_VERSION,
+        "format_version": step_folder.RECORD_VERSION,
         "model": config.to_dict(),
         **cell_of(config, facts.get("size", "unknown"))._asdict(),
         "step": 0,

@@ -145,7 +145,7 @@ class Watcher:
         # Keep what identifies and explains the figures. The temporary folder's name says nothing.
         for row in contents["perplexity"]:
             del row["folder"]
-        record = checkpoints.read_sidecar(milestone)[1]
+        record = checkpoints.read_run_record(milestone)[1]
         results = {
             "step": record["step"],
             "tokens": record["tokens"],

@@ -197,10 +197,10 @@ def test_the_record_of_a_checkpoint_without_one_is_in_the_run_s_folder(tmp_path,
     step = inner / folder / "step-4"
     step.mkdir(parents=True)
     for run in (outer, inner):
-        (run / step_folder.SIDECAR).write_text("{}")
+        (run / step_folder.RECORD_FILE).write_text("{}")
         note_folders(run, folder, "tb")
     assert step_folder.record_folder(step) == inner
-    (inner / step_folder.SIDECAR).unlink()
+    (inner / step_folder.RECORD_FILE).unlink()
     assert step_folder.record_folder(step) == step
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.checkpoint.step_folder import SIDECAR_FACTS
+from interdomain.checkpoint.step_folder import RECORD_FACTS
 from interdomain.model import build_config
 from interdomain.titan.host import translate
 from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
@@ -51,7 +51,7 @@ class Run:
         vars(config).update({"enable": True, "interval": 1, **settings})
         self.model, self.trainer = torch.nn.Linear(300, 7), State()
         self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
-        record = {name: {} for name in (*SIDECAR_FACTS, "tokenizer")} | {
+        record = {name: {} for name in (*RECORD_FACTS, "tokenizer")} | {
             "size": "debug",
             "condition": "interdomain",
         }

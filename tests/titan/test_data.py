@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.checkpoint.step_folder import read_sidecar
+from interdomain.checkpoint.step_folder import read_run_record
 from interdomain.data import (
     IndexedDatasetWriter,
     MixtureDataset,
@@ -152,8 +152,8 @@ def test_a_run_that_continues_with_another_mixture(runs, corpus):
     said = runs.said("1 other mixture")
     assert "THE DATA CHANGES after 24 samples" in said
     assert "fingerprint of the train text: " in said
-    before = read_sidecar(runs.checkpoint("2 text", 3))[1]["run"]
-    after = read_sidecar(runs.checkpoint("1 other mixture", 4))[1]["run"]
+    before = read_run_record(runs.checkpoint("2 text", 3))[1]["run"]
+    after = read_run_record(runs.checkpoint("1 other mixture", 4))[1]["run"]
     (earlier,) = after["earlier_data"]
     assert earlier == {
         "ends": 3,

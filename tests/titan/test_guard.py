@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from interdomain.checkpoint.step_folder import read_sidecar
+from interdomain.checkpoint.step_folder import read_run_record
 from interdomain.titan.step.guard import StepGuard
 
 from ..common import NothingReadBack
@@ -29,7 +29,7 @@ def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counte
     assert column("skipped_steps/total") == [0, 1, 2, 2, 3, 4]
     assert column("skipped_steps/in_a_row") == [0, 1, 2, 0, 1, 2]
     for step, skipped in ((3, 2), (6, 4)):
-        assert read_sidecar(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] == skipped
+        assert read_run_record(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] == skipped
     said = runs.said("2 spoiled")
     assert "1 step(s) up to step 2 were skipped, because the loss or the gradient norm" in said
     assert "The weights are those of step 4." in said

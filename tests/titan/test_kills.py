@@ -15,7 +15,7 @@ from interdomain.checkpoint.step_folder import (
     VALIDATION,
     finished_steps,
     milestones,
-    read_sidecar,
+    read_run_record,
 )
 from interdomain.titan.resume.lock import NAME
 from interdomain.tools import watch
@@ -143,7 +143,7 @@ def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(stor
 
 def test_it_ends_with_the_bits_of_the_undisturbed_run(story, undisturbed):
     ours, theirs = (folder / "checkpoint" / "step-6" for folder in (story.folder, undisturbed))
-    record = read_sidecar(ours)[1]
+    record = read_run_record(ours)[1]
     assert (record["tokens"], record["skipped_steps"]) == (3072, 1)
     assert {*milestones(ours.parent)} == {*milestones(theirs.parent)} == {2, 4, 6}
     assert_same_tensors(ours, theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from interdomain.checkpoint.run_folder import checkpoints_of, events_of
-from interdomain.checkpoint.step_folder import SIDECAR, SIDECAR_FACTS
+from interdomain.checkpoint.step_folder import RECORD_FACTS, RECORD_FILE
 from interdomain.model import build_config
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, RunLock, hold_folder, owner_of, require_shared
@@ -226,9 +226,9 @@ def test_a_refused_start_does_not_lead_the_tools_to_another_run(tmp_path, capsys
         "model": build_config("debug").to_dict(),
         "folder": str(tmp_path / "other"),
     }
-    record |= {name: {} for name in (*SIDECAR_FACTS, "tokenizer")}
+    record |= {name: {} for name in (*RECORD_FACTS, "tokenizer")}
     record |= {"step": 4, "tokens": 0, "size": "debug", "condition": "softmax"}
-    (step / SIDECAR).write_text(json.dumps(record))
+    (step / RECORD_FILE).write_text(json.dumps(record))
     assert "of another run" in refusal(capsys, hold_folder, config(run, f"{SAVED} {step.parent}"))
     assert checkpoints_of(run) == run / "checkpoint"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from interdomain.checkpoint.step_folder import SIDECAR, TOKENIZER
+from interdomain.checkpoint.step_folder import RECORD_FILE, TOKENIZER
 from interdomain.model import Transformer, cell_of
 
 from ..model.common import lively, small_config
@@ -22,8 +22,8 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
 
 def edit_run(folder: Path, **facts) -> Path:
     """Set facts of the run in the record of a checkpoint or an exported model, or remove those that are None."""
-    checkpoint = (folder / SIDECAR).is_file()
-    file = folder / (SIDECAR if checkpoint else "config.json")
+    checkpoint = (folder / RECORD_FILE).is_file()
+    file = folder / (RECORD_FILE if checkpoint else "config.json")
     record = json.loads(file.read_text())
     run = record["run"] if checkpoint else record["facts"]["run"]
     for name, fact in facts.items():
@@ -59,7 +59,7 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
         "step": step,
         "tokens": step * 2048,
     }
-    (checkpoint / SIDECAR).write_text(json.dumps(record))
+    (checkpoint / RECORD_FILE).write_text(json.dumps(record))
     state = dict(model.state_dict())
     beside = {
         f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor)

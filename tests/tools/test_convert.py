@@ -134,7 +134,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     again = tmp_path / "again" / "step-0"
     run(output, again, "--to-checkpoint")
     assert f"--checkpoint.initial_load_path {again}" in capsys.readouterr().out
-    config, record = checkpoints.read_sidecar(again)
+    config, record = checkpoints.read_run_record(again)
     assert config == model.config
     assert (record["step"], record["run"]["started_from"]["step"]) == (0, 100)
     assert_same(of_checkpoint(again), model.state_dict())
@@ -161,7 +161,7 @@ def test_uptraining(tmp_path, tokenizer, refused, capsys):
     )
     run(tmp_path / "folder", tmp_path / "start", "--to-checkpoint", "--uptrain", file)
     assert "21 tensors copied, 12 drawn; start with" in capsys.readouterr().out
-    config, _ = checkpoints.read_sidecar(tmp_path / "start")
+    config, _ = checkpoints.read_run_record(tmp_path / "start")
     assert [(layer.mixer.kind, layer.mixer.readout) for layer in config.layers] == [
         ("interdomain", "hermitian"), ("softmax", "complex"),
     ]  # fmt: skip
@@ -257,7 +257,7 @@ def test_documents_as_they_were_in_training(tmp_path, checkpoint, tokenizer, cap
         "| documents in training | not recorded |" in (tmp_path / "older" / "README.md").read_text()
     )
     run(tmp_path / "older", tmp_path / "older start", "--to-checkpoint")
-    assert not checkpoints.read_sidecar(tmp_path / "older start")[1]["run"].get("documents")
+    assert not checkpoints.read_run_record(tmp_path / "older start")[1]["run"].get("documents")
 
 
 def test_the_card_cites_what_the_readme_cites():

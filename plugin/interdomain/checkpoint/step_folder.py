@@ -16,7 +16,7 @@ from interdomain.model.config import ModelConfig
 
 from .run_folder import checkpoints_of
 
-SIDECAR = "interdomain.json"
+RECORD_FILE = "interdomain.json"
 # {"nats": [...], "labels": [...]} with one number per document, for a validation split of few documents.
 DOCUMENTS = "validation-documents.json"
 # {"step", "loss", "perplexity"[, "accuracy"]}, if the run validated after the step.
@@ -27,9 +27,9 @@ METADATA = ".metadata"
 # A file in a step folder that a run is saving or removing. A folder that has neither this file nor the index
 # was put there by somebody else, such as half a copy: no run removes it or writes into it.
 INCOMPLETE = ".incomplete"
-SIDECAR_VERSION = 1
+RECORD_VERSION = 1
 # The members of interdomain.json that an exported model keeps.
-SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")
+RECORD_FACTS = ("size", "condition", "step", "tokens", "run", "versions")
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -79,7 +79,7 @@ def half_copies(folder: Path) -> list[Path]:
         if (path / METADATA).is_file() or is_unfinished(path):
             continue
         leads_nowhere = path.is_symlink() and not path.exists()
-        if leads_nowhere or (path / SIDECAR).exists() or any(path.glob("*.distcp")):
+        if leads_nowhere or (path / RECORD_FILE).exists() or any(path.glob("*.distcp")):
             copies.append(path)
     return copies
 
@@ -118,7 +118,7 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Tokenizer) -> 
     """Writes interdomain.json and the tokenizer into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.write(folder)
-    write_atomically(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+    write_atomically(folder / RECORD_FILE, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def record_folder(checkpoint: Path) -> Path:
@@ -127,18 +127,18 @@ def record_folder(checkpoint: Path) -> Path:
     This is the checkpoint itself. TorchTitan's own trainer writes them once into the run's folder, and the
     checkpoints into a folder in it, which may be several levels down.
     """
-    if (checkpoint / SIDECAR).is_file():
+    if (checkpoint / RECORD_FILE).is_file():
         return checkpoint
     checkpoints = checkpoint.absolute().parent
     for run in (checkpoints, *checkpoints.parents):
-        if not (run / SIDECAR).is_file():
+        if not (run / RECORD_FILE).is_file():
             continue
         if run == checkpoints.parent or checkpoints_of(run) == checkpoints:
             return run
     return checkpoint
 
 
-def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
+def read_run_record(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads interdomain.json of a checkpoint.
 
     Returns:
@@ -148,10 +148,10 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
         FileNotFoundError: There is no interdomain.json.
         ValueError: It is damaged or of another version.
     """
-    path = record_folder(checkpoint) / SIDECAR
+    path = record_folder(checkpoint) / RECORD_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder."
+            f"{checkpoint} has no {RECORD_FILE}, which says what model it is. Copy the whole folder."
         )
     try:
         record = json.loads(path.read_text())
@@ -160,9 +160,9 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
             step = step_of(checkpoint) or 0
             record["step"] = step
             record["tokens"] = step * record["run"]["tokens_per_step"]
-        if record["format_version"] != SIDECAR_VERSION:
+        if record["format_version"] != RECORD_VERSION:
             raise ValueError(
-                f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}"
+                f"format version {record['format_version']!r}; this program reads {RECORD_VERSION}"
             )
         return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError) as e:

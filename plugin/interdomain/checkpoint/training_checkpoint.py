@@ -25,7 +25,7 @@ class TrainingCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config, self.record = step_folder.read_sidecar(folder)
+        self.config, self.record = step_folder.read_run_record(folder)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Reads tensors of the model by name."""

@@ -43,9 +43,9 @@ from interdomain.checkpoint.step_folder import (
     INCOMPLETE,
     KEEP,
     METADATA,
-    SIDECAR,
-    SIDECAR_FACTS,
-    SIDECAR_VERSION,
+    RECORD_FACTS,
+    RECORD_FILE,
+    RECORD_VERSION,
     VALIDATION,
     finished_steps,
     is_unfinished,
@@ -96,7 +96,7 @@ def describe_run(plan: RunPlan, job: JobConfig, data: dict, tokenizer: Tokenizer
         "tokens_per_step": plan.tokens_per_step,
     }
     return {
-        "format_version": SIDECAR_VERSION,
+        "format_version": RECORD_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.cell.size,
         "condition": plan.cell.condition,
@@ -347,7 +347,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if folder.is_symlink() or not (unfinished or (folder / METADATA).is_file()):
             return False
         try:
-            record = json.loads((folder / SIDECAR).read_text())
+            record = json.loads((folder / RECORD_FILE).read_text())
         except FileNotFoundError:  # not written yet, or removed already
             return unfinished
         except (OSError, ValueError):
@@ -416,7 +416,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self.states[MODEL].load_state_dict(states)
 
         # The run's record names the weights that it started from, and other data that it has seen.
-        origin = {name: point.record[name] for name in SIDECAR_FACTS}
+        origin = {name: point.record[name] for name in RECORD_FACTS}
         if continues:
             origin = point.record["run"].get("started_from")
             self._note_earlier_data(point.record)

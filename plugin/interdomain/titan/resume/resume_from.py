@@ -22,7 +22,7 @@ from interdomain.checkpoint.step_folder import (
     finished_steps,
     half_copies,
     latest_checkpoint,
-    read_sidecar,
+    read_run_record,
     step_folders,
 )
 from interdomain.model import ModelConfig, cell_of
@@ -160,7 +160,7 @@ def check_other_runs(folder: Path, own: str) -> None:
     is_inside = folder.resolve().is_relative_to(own)
     for path in step_folders(folder):
         try:
-            other = read_sidecar(path)[1].get("folder")
+            other = read_run_record(path)[1].get("folder")
         except (OSError, ValueError):
             continue  # no record, or a damaged one: the other checkpoints name their run
         # A link at the old place of a renamed folder leads to the new one.
@@ -218,7 +218,7 @@ def check_half_copies(folder: Path) -> None:
 def _check_version(folder: Path) -> None:
     """Raises a ValueError if a later PyTorch wrote this checkpoint: it may not be damaged."""
     try:
-        wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
+        wrote = read_run_record(folder)[1]["versions"]["torch"].partition("+")[0]
     except (OSError, ValueError, KeyError):
         return
     if torch.__version__ < wrote:
@@ -233,7 +233,7 @@ def _read_checked(folder: Path) -> tuple[Index, dict]:
     """Returns a checkpoint's index and record, after a check that its files have their lengths."""
     index = read_index(folder)
     check_lengths(folder, index)
-    return index, read_sidecar(folder)[1]
+    return index, read_run_record(folder)[1]
 
 
 def set_aside(folder: Path, why: str) -> Path:
