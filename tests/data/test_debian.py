@@ -1,7 +1,6 @@
-"""Text of Debian packages: the documents of .deb files made here, their check against the table,
-and a stand-in for apt-get.
-"""
+"""Text of Debian packages: documents of .deb files, their check against the table, and apt-get."""
 
+import functools
 import gzip
 import hashlib
 import io
@@ -78,28 +77,33 @@ def sentences(name, count=20):
     return "".join(f"This is line {i} of {name}, a text of some length.\n" for i in range(count))
 
 
-def info(*nodes):
-    text = "This is x.info, produced by makeinfo.\n\n"
-    return (
-        text
-        + "".join(f"\x1f\nFile: x.info,  Node: {name},  Up: Top\n\n{body}" for name, body in nodes)
-        + "\x1f\nEnd\n"
-    )
+NODE = "\x1f\nFile: x.info,  Node: "
+INFO = f"""This is x.info, produced by makeinfo.
 
+{NODE}Start,  Up: Top
 
+* Menu:
+
+* Start::   The start
+{sentences("start")}{NODE}Concept Index,  Up: Top
+
+\0\b[index\0\b]
+* Menu:
+
+* a: b.
+{NODE}GNU Free Documentation License,  Up: Top
+
+{sentences("a licence")}{NODE}End,  Up: Top
+
+{sentences("end")}\x1f
+End
+"""
 ENTRIES = [f"word {i}\n   {' '.join(['meaning'] * 60)}\n" for i in range(20)]
 FILES = {
     "usr/share/man/man2/open.2.gz": gzip.compress(PAGE.encode()),
     "usr/share/man/man2/creat.2.gz": gzip.compress(b".so man2/open.2\n"),
     "usr/share/man/man7/ascii.7.gz": gzip.compress((".TH ascii 7\n" + sentences("codes")).encode()),
-    "usr/share/info/x.info.gz": gzip.compress(
-        info(
-            ("Start", "* Menu:\n\n* Start::   The start\n" + sentences("start")),
-            ("Concept Index", "\0\b[index\0\b]\n* Menu:\n\n* a: b.\n"),
-            ("GNU Free Documentation License", sentences("a licence")),
-            ("End", sentences("end")),
-        ).encode()
-    ),
+    "usr/share/info/x.info.gz": gzip.compress(INFO.encode()),
     "usr/share/dictd/x.dict.dz": gzip.compress(
         f"00-database-info\n   {sentences('info')}".replace("\nThis", "\n   This").encode()
         + "\n".join(ENTRIES).encode()
@@ -142,23 +146,23 @@ def deb(files, compression="xz"):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """A folder with the .deb files of two packages, which are the table."""
+    """A folder with the .deb files of two packages, which make up the table."""
     folder = tmp_path / "debs"
-    table = {}
     folder.mkdir()
-    for name, version, files in (
-        ("x-doc", "2:1.0-1", FILES),
-        ("y-doc", "3", {"usr/share/doc/y/y": sentences("y").encode()}),
+    table = {}
+    for name, version, file, files in (
+        ("x-doc", "2:1.0-1", "x-doc_2%3a1.0-1_all.deb", FILES),
+        ("y-doc", "3", "y-doc_3_all.deb", {"usr/share/doc/y/y": sentences("y").encode()}),
     ):
         content = deb(files)
-        (folder / f"{name}_{version.replace(':', '%3a')}_all.deb").write_bytes(content)
+        (folder / file).write_bytes(content)
         table[name] = {
             "version": version,
             "sha256": hashlib.sha256(content).hexdigest(),
             "read": ["usr/share/man/*", "usr/share/info/*", "*.dict.dz", "usr/share/doc/[xy]/*"],
             "leave_out": ["*/ascii.7.gz", "*/changelog.gz"],
         }
-    monkeypatch.setattr(debian, "package_table", lambda: table)
+    monkeypatch.setattr(debian, "package_table", functools.partial(dict, table))
     monkeypatch.setattr(debian, "SHORTEST", len(PAGE_TEXT))
     return folder
 
@@ -179,35 +183,30 @@ def test_the_documents_of_a_package(packages, tmp_path):
 
 
 def test_a_corpus_of_files_at_hand(packages, tmp_path, capsys):
-    arguments = [
-        "--input",
-        f"debian:{packages}",
-        "--vocab-size",
-        "340",
-        "--validation-fraction",
-        "0",
-    ]
-    assert prepare_data.main([*arguments, "--output", str(tmp_path / "corpus")]) == 0
-    files = sorted(packages.iterdir())
+    """Files that are not exactly those of the table are refused."""
+    line = f"--input debian:{packages} --vocab-size 340 --validation-fraction 0 --output {tmp_path}"
+    assert prepare_data.main(f"{line}/corpus".split()) == 0
+    x_doc, y_doc = sorted(packages.iterdir())
     manifest = read_manifest(tmp_path / "corpus")
     assert manifest["source"]["inputs"] == [
-        {"file": path.name, "bytes": path.stat().st_size} for path in files
+        {"file": x_doc.name, "bytes": x_doc.stat().st_size},
+        {"file": y_doc.name, "bytes": y_doc.stat().st_size},
     ]
     assert [shard["documents"] for shard in manifest["splits"]["train"]] == [7]
-    files[1].write_bytes(files[1].read_bytes() + b"\n")
-    assert prepare_data.main([*arguments, "--output", str(tmp_path / "damaged")]) == 2
-    assert f"{files[1]} is damaged or another build" in (err := capsys.readouterr().err)
-    assert "Remove the file" in err
-    files[0].unlink()
-    assert prepare_data.main([*arguments, "--output", str(tmp_path / "missing")]) == 2
-    err = capsys.readouterr().err
-    assert f"{files[0]} is missing. On Debian 12 `apt-get download x-doc=2:1.0-1` gets" in err
+    y_doc.write_bytes(y_doc.read_bytes() + b"\n")
+    assert prepare_data.main(f"{line}/damaged".split()) == 2
+    assert f"{y_doc} is damaged or another build" in capsys.readouterr().err
+    x_doc.unlink()
+    assert prepare_data.main(f"{line}/missing".split()) == 2
+    words = f"{x_doc} is missing. On Debian 12 `apt-get download x-doc=2:1.0-1` gets"
+    assert words in capsys.readouterr().err
 
 
 @pytest.fixture
 def apt_get(packages, tmp_path, monkeypatch):
-    """A stand-in for apt-get, which notes its arguments and copies from `packages`; in an empty
-    working folder.
+    """A stand-in for apt-get, which writes its arguments to a file and copies from `packages`.
+
+    The working folder is empty.
     """
     program = tmp_path / "bin/apt-get"
     program.parent.mkdir()

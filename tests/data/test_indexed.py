@@ -19,91 +19,100 @@ def write(prefix, documents=DOCUMENTS, vocab_size=2000):
         return writer.finalize()
 
 
-def by_hand(prefix, code, documents, dtype=None):
-    """A shard as Megatron publishes the layout; a document is a list of sequences."""
-    dtype = np.dtype(dtype or DTYPES[code])
-    sequences = [np.array(s, dtype) for d in documents for s in d]
-    lengths = np.array([len(s) for s in sequences], "<i4")
-    doc_idx = np.cumsum([0] + [len(d) for d in documents])
-    offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(doc_idx))
-    prefix.with_suffix(".idx").write_bytes(
-        head + lengths.tobytes() + offsets.astype("<i8").tobytes() + doc_idx.astype("<i8").tobytes()
-    )
-    prefix.with_suffix(".bin").write_bytes(b"".join(s.tobytes() for s in sequences))
-    return prefix
+def write_by_hand(prefix, code, documents, dtype=None):
+    """Writes a shard in the layout that Megatron publishes. A document is a list of sequences."""
+    sequences = []
+    first_sequences = [0]
+    for document in documents:
+        sequences += [np.array(sequence, dtype or DTYPES[code]) for sequence in document]
+        first_sequences.append(len(sequences))
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    sizes = np.array([sequence.nbytes for sequence in sequences])
+    offsets = (np.cumsum(sizes) - sizes).astype("<i8")
+    index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(first_sequences))
+    index += lengths.tobytes() + offsets.tobytes() + np.array(first_sequences, "<i8").tobytes()
+    prefix.with_suffix(".idx").write_bytes(index)
+    prefix.with_suffix(".bin").write_bytes(b"".join(sequence.tobytes() for sequence in sequences))
 
 
 @pytest.mark.parametrize(("vocab_size", "code"), [(65499, 8), (65500, 4)])
 def test_layout(tmp_path, vocab_size, code):
     documents = [*DOCUMENTS, [vocab_size - 1, 0]]
     record = write(tmp_path / "a", documents, vocab_size)
-    by_hand(tmp_path / "expected", code, [[document] for document in documents])
-    assert (record["name"], record["documents"], record["tokens"]) == ("a", 4, 12)
+    write_by_hand(tmp_path / "expected", code, [[document] for document in documents])
+    assert record["name"] == "a"
+    assert record["documents"] == 4
+    assert record["tokens"] == 12
     for kind in ("bin", "idx"):
         path = tmp_path / f"a.{kind}"
         assert path.read_bytes() == (tmp_path / f"expected.{kind}").read_bytes()
-        assert (record[f"{kind}_sha256"], record[f"{kind}_bytes"]) == (
-            file_sha256(path),
-            path.stat().st_size,
-        )
-    assert write(tmp_path / "b", [])["tokens"] == len(IndexedDataset(tmp_path / "b")) == 0
-    IndexedDataset(tmp_path / "b").verify()
+        assert record[f"{kind}_sha256"] == file_sha256(path)
+        assert record[f"{kind}_bytes"] == path.stat().st_size
 
 
-def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path):
-    for code in DTYPES:
-        dataset = IndexedDataset(
-            by_hand(tmp_path / str(code), code, [[[1, 2], [3]], [], [[4, 5, 6]]])
-        )
-        assert dataset.num_tokens == 6
-        assert [document.tolist() for document in dataset] == [[1, 2, 3], [], [4, 5, 6]]
-        assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
-        starts = [dataset.document_starts(*span).tolist() for span in ((0, 6), (1, 3), (3, 4))]
-        assert starts == [[0, 3], [], [3]]
-        dataset.verify()
-    for code in (6, 7, 0, 9):
-        with pytest.raises(ValueError, match=f"dtype code {code}"):
-            IndexedDataset(by_hand(tmp_path / "a", code, [[[1]]], dtype="<u2"))
+def test_a_shard_may_be_empty(tmp_path):
+    assert write(tmp_path / "a", [])["tokens"] == 0
+    assert len(IndexedDataset(tmp_path / "a")) == 0
 
 
-def test_every_truncation_and_a_damaged_index_are_refused(tmp_path):
+@pytest.mark.parametrize("code", DTYPES)
+def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path, code):
+    write_by_hand(tmp_path / "a", code, [[[1, 2], [3]], [], [[4, 5, 6]]])
+    dataset = IndexedDataset(tmp_path / "a")
+    dataset.verify()
+    assert dataset.num_tokens == 6
+    assert [document.tolist() for document in dataset] == [[1, 2, 3], [], [4, 5, 6]]
+    assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
+    assert dataset.document_starts(0, 6).tolist() == [0, 3]
+    assert dataset.document_starts(1, 3).tolist() == []
+    assert dataset.document_starts(3, 4).tolist() == [3]
+
+
+@pytest.mark.parametrize("code", [6, 0])
+def test_other_dtypes_are_refused(tmp_path, code):
+    write_by_hand(tmp_path / "a", code, [[[1]]], dtype="<u2")
+    with pytest.raises(ValueError, match=f"dtype code {code}"):
+        IndexedDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_every_truncation_is_refused(tmp_path, suffix):
     write(tmp_path / "a")
-    damaged = (
-        (0, b"X"),
-        (9, b"\2"),
-        (26, b"\1"),
-        (34 + 4 * 3 + 8 * 2, b"\1"),
-        (34 + 12 * 3, b"\1"),
-    )
-    for suffix in (".bin", ".idx"):
-        path = tmp_path / f"a{suffix}"
-        data = path.read_bytes()
-        changed = [*(data[:size] for size in range(len(data))), data + b"xx"]
-        changed += [data[:at] + byte + data[at + 1 :] for at, byte in damaged if suffix == ".idx"]
-        for part in changed:
-            path.write_bytes(part)
-            with pytest.raises(ValueError, match=re.escape(str(path))):
-                IndexedDataset(tmp_path / "a")
-        path.unlink()
-        with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing"):
+    path = tmp_path / f"a{suffix}"
+    data = path.read_bytes()
+    for damaged in [*(data[:size] for size in range(len(data))), data + b"xx"]:
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
             IndexedDataset(tmp_path / "a")
-        path.write_bytes(data)
-    path.write_bytes(
-        data[:34] + bytes([data[34] + 1]) + data[35:]
-    )  # the first length: no size changes
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+    write(tmp_path / "a")
+    path = tmp_path / "a.idx"
+    data = path.read_bytes()
+    # The magic bytes, the version, a count, an offset, a document.
+    for at, byte in ((0, b"X"), (9, b"\2"), (26, b"\1"), (62, b"\1"), (70, b"\1")):
+        path.write_bytes(data[:at] + byte + data[at + 1 :])
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            IndexedDataset(tmp_path / "a")
+    # No size tells that the first length is wrong.
+    path.write_bytes(data[:34] + bytes([data[34] + 1]) + data[35:])
     with pytest.raises(ValueError, match="back to back"):
         IndexedDataset(tmp_path / "a").verify()
 
 
 @pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5]])
-def test_writer_refuses_ids_outside_the_vocabulary_and_never_overwrites(tmp_path, tokens):
+def test_the_writer_refuses_ids_outside_the_vocabulary(tmp_path, tokens):
     with pytest.raises(ValueError, match="ids from 0 to 1999"):
         write(tmp_path / "a", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "a.bin").write_bytes(
-        b"of a writer that was killed: without an index it is no shard"
-    )
+
+
+def test_the_writer_never_overwrites_a_shard(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"A killed writer left this. It is no shard without an index.")
     write(tmp_path / "a")
     assert [document.tolist() for document in IndexedDataset(tmp_path / "a")] == DOCUMENTS
     with pytest.raises(FileExistsError, match="never overwritten"):

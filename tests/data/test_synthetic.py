@@ -1,162 +1,153 @@
-"""Recall tasks: what the tokens before an answer say is the answer, on every example; the same
-bytes however they are made.
-"""
+"""Recall tasks: the tokens before an answer determine it, and bytes do not depend on shards."""
 
 import numpy as np
 import pytest
 
-from interdomain.data import PackedDataset, TokenCorpus, load_tokenizer, read_manifest
+from interdomain.data import PackedDataset, TokenCorpus, load_tokenizer
 from interdomain.data.synthetic import TASKS
 from interdomain.tools import prepare_data
 
 SMALL = {
-    "mqar": dict(length=48, items=8, vocab=41),
-    "selective-copying": dict(length=47, items=9, vocab=12),
+    "mqar": {"length": 48, "items": 8, "vocab": 41},
+    "selective-copying": {"length": 47, "items": 9, "vocab": 12},
 }
 
 
-def recalled(text, p):
-    """Word p, which is behind a key: so many words behind the same key's first place."""
-    key = next(q for q in range(p - 1, -1, -1) if text[q][0] == "k")
+def mqar_answer(text, p):
+    """Returns the word at p from the words before: it follows its key as it did the first time."""
+    key = p - 1
+    while text[key][0] != "k":
+        key -= 1
     return text[text.index(text[key]) + p - key]
 
 
-def copied(text, p):
-    """The number of tokens behind `copy` is the number of those that have been copied."""
-    begin = text.index("copy")
-    return [word for word in text[:begin] if word != "."][p - begin - 1]
+def copying_answer(text, p):
+    """Returns the word at p from the words before: `copy` comes before the copies, in order."""
+    copy = text.index("copy")
+    items = [word for word in text[:copy] if word != "."]
+    return items[p - copy - 1]
 
 
-SOLVERS = {"mqar": recalled, "selective-copying": copied}  # from text[:p] alone
+SOLVERS = {"mqar": mqar_answer, "selective-copying": copying_answer}
 
 
-def prepare(kind, folder, *options, expect=0):
-    task = [f"--synthetic-{name}={value}" for name, value in SMALL[kind].items()]
-    arguments = [
-        "--synthetic",
-        kind,
-        *task,
-        "--synthetic-examples=3000",
-        "--output",
-        folder,
-        *options,
-    ]
-    assert prepare_data.main([str(argument) for argument in arguments]) == expect
+def prepare(kind, folder, options="--validation-fraction 0.1"):
+    line = f"--synthetic {kind} --synthetic-examples 3000 --output {folder} {options}"
+    for name, value in SMALL[kind].items():
+        line += f" --synthetic-{name} {value}"
+    assert prepare_data.main(line.split()) == 0
     return folder
 
 
 @pytest.fixture(scope="module", params=list(TASKS))
 def corpus(request, tmp_path_factory):
-    kind = request.param
-    return kind, prepare(
-        kind, tmp_path_factory.mktemp(kind) / "corpus", "--validation-fraction=0.1"
-    )
+    folder = tmp_path_factory.mktemp(request.param) / "corpus"
+    return request.param, prepare(request.param, folder)
 
 
-def documents(folder, split):
-    return [
-        document for shard in TokenCorpus(folder, split, verify=True).shards for document in shard
-    ]
+def documents(folder, split="train"):
+    shards = TokenCorpus(folder, split, verify=True).shards
+    return [document for shard in shards for document in shard]
 
 
-def test_what_came_before_determines_every_answer(corpus):
+def test_every_answer_is_determined_by_the_tokens_before_it(corpus):
     kind, folder = corpus
     task = TASKS[kind](**SMALL[kind])
     tokenizer = load_tokenizer(folder)
-    every = {}
     for split in ("train", "validation"):
-        every[split] = set()
-        rows = zip(documents(folder, split), documents(folder, f"{split}-answers"), strict=True)
-        for ids, marks in rows:
+        answers = documents(folder, f"{split}-answers")
+        for ids, marks in zip(documents(folder, split), answers, strict=True):
+            assert len(ids) == len(marks) == task.length
             text = tokenizer.decode(ids).split()
-            assert (len(ids), len(marks), len(text)) == (task.length, task.length, task.length - 1)
-            assert ids[-1] == tokenizer.eos_id
             assert tokenizer.encode(" ".join(text), add_eos=True) == ids.tolist()
             assert marks.sum() == task.answers
-            assert not marks[0]
-            assert all(SOLVERS[kind](text[:p], p) == text[p] for p in np.flatnonzero(marks))
-            every[split].add(ids.tobytes())
-    assert len(every["train"]) + len(every["validation"]) == 3000  # no example twice
-    assert not every["train"] & every["validation"]
-    assert len(every["validation"]) == 300
+            for p in np.flatnonzero(marks):
+                assert SOLVERS[kind](text[:p], p) == text[p]
+
+
+def test_no_example_occurs_twice(corpus):
+    _, folder = corpus
+    train = {ids.tobytes() for ids in documents(folder)}
+    validation = {ids.tobytes() for ids in documents(folder, "validation")}
+    assert len(validation) == 300
+    assert len(train | validation) == 3000
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_the_same_bytes_whatever_the_shards(corpus, tmp_path):
     kind, folder = corpus
-
-    def contents(folder):
-        return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    def stream(folder, split):
-        return np.concatenate(documents(folder, split)).tobytes()
-
-    fraction = "--validation-fraction=0.1"
-    again, cut, other = (tmp_path / name for name in ("again", "cut", "other"))
-    assert contents(prepare(kind, again, fraction)) == contents(folder)
-    prepare(kind, cut, fraction, "--shard-tokens=10000")
+    assert contents(prepare(kind, tmp_path / "again")) == contents(folder)
+    cut = prepare(kind, tmp_path / "cut", "--validation-fraction 0.1 --shard-tokens 10000")
     assert len(TokenCorpus(cut).shards) > 5
-    for split in read_manifest(folder)["splits"]:
-        assert stream(cut, split) == stream(folder, split)
-    prepare(kind, other, fraction, "--synthetic-seed=1")
-    assert not {*map(bytes, documents(other, "train"))} & {*map(bytes, documents(folder, "train"))}
+    for split in ("train", "train-answers", "validation", "validation-answers"):
+        found = np.concatenate(documents(cut, split))
+        assert np.array_equal(found, np.concatenate(documents(folder, split)))
 
 
-def test_windows_are_examples_and_their_answers_are_counted_exactly(corpus):
+def test_another_seed_makes_other_examples(corpus, tmp_path):
+    kind, folder = corpus
+    other = prepare(kind, tmp_path / "other", "--validation-fraction 0.1 --synthetic-seed 1")
+    first_seed = {ids.tobytes() for ids in documents(folder)}
+    assert first_seed.isdisjoint(ids.tobytes() for ids in documents(other))
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+def test_windows_are_examples_and_only_their_answers_are_counted(corpus, examples):
     kind, folder = corpus
     task = TASKS[kind](**SMALL[kind])
-    ids = documents(folder, "train")
-    marks = documents(folder, "train-answers")
-    for examples in (1, 3):
-        dataset = PackedDataset(TokenCorpus(folder), examples * task.length, seed=0, shuffle=False)
-        assert dataset.targets == examples * task.answers
-        for g in range(len(dataset)):
-            counted = dataset.counted(g)
-            assert counted.sum() == dataset.targets
-            window, flags = (
-                np.concatenate(rows[g * examples : (g + 1) * examples]) for rows in (ids, marks)
-            )
-            assert np.array_equal(dataset[g][:-1], window)
-            assert np.array_equal(counted[:-1], flags[1:] == 1)
+    window = examples * task.length
+    ids = np.concatenate(documents(folder))
+    marks = np.concatenate(documents(folder, "train-answers"))
+    dataset = PackedDataset(TokenCorpus(folder), window, seed=0, shuffle=False)
+    assert dataset.targets == examples * task.answers
+    for g in range(len(dataset)):
+        first = g * window
+        counted = dataset.counted(g)
+        assert counted.sum() == dataset.targets
+        assert np.array_equal(dataset[g][:-1], ids[first : first + window])
+        # A target is the token after the one at which it is predicted.
+        assert np.array_equal(counted[:-1], marks[first + 1 : first + window] == 1)
 
 
 @pytest.mark.parametrize("corpus", ["mqar"], indirect=True)
 def test_mqar_has_lists_of_equal_length(corpus):
-    """Where keys that were not seen before come, in training all numbers of lists, in validation
-    one.
-    """
+    """Training has 1, 2, 4 or 8 lists of keys and values in a row, validation has one."""
     _, folder = corpus
-    found = {"train": set(), "validation": set()}
-    for split, layouts in found.items():
+    layouts = {"train": set(), "validation": set()}  # where a key occurs for the first time
+    for split, found in layouts.items():
         for ids in documents(folder, split):
-            keys = ids[:-1:2].tolist()
-            layouts.add(tuple(t for t in range(24) if keys[t] not in keys[:t]))
-    lists = [tuple(24 // n * k + i for k in range(n) for i in range(8 // n)) for n in (1, 2, 4, 8)]
-    assert found == {"train": set(lists), "validation": {lists[0]}}
+            _, first = np.unique(ids[:-1:2], return_index=True)
+            found.add(tuple(sorted(first.tolist())))
+    expected = set()
+    for lists in (1, 2, 4, 8):
+        starts = range(0, 24, 24 // lists)
+        expected.add(tuple(start + i for start in starts for i in range(8 // lists)))
+    assert layouts == {"train": expected, "validation": {tuple(range(8))}}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--synthetic mqar --synthetic-items 128", "at least 2 * items + 4"),
-        ("--synthetic mqar --synthetic-vocab 17", "at least 2 * items + 2 words"),
-        ("--synthetic mqar --synthetic-items 0", "at least 1"),
-        ("--synthetic mqar --synthetic-vocab 70000", "at most 65,536 words"),
-        ("--synthetic mqar --synthetic-examples 0", "--synthetic-examples must be at least 1"),
-        ("--synthetic selective-copying --synthetic-length 33", "at least 2 * items + 2"),
-        ("--synthetic selective-copying --synthetic-vocab 5", "must have at least 6 words"),
-        (
-            "--synthetic mqar --synthetic-examples 20 --validation-fraction 0.01",
-            "fall into train train-answers alone",
-        ),
+        ("mqar --synthetic-items 128", "at least 2 * items + 4"),
+        ("mqar --synthetic-vocab 17", "at least 2 * items + 2 words"),
+        ("mqar --synthetic-vocab 70000", "at most 65,536 words"),
+        ("mqar --synthetic-examples 0", "--synthetic-examples must be at least 1"),
+        ("selective-copying --synthetic-length 33", "at least 2 * items + 2"),
+        ("mqar --synthetic-examples 20 --validation-fraction 0.01", "fall into train"),
     ],
 )
-def test_bad_options(options, message, tmp_path, capsys):
-    assert prepare_data.main([*options.split(), "--output", str(tmp_path / "out")]) == 2
+def test_wrong_options_are_refused(options, message, tmp_path, capsys):
+    line = f"--synthetic {options} --output {tmp_path}/out"
+    assert prepare_data.main(line.split()) == 2
     assert message in capsys.readouterr().err
-    assert not [*tmp_path.iterdir()]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_window_that_cuts_examples_is_refused(corpus, tmp_path):
+def test_a_window_that_cuts_examples_is_refused(corpus):
     kind, folder = corpus
-    with pytest.raises(ValueError, match=f"to {SMALL[kind]['length']}, or a multiple"):
-        PackedDataset(TokenCorpus(folder), SMALL[kind]["length"] + 1, seed=0)
+    length = SMALL[kind]["length"]
+    with pytest.raises(ValueError, match=f"to {length}, or a multiple"):
+        PackedDataset(TokenCorpus(folder), length + 1, seed=0)

@@ -1,6 +1,4 @@
-"""Every kind of tokenizer keeps the same promises: round trips, control tokens, text that arrives
-token by token.
-"""
+"""Every kind of tokenizer keeps the same promises: round trips, control tokens, streams."""
 
 import hashlib
 import io
@@ -35,88 +33,77 @@ def any_kind(request, files):
 
 
 def test_round_trip_without_control_tokens(any_kind):
-    root = Path(sysconfig.get_path("stdlib"))
-    real = [path.read_bytes().decode() for path in sorted(root.glob("*.py"))[:20]]
-    texts = [*TEXTS, *real, *(text.replace("\n", "\r\n") for text in real[:10])]
-    rows = [any_kind.encode(text) for text in texts]
-    assert [any_kind.decode(ids) for ids in rows] == texts
-    assert not {any_kind.bos_id, any_kind.eos_id}.intersection(i for ids in rows for i in ids)
-    assert max(i for ids in rows for i in ids) < any_kind.vocab_size
+    texts = list(TEXTS)
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:10]:
+        text = path.read_bytes().decode()
+        texts += [text, text.replace("\n", "\r\n")]
+    for text in texts:
+        ids = any_kind.encode(text)
+        assert any_kind.decode(ids) == text
+        assert any_kind.bos_id not in ids
+        assert any_kind.eos_id not in ids
+        assert max(ids, default=0) < any_kind.vocab_size
     assert any_kind.decode(any_kind.encode("a b", add_eos=True)) == "a b"
 
 
 def test_sentencepiece_is_in_llama_2s_style(files):
     tokenizer = load_tokenizer(files["sentencepiece"])
-    assert (tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
-        0,
-        1,
-        2,
-        None,
-    )
+    assert tokenizer.unk_id == 0
+    assert tokenizer.bos_id == 1
+    assert tokenizer.eos_id == 2
+    assert tokenizer.pad_id is None
     assert len(tokenizer.encode("2024")) == 5  # the dummy prefix and four digits
     assert len(tokenizer.encode("\n" + 8 * " " + "x")) - len(tokenizer.encode("\nx")) == 1
 
 
 def test_a_vocabulary_is_trained_on_lines_of_any_length(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(
-        train_sentencepiece(["x" * 9000, "consequence " * 9000], 300)
-    )
+    model = train_sentencepiece(["x" * 9000, "consequence " * 9000], 300)
+    (tmp_path / "tokenizer.model").write_bytes(model)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     assert len(tokenizer.encode("consequence consequence")) == 2
-    with pytest.raises(
-        ValueError, match=r"A vocabulary of 300 cannot be trained on this text: it is empty\."
-    ):
+    with pytest.raises(ValueError, match=r"cannot be trained on this text: it is empty\."):
         train_sentencepiece(["", "\n"], 300)
 
 
 def stream(tokenizer, ids, after=()):
+    """Returns the texts that a stream gives out token by token, and the rest at its end."""
     decoder = StreamDecoder(tokenizer, after)
     return [decoder.push(i) for i in ids], decoder.flush()
 
 
-def test_a_stream_equals_decode_at_every_length_and_after_every_prompt(any_kind):
+def test_a_stream_equals_decode_after_every_prompt(any_kind):
     for text in TEXTS:
         ids = any_kind.encode(text[:150])
         for n in range(len(ids) + 1):
-            given, _ = stream(any_kind, ids[:n])
-            # What has been given out stays true: it is a prefix of the final text, without half
-            # characters.
-            assert text.startswith("".join(given))
+            pushed, _ = stream(any_kind, ids[:n])
+            # Text that was given out is a prefix of the final text: it has no half characters.
+            assert text.startswith("".join(pushed))
             continued, rest = stream(any_kind, ids[n:], after=ids[:n])
-            assert "".join([*given, *continued]) + rest == any_kind.decode(ids)
-    given, rest = stream(any_kind, any_kind.encode("return self.value"))
-    assert all(given[1:])  # at once; a lone dummy prefix has no text
+            assert "".join([*pushed, *continued, rest]) == any_kind.decode(ids)
+
+
+def test_a_stream_gives_out_words_at_once(any_kind):
+    pushed, rest = stream(any_kind, any_kind.encode("return self.value"))
+    assert all(pushed[1:])  # a dummy prefix has no text
     assert rest == ""
 
 
 def test_a_stream_of_any_ids_equals_decode(any_kind):
-    """A model may produce anything: broken UTF-8, control tokens in the middle of a character, ids
-    that no token has.
-    """
+    """A model may produce broken UTF-8, control tokens in a character, and ids without a token."""
     rng = random.Random(0)
-    size = any_kind.vocab_size
-    broken = [i for i in range(size) if "\ufffd" in any_kind.decode([i])]
+    broken = [i for i in range(any_kind.vocab_size) if "\ufffd" in any_kind.decode([i])]
     assert len(broken) > 100
-    space = any_kind.encode(" ")[0]
+    special = [any_kind.eos_id, 0, 1, 2, any_kind.encode(" ")[0]]
     for _ in range(2000):
-        kinds = (
-            rng.randrange(size),
-            rng.choice(broken),
-            rng.choice(broken),
-            any_kind.eos_id,
-            rng.randrange(3),
-            space,
-        )
-        ids = [rng.choice(kinds) for _ in range(rng.randrange(12))]
-        given, rest = stream(any_kind, ids)
-        assert "".join(given) + rest == any_kind.decode(ids), ids
+        population = [rng.randrange(any_kind.vocab_size), *rng.choices(broken, k=2), *special]
+        ids = rng.choices(population, k=rng.randrange(12))
+        pushed, rest = stream(any_kind, ids)
+        assert "".join(pushed) + rest == any_kind.decode(ids), ids
 
 
 @pytest.mark.parametrize("dropped", [True, False])
 def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, dropped):
-    """sentencepiece's default, of T5 and Llama 1: `decode` drops the spaces that a text begins
-    with, and keeps all others.
-    """
+    """`decode` drops only spaces at a text's start, by sentencepiece's default (T5, Llama 1)."""
     text = ["several words of a text, and some more words", "  def f(x):", "a    b"] * 20
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.Train(
@@ -133,48 +120,42 @@ def test_a_stream_of_a_tokenizer_that_drops_spaces_at_the_start(tmp_path, droppe
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     space = tokenizer._processor.piece_to_id("\u2581")
-    word, *_ = tokenizer.encode("words")
     newline = tokenizer._processor.piece_to_id("<0x0A>")
+    word = tokenizer.encode("words")[0]
     rng = random.Random(0)
-    rows = [
-        rng.choices([space, space, word, newline, 1, rng.randrange(tokenizer.vocab_size)], k=8)
-        for _ in range(300)
-    ]
-    for ids in ([space] * 100 + [word, space, word], [newline] * 100 + [word, space, word], *rows):
-        given, rest = stream(tokenizer, ids)
-        assert "".join(given) + rest == tokenizer.decode(ids), ids
-        given, rest = stream(tokenizer, ids[3:], after=ids[:3])
-        assert tokenizer.decode(ids).endswith("".join(given) + rest), ids
+    rows = [[space] * 100 + [word, space, word], [newline] * 100 + [word, space, word]]
+    for _ in range(300):
+        any_id = rng.randrange(tokenizer.vocab_size)
+        rows.append(rng.choices([space, space, word, newline, 1, any_id], k=8))
+    for ids in rows:
+        pushed, rest = stream(tokenizer, ids)
+        assert "".join(pushed) + rest == tokenizer.decode(ids), ids
+        pushed, rest = stream(tokenizer, ids[3:], after=ids[:3])
+        assert tokenizer.decode(ids).endswith("".join(pushed) + rest), ids
 
 
 def write_rows(folder, texts):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "rows.jsonl").write_text("".join(lines))
 
 
 def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path):
-    """BOS and EOS stand in a second file where the tokenizer came from; in a corpus they must not
-    be lost.
-    """
+    """BOS and EOS, which stand in a second file at the source, are not lost."""
     path = any_kind.write(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [any_kind.file]
     assert hashlib.sha256(path.read_bytes()).hexdigest() == any_kind.sha256
-    rows = write_rows(tmp_path, TEXTS)
-    line = f"--input {rows} --tokenizer {tmp_path} --validation-fraction 0 --output {tmp_path}/out"
-    assert prepare_data.main(line.split()) == 0
-    for again in (
-        load_tokenizer(tmp_path),
-        load_tokenizer(str(path)),
-        load_tokenizer(tmp_path / "out"),
-    ):
+    write_rows(tmp_path, TEXTS)
+    out = tmp_path / "out"
+    line = f"--input {tmp_path}/rows.jsonl --tokenizer {tmp_path} --validation-fraction 0"
+    assert prepare_data.main(f"{line} --output {out}".split()) == 0
+    for source in (tmp_path, str(path), out):
+        again = load_tokenizer(source)
         for name in ("sha256", "vocab_size", "bos_id", "eos_id", "pad_id", "unk_id", "data"):
             assert getattr(again, name) == getattr(any_kind, name), name
-    corpus = TokenCorpus(tmp_path / "out", verify=True)
+    corpus = TokenCorpus(out, verify=True)
     assert corpus.vocab_size == any_kind.vocab_size
-    assert [d.tolist() for d in corpus.shards[0]] == [
-        any_kind.encode(text, add_eos=True) for text in TEXTS if text
-    ]
+    expected = [any_kind.encode(text, add_eos=True) for text in TEXTS if text]
+    assert [document.tolist() for document in corpus.shards[0]] == expected
 
 
 LLAMA_3 = (  # its pattern: tiktoken's engine needs a stack for spaces in a row, and panics
@@ -182,25 +163,31 @@ LLAMA_3 = (  # its pattern: tiktoken's engine needs a stack for spaces in a row,
 )
 
 
-def test_a_text_that_the_library_cannot_encode_is_a_bad_document(files, tmp_path, capfd):
-    path = tmp_path / "x.tiktoken"
+def copy_ranks(files, path, **changes):
+    """Copies the rank file of tiktoken, and its description with changes."""
     shutil.copy(files["tiktoken"], path)
-    described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
-    path.with_suffix(".json").write_text(json.dumps(described | {"pattern": LLAMA_3}))
-    rows = write_rows(tmp_path, ["a", "b", " " * 1_000_000, "a"])
-    line = f"--input {rows} --tokenizer {path} --validation-fraction 0 --workers 2 --output {tmp_path}/out"
+    description = json.loads(files["tiktoken"].with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps(description | changes))
+
+
+def test_a_text_that_the_library_cannot_encode_is_a_bad_document(files, tmp_path, capfd):
+    copy_ranks(files, tmp_path / "x.tiktoken", pattern=LLAMA_3)
+    write_rows(tmp_path, ["a", "b", " " * 1_000_000, "a"])
+    line = f"--input {tmp_path}/rows.jsonl --tokenizer {tmp_path}/x.tiktoken --workers 2"
+    line += f" --validation-fraction 0 --output {tmp_path}/out"
     assert prepare_data.main(line.split()) == 2
     words = "rows.jsonl cannot be read: line 3: the tokenizer cannot encode this text ("
     assert words in capfd.readouterr().err
     assert prepare_data.main([*line.split(), "--leave-out-bad"]) == 0
     assert "rows.jsonl, line 3: the tokenizer cannot" in capfd.readouterr().err
-    tokenizer = load_tokenizer(path)
-    made = [document.tolist() for document in TokenCorpus(tmp_path / "out", verify=True).shards[0]]
-    assert made == [tokenizer.encode(x, add_eos=True) for x in ("a", "b", "a")]
+    tokenizer = load_tokenizer(tmp_path / "x.tiktoken")
+    documents = TokenCorpus(tmp_path / "out", verify=True).shards[0]
+    expected = [tokenizer.encode(text, add_eos=True) for text in ("a", "b", "a")]
+    assert [document.tolist() for document in documents] == expected
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_what_says_nothing_of_the_text_is_no_bad_document(error, tokenizer, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_is_no_bad_document(error, tokenizer, monkeypatch):
     def interrupted(text):
         raise error
 
@@ -210,16 +197,12 @@ def test_what_says_nothing_of_the_text_is_no_bad_document(error, tokenizer, monk
 
 
 def test_a_control_token_that_the_vocabulary_lacks_is_named(files, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(files["json"].read_bytes())
+    shutil.copy(files["json"], tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    (tmp_path / "x.tiktoken").write_bytes(files["tiktoken"].read_bytes())
-    described = json.loads(files["tiktoken"].with_suffix(".json").read_text())
-    (tmp_path / "x.json").write_text(json.dumps(described | {"eos_token": "<end>"}))
+    copy_ranks(files, tmp_path / "x.tiktoken", eos_token="<end>")
     for name in ("tokenizer.json", "x.tiktoken"):
-        with pytest.raises(
-            ValueError,
-            match=f"{name} is not a tokenizer: .*eos_token is '<end>', which is no token",
-        ):
+        words = f"{name} is not a tokenizer: .*eos_token is '<end>', which is no token"
+        with pytest.raises(ValueError, match=words):
             load_tokenizer(tmp_path / name)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match=r"no EOS.*tokenizer_config\.json"):
@@ -228,36 +211,53 @@ def test_a_control_token_that_the_vocabulary_lacks_is_named(files, tmp_path):
 
 def test_ranks_of_whisper_have_an_empty_token(files, tmp_path):
     """Its line is `= 50256`. tiktoken's own reader leaves empty lines out."""
-    ranks = tmp_path / "multilingual.tiktoken"
-    ranks.write_bytes(files["tiktoken"].read_bytes() + b"= 598\n\n")
-    ranks.with_suffix(".json").write_bytes(files["tiktoken"].with_suffix(".json").read_bytes())
-    tokenizer = load_tokenizer(ranks)
-    without = load_tokenizer(files["tiktoken"])
-    assert [tokenizer.encode(text) for text in TEXTS] == [without.encode(text) for text in TEXTS]
+    copy_ranks(files, tmp_path / "multilingual.tiktoken")
+    with open(tmp_path / "multilingual.tiktoken", "ab") as file:
+        file.write(b"= 598\n\n")
+    tokenizer = load_tokenizer(tmp_path / "multilingual.tiktoken")
+    original = load_tokenizer(files["tiktoken"])
+    for text in TEXTS:
+        assert tokenizer.encode(text) == original.encode(text)
     assert tokenizer.decode([598]) == ""
 
 
-def test_what_is_no_tokenizer(files, tmp_path, monkeypatch):
-    for name in ("x.model", "x.tiktoken", "nothing", "."):
-        with pytest.raises(FileNotFoundError, match="There is no tokenizer"):
-            load_tokenizer(tmp_path / name)
-    ranks = files["tiktoken"].read_bytes()
-    shutil.copy(files["tiktoken"].with_suffix(".json"), tmp_path / "x.json")
-    for name, content in (
+@pytest.mark.parametrize("name", ["x.model", "nothing", "."])
+def test_a_missing_tokenizer_is_named(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="There is no tokenizer"):
+        load_tokenizer(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
         ("x.model", b""),
         ("y.model", b"\0" * 1000),
         ("x.txt", b"text"),
         ("a.json", b"{}"),
-        ("alone.tiktoken", ranks),
-        ("x.tiktoken", ranks + b"nonsense\n"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name} is not a tokenizer"):
-            load_tokenizer(tmp_path / name)
+        ("x.tiktoken", b"nonsense\n"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is not a tokenizer"):
+        load_tokenizer(tmp_path / name)
+
+
+def test_ranks_without_a_description_are_refused(files, tmp_path):
+    shutil.copy(files["tiktoken"], tmp_path / "alone.tiktoken")
+    with pytest.raises(ValueError, match=r"alone\.tiktoken is not a tokenizer"):
+        load_tokenizer(tmp_path / "alone.tiktoken")
+
+
+def no_network(url):
+    raise ConnectionError("no network")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("mine", "Unknown encoding mine"), ("cl100k_base", "no network")]
+)
+def test_encodings_of_tiktoken_come_from_its_cache(tmp_path, monkeypatch, name, message):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "requests.get", lambda url: (_ for _ in ()).throw(ConnectionError("no network"))
-    )
-    for name, message in (("mine", "Unknown encoding mine"), ("cl100k_base", "no network")):
-        with pytest.raises(ValueError, match=f"TIKTOKEN_CACHE_DIR.*{message}"):
-            load_tokenizer(f"tiktoken:{name}")
+    monkeypatch.setattr("requests.get", no_network)
+    with pytest.raises(ValueError, match=f"TIKTOKEN_CACHE_DIR.*{message}"):
+        load_tokenizer(f"tiktoken:{name}")

@@ -1,6 +1,4 @@
-"""The folder's tokenizer as transformers loads it, against the original: token for token, over text
-made to break it.
-"""
+"""The exported tokenizer as transformers loads it, against the original: token for token."""
 
 import json
 import random
@@ -9,9 +7,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from interdomain.data import load_tokenizer, tokenizer_export
+from interdomain.data import load_tokenizer
 from interdomain.data.readers import read_documents
-from interdomain.data.tokenizer_export import write_for_transformers
+from interdomain.data.tokenizer_export import padding_id, write_for_transformers
 
 from .test_tokenizer import TEXTS
 
@@ -22,60 +20,51 @@ PARTS = [
 ]
 
 
-def fuzz():
-    """Random text of what tokenizers trip over, and lines of real files."""
+def difficult_texts():
+    """Returns random texts of difficult parts and characters, and lines of real files."""
     rng = random.Random(0)
     texts = list(TEXTS)
     for _ in range(300):
         texts.append("".join(rng.choices(PARTS, k=rng.randrange(1, 25))))
-        texts.append(
-            "".join(map(chr, rng.choices(range(0xD800), k=15) + rng.choices(range(0x300), k=15)))
-        )
+        characters = rng.choices(range(0xD800), k=15) + rng.choices(range(0x300), k=15)
+        texts.append("".join(map(chr, characters)))
     for path in sorted(Path(json.__file__).parent.parent.glob("*.py"))[:8]:
         text = path.read_text("utf-8", "ignore")
         texts += [text, *text.splitlines()[:100]]
     return texts
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "json"])
-def exported(request, files, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exported")
-    tokenizer = load_tokenizer(files[request.param])
-    tokenizer.write(folder)
-    write_for_transformers(tokenizer, folder)
-    # What stands beside them in a model's folder: AutoTokenizer reads it, and knows no such model.
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "interdomain", "vocab_size": 1000})
-    )
-    return tokenizer, folder
-
-
-def test_auto_tokenizer_agrees_token_for_token(exported, monkeypatch):
+@pytest.mark.parametrize("kind", ["sentencepiece", "json"])
+def test_auto_tokenizer_agrees_token_for_token(kind, files, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers", reason="the extra `dev` is not installed")
-    tokenizer, folder = exported
-    loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = fuzz()
-    ours = [tokenizer.encode(text) for text in texts]
-    assert [
-        text for text, a, b in zip(texts, ours, loaded(texts).input_ids, strict=True) if a != b
-    ] == []
-    for text, ids in zip(texts, ours, strict=True):
-        assert loaded.decode(ids) == tokenizer.decode(ids), text
-        assert loaded.decode(
-            [*ids, tokenizer.eos_id], skip_special_tokens=True
-        ) == tokenizer.decode(ids)
-    assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    tokenizer = load_tokenizer(files[kind])
+    tokenizer.write(tmp_path)
+    write_for_transformers(tokenizer, tmp_path)
+    # AutoTokenizer reads the configuration of an exported model, too, and does not know the model.
+    (tmp_path / "config.json").write_text('{"model_type": "interdomain", "vocab_size": 1000}')
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.bos_token_id == tokenizer.bos_id
+    assert loaded.eos_token_id == tokenizer.eos_id
+    texts = difficult_texts()
+    for text, found in zip(texts, loaded(texts).input_ids, strict=True):
+        ids = tokenizer.encode(text)
+        assert found == ids, text
+        decoded = tokenizer.decode(ids)
+        assert loaded.decode(ids) == decoded
+        assert loaded.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == decoded
+    # A batch has only what the model takes, and padding on the left.
     batch = loaded(["a", TEXTS[12]], padding=True)
-    assert set(batch) == {"input_ids", "attention_mask"}  # all that the model takes
-    assert batch.attention_mask[0][0] == 0  # on the left
-    assert batch.input_ids[0][0] == loaded.pad_token_id == tokenizer_export.padding_id(tokenizer)
-    # Here too: the folder as its own kind, and transformers' two files alone, without the original,
-    # as a tokenizer.json.
-    assert load_tokenizer(folder).sha256 == tokenizer.sha256
-    again = load_tokenizer(folder / "tokenizer.json")
-    assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
-    assert all(again.encode(text) == tokenizer.encode(text) for text in TEXTS)
+    assert set(batch) == {"input_ids", "attention_mask"}
+    assert batch.attention_mask[0][0] == 0
+    assert batch.input_ids[0][0] == loaded.pad_token_id == padding_id(tokenizer)
+    # This project loads the folder by its own kind, and transformers' file without the original.
+    assert load_tokenizer(tmp_path).sha256 == tokenizer.sha256
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert again.bos_id == tokenizer.bos_id
+    assert again.eos_id == tokenizer.eos_id
+    for text in TEXTS:
+        assert again.encode(text) == tokenizer.encode(text)
 
 
 def test_tiktokens_files_are_not_converted(files, tmp_path):
@@ -85,37 +74,33 @@ def test_tiktokens_files_are_not_converted(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    "option",
     [
-        ("model_type", "unigram"),
-        ("normalization_rule_name", "nmt_nfkc"),
-        ("byte_fallback", False),
-        ("remove_extra_whitespaces", True),
+        {"model_type": "unigram"},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"byte_fallback": False},
+        {"remove_extra_whitespaces": True},
     ],
 )
-def test_what_has_no_exact_counterpart_is_not_written(tmp_path, option, value):
-    lines = (
-        line for text in read_documents(["stdlib"], max_bytes=20_000) for line in text.splitlines()
-    )
+def test_a_tokenizer_without_an_exact_counterpart_is_not_written(tmp_path, option):
+    text = "".join(read_documents(["stdlib"], max_bytes=20_000))
     options = {
         "model_type": "bpe",
         "byte_fallback": True,
         "normalization_rule_name": "identity",
-        "vocab_size": 400,
-    }
-    options |= {
-        "hard_vocab_limit": False,
         "remove_extra_whitespaces": False,
+        "vocab_size": 400,
+        "hard_vocab_limit": False,
         "minloglevel": 2,
-        option: value,
     }
-    prefix = str(tmp_path / "tokenizer")
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=lines, model_prefix=prefix, **options
+        sentence_iterator=iter(text.splitlines()),
+        model_prefix=str(tmp_path / "tokenizer"),
+        **options | option,
     )
     (tmp_path / "out").mkdir()
-    with pytest.raises(
-        NotImplementedError, match=r"only sentencepiece BPE|differs from the original"
-    ):
-        write_for_transformers(load_tokenizer(tmp_path / "tokenizer.model"), tmp_path / "out")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    words = r"only sentencepiece BPE|differs from the original"
+    with pytest.raises(NotImplementedError, match=words):
+        write_for_transformers(tokenizer, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

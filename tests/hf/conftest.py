@@ -1,3 +1,4 @@
+import functools
 import importlib
 import os
 
@@ -31,7 +32,10 @@ def expected_version(modules_cache):
 
 @pytest.fixture(autouse=True)
 def not_registered(monkeypatch):
-    """Whoever imported `interdomain.hf` before: transformers 5 takes registered code even where the folder's is trusted."""
+    """Undoes the registration by an import of `interdomain.hf`.
+
+    transformers 5 takes registered code even if the exported model's code is trusted.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -52,22 +56,24 @@ def package():
 
 @pytest.fixture(scope="session")
 def exported(exported_model):
-    """exported(case) -> (the model, its folder as convert writes it), one of CASES."""
-    return lambda case: exported_model(CASES[case][0], **CASES[case][1])
+    """exported(case) -> (the model, the folder that convert wrote). See CASES."""
+
+    def export(case):
+        condition, settings = CASES[case]
+        return exported_model(condition, **settings)
+
+    return export
 
 
 @pytest.fixture(scope="session")
 def loaded(exported):
-    """loaded(case) -> (the model, the same in transformers, by the folder's own code)."""
+    """loaded(case) -> (the model, the same in transformers, by the exported model's own code)."""
     from transformers import AutoModelForCausalLM
 
-    made = {}
-
+    @functools.cache
     def load(case):
-        if case not in made:
-            model, folder = exported(case)
-            made[case] = model, AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-        return made[case]
+        model, folder = exported(case)
+        return model, AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
     return load
 

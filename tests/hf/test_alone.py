@@ -1,4 +1,4 @@
-"""A folder on a machine that has torch and transformers and nothing of this project; and tests/hf on transformers 4."""
+"""An exported model without this project's package, and tests/hf on transformers 4."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..common import REPOSITORY
-from .common import CASES, EXPECTED, KINDS, ON, greedy, padded, random_texts
+from .common import CASES, EXPECTED, GREEDY, KINDS, greedy, padded, random_texts
 
 # Nothing of `absent` can be imported. No answer can be given to a question, and no socket be opened.
 ALONE = """
@@ -44,22 +44,22 @@ json.dump(found, sys.stdout)
 
 
 def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
-    """The folder computes the native model's numbers, and those of the folder here with the package's kernels."""
-    cases, tokens = ("interdomain", "all", "s4d", "softmax", "gla"), random_texts(1, 70)
-    given = {"folders": {case: str(exported(case)[1]) for case in cases}, "tokens": tokens.tolist()}
-    env = {
-        **os.environ,
+    """The exported model computes the native model's text, and the package's kernels' loss."""
+    cases = ("interdomain", "all", "s4d", "softmax", "gla")
+    tokens = random_texts(1, 70)
+    folders = {case: str(exported(case)[1]) for case in cases}
+    environment = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
     }
     done = subprocess.run(
         [sys.executable, "-c", ALONE],
-        input=json.dumps(given),
+        input=json.dumps({"folders": folders, "tokens": tokens.tolist()}),
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env=env,
+        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stderr
     rows = [tokenizer.encode(text) for text in ("import os", "def f(x):\n    return")]
@@ -67,15 +67,21 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
     for case, (ids, text, batch_text, loss) in json.loads(done.stdout).items():
         native, model = loaded(case)
         assert ids == rows[0]
-        assert torch.equal(torch.tensor(text), greedy(native, tokens, 6)), case
-        assert (
-            batch_text
-            == model.generate(batch, attention_mask=mask, max_new_tokens=4, **ON).tolist()
-        )
-        assert abs(loss - model(batch, attention_mask=mask, labels=batch).loss.item()) < 1e-4
+        assert text == greedy(native, tokens, 6).tolist(), case
+        wanted = model.generate(batch, attention_mask=mask, max_new_tokens=4, **GREEDY)
+        assert batch_text == wanted.tolist()
+        wanted = model(batch, attention_mask=mask, labels=batch).loss.item()
+        assert loss == pytest.approx(wanted, abs=1e-4)
 
 
 VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
+OF_PYTORCH = (
+    "gradients_and_steps",
+    "turns_of_unequal",
+    "every_bit",
+    "compile",
+    "nothing_of_this_project",
+)
 
 
 @pytest.mark.slow
@@ -83,41 +89,25 @@ VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
     not os.environ.get(VERSION_4), reason=f"{VERSION_4} names no folder with transformers 4"
 )
 def test_the_others_on_transformers_4():
-    """With one condition of each kind of state, for transformers calls all in the same way; without tests of PyTorch.
+    """The tests of this folder pass on transformers 4, with one case of each kind of state.
 
-    The folder: pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
+    Tests that are of PyTorch rather than transformers are left out. The folder:
+    pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
     """
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST_", VERSION_4))
-    }
-    env |= {
-        "PYTHONPATH": f"{os.environ[VERSION_4]}{os.pathsep}{env['PYTHONPATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    env |= {EXPECTED: "4."}
-    others = [case for case in CASES if case not in KINDS]
-    of_torch = (
-        "gradients_and_steps",
-        "turns_of_unequal",
-        "every_bit",
-        "compile",
-        "nothing_of_this_project",
-    )
-    without = " and ".join(f"not {name}" for name in (*others, *of_torch))
-    pytest_here = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "tests/hf",
-    ]
+    environment = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("PYTEST_", VERSION_4)):
+            environment[name] = value
+    path = os.pathsep.join([os.environ[VERSION_4], os.environ["PYTHONPATH"]])
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", EXPECTED: "4."}
+    other_cases = [case for case in CASES if case not in KINDS]
+    left_out = " and ".join(f"not {name}" for name in (*other_cases, *OF_PYTORCH))
+    pytest_options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/hf", "-k"]
     done = subprocess.run(
-        [*pytest_here, "-k", without], cwd=REPOSITORY, env=env, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *pytest_options, left_out],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr

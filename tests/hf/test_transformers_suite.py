@@ -26,51 +26,64 @@ if not hasattr(importlib.import_module("transformers"), "PreTrainedConfig"):
     pytest.skip("they are of transformers 5", allow_module_level=True)
 hf = importlib.import_module("interdomain.hf")
 
-FOLDER, PACKAGE = (
-    Path(os.environ[SUITE]),
-    "transformers_suite",
-)  # another name than ours: they import each other relatively
+FOLDER = Path(os.environ[SUITE])
+# A package of another name than ours: transformers' tests import each other relatively.
+PACKAGE = "transformers_suite"
 WHOLE = (FOLDER / "generation").is_dir()
 sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
 sys.modules[PACKAGE].__path__ = [str(FOLDER)]
-if not WHOLE:  # mixins that the source distribution lacks
-    for module, mixin in {
-        "exporters.test_export": "ExportTesterMixin",
-        "generation.test_utils": "GenerationTesterMixin",
-    }.items():
-        for name in (module.partition(".")[0], module):
-            sys.modules[f"{PACKAGE}.{name}"] = types.ModuleType(name)
-        setattr(sys.modules[f"{PACKAGE}.{module}"], mixin, type(mixin, (), {}))
+MIXINS_OF_THE_REPOSITORY = {
+    "exporters.test_export": "ExportTesterMixin",
+    "generation.test_utils": "GenerationTesterMixin",
+}
+if not WHOLE:
+    for name, mixin in MIXINS_OF_THE_REPOSITORY.items():
+        package, _, _ = name.partition(".")
+        module = types.ModuleType(name)
+        setattr(module, mixin, type(mixin, (), {}))
+        sys.modules[f"{PACKAGE}.{package}"] = types.ModuleType(package)
+        sys.modules[f"{PACKAGE}.{name}"] = module
 
 
 def suite(name: str):
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-common, generation = suite("test_modeling_common"), suite("generation.test_utils")
-common.MODEL_MAPPING_NAMES["interdomain"] = (
-    "InterdomainModel"  # by these it chooses labels, and what is not trained
-)
+common = suite("test_modeling_common")
+generation = suite("generation.test_utils")
+# transformers' tests choose labels by these, and parameters that have no gradient.
+common.MODEL_MAPPING_NAMES["interdomain"] = "InterdomainModel"
 common.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"
-common.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["interdomain"] = (
-    "InterdomainForSequenceClassification"
-)
+classifiers = common.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+classifiers["interdomain"] = "InterdomainForSequenceClassification"
 
 
 class Settings:
     """A small model and a batch of two texts for it."""
 
     is_training = True
-    batch_size, seq_length, hidden_size, num_hidden_layers = 2, 7, 32, 2
+    batch_size = 2
+    seq_length = 7
+    hidden_size = 32
+    num_hidden_layers = 2
 
     def __init__(self, parent, **settings) -> None:
-        self.parent, self.settings = parent, settings
+        self.parent = parent
+        self.settings = settings
 
     def get_config(self):
-        sizes = dict(hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers)
-        sizes |= dict(vocab_size=99, num_attention_heads=4, n_basis=6)
-        tokens = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        return hf.InterdomainConfig(**sizes, **tokens, max_position_embeddings=64, **self.settings)
+        return hf.InterdomainConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            vocab_size=99,
+            num_attention_heads=4,
+            n_basis=6,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            max_position_embeddings=64,
+            **self.settings,
+        )
 
     def prepare_config_and_inputs_for_common(self):
         config = self.get_config()
@@ -91,9 +104,7 @@ class Suite(common.ModelTesterMixin, generation.GenerationTesterMixin):
     settings: dict = {}  # noqa: RUF012
 
     def setUp(self) -> None:
-        importlib.reload(
-            hf
-        )  # which registers the classes; another fixture of these tests has undone it
+        importlib.reload(hf)  # registers the classes, which another fixture has undone
         self.model_tester = Settings(self, **self.settings)
 
     @unittest.skipUnless(WHOLE, "a test of generation")

@@ -1,7 +1,6 @@
-"""One start of four ranks for all tests of this folder, a small prepared corpus, and Megatron-LM's parser."""
+"""Fixtures: one start of four ranks, a small prepared corpus, and Megatron-LM's parser."""
 
 import ast
-import contextlib
 import sys
 from argparse import ArgumentParser
 from types import ModuleType
@@ -22,7 +21,8 @@ from . import ranks
 
 GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M --transformer-impl local"
 STOCK = get_gpt_layer_local_spec()
-# Of Megatron-LM's parser, which is in no package: the arguments that tests give. test_upstream compares them with a checkout's.
+# Megatron-LM's parser is in no package. These are the arguments that tests give, and that the
+# package reads; test_upstream.py compares them with a checkout's.
 SWITCHES = """bf16 fp16 use-distributed-optimizer dist-ckpt-optim-fully-reshardable untie-embeddings-and-output-weights swiglu
 squared-relu quick-geglu openai-gelu apply-layernorm-1p use-rotary-position-embeddings use-rope-scaling rotary-interleaved
 multi-latent-attention qk-layernorm qk-l2-norm qk-clip apply-query-key-layer-scaling attention-output-gate add-qkv-bias
@@ -77,47 +77,54 @@ NAMES = {
 }
 
 
-def _value(text):
-    with contextlib.suppress(ValueError, SyntaxError):
+def literal(text):
+    """Returns a number, a list or a boolean if the text is one, else the text."""
+    try:
         return ast.literal_eval(text)
-    return text
+    except (ValueError, SyntaxError):
+        return text
 
 
 def add_megatron_arguments(parser):
-    def name_of(flag):
-        return NAMES.get(flag, flag.replace("-", "_"))
-
     for flag in SWITCHES.split():
-        parser.add_argument(f"--{flag}", dest=name_of(flag), action="store_true")
+        name = NAMES.get(flag, flag.replace("-", "_"))
+        parser.add_argument(f"--{flag}", dest=name, action="store_true")
     parser.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
     for flag, default in (dict.fromkeys(OPTIONS.split()) | DEFAULTS).items():
-        parser.add_argument(f"--{flag}", dest=name_of(flag), type=_value, default=default)
+        name = NAMES.get(flag, flag.replace("-", "_"))
+        parser.add_argument(f"--{flag}", dest=name, type=literal, default=default)
     parser.add_argument("--spec", nargs="*")
     return parser
 
 
+def get_megatron_optimizer_config(args):
+    return "config", {"vectors": {"wd_mult": 0.0}, "head": {"max_lr": 1}}
+
+
 @pytest.fixture
-def parse(monkeypatch):
-    """parse(line): (the arguments as `run` reads them, megatron.training.training); both of Megatron-LM are stand-ins."""
-    arguments, training = (
-        ModuleType(f"megatron.training.{name}") for name in ("arguments", "training")
-    )
+def training(monkeypatch):
+    """A stand-in for Megatron-LM's module megatron.training.training, with our patches."""
+    arguments = ModuleType("megatron.training.arguments")
     arguments.add_megatron_arguments = add_megatron_arguments
+    training = ModuleType("megatron.training.training")
     training.OptimizerParamScheduler = OptimizerParamScheduler
     training.finalize_model_grads = None
-    training.get_megatron_optimizer_config = lambda args: (
-        "config",
-        {"vectors": {"wd_mult": 0.0}, "head": {"max_lr": 1}},
-    )
+    training.get_megatron_optimizer_config = get_megatron_optimizer_config
     for module in (ModuleType("megatron.training"), arguments, training):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(spec, "interdomain", layer_spec("interdomain"))
     patches.install()
+    return training
+
+
+@pytest.fixture
+def parse(training):
+    """parse(line) -> the arguments as `run` reads them."""
 
     def parse(line):
-        return arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(
-            line.split()
-        ), training
+        parser = ArgumentParser(allow_abbrev=False)
+        arguments = sys.modules["megatron.training.arguments"]
+        return arguments.add_megatron_arguments(parser).parse_args(line.split())
 
     return parse
 
@@ -125,21 +132,18 @@ def parse(monkeypatch):
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    texts = folder / "texts"
-    texts.mkdir()
+    (folder / "texts").mkdir()
     for i in range(40):
-        (texts / f"{i}.txt").write_text(f"Document {i}. " + "abc def ghi jkl " * (i + 1))
-    options = ["--vocab-size", "300", "--validation-fraction", "0.2"]
-    assert (
-        prepare_data.main(["--input", str(texts), "--output", str(folder / "corpus"), *options])
-        == 0
-    )
+        text = f"Document {i}. " + "abc def ghi jkl " * (i + 1)
+        (folder / "texts" / f"{i}.txt").write_text(text)
+    line = f"--input {folder}/texts --vocab-size 300 --validation-fraction 0.2"
+    assert prepare_data.main(f"{line} --output {folder}/corpus".split()) == 0
     return folder / "corpus"
 
 
 @pytest.fixture(scope="session")
 def titan(tmp_path_factory, corpus):
-    """A run of TorchTitan's trainer, of the model, batches and learning rates that ranks.py calls "torchtitan": what it saw."""
+    """What TorchTitan's trainer saw, with the model and the batches of the leg "torchtitan"."""
     runs = Runs(tmp_path_factory.mktemp("titan"), {"text": corpus}, forks())
     runs.add(
         "1 ten",
@@ -154,17 +158,17 @@ def titan(tmp_path_factory, corpus):
     start = ranks.plain_model("torchtitan").named_parameters()
     assert {name: digest(p) for name, p in start} == seen["initial"]
     batches = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
-    assert [digest(row) for row in batches] == [
-        sample for step in seen["samples"].values() for sample in step
-    ]
+    samples = []
+    for step_samples in seen["samples"].values():
+        samples += step_samples
+    assert [digest(row) for row in batches] == samples
     return seen
 
 
 @pytest.fixture(scope="session")
 def computed(tmp_path_factory, corpus):
-    """(the folder, what each rank has seen)."""
+    """(The folder of the ranks, what each rank has seen)."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks.compute(folder, corpus)
-    return folder, [
-        torch.load(folder / f"seen {rank}.pt", weights_only=False) for rank in range(ranks.RANKS)
-    ]
+    files = [folder / f"seen {rank}.pt" for rank in range(ranks.RANKS)]
+    return folder, [torch.load(file, weights_only=False) for file in files]

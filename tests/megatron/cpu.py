@@ -1,7 +1,8 @@
 """Megatron-Core without CUDA, over gloo. Call `install` before process groups are made.
 
-Megatron asks for CUDA where it seeds, allocates buffers and steps the optimizer; `install` replaces functions of torch.cuda and
-of Megatron in this process. Softmax attention of Megatron's own does not run here; this project's does.
+Megatron asks for CUDA when it seeds, allocates buffers and steps the optimizer. `install` replaces
+functions of torch.cuda and of Megatron in this process. This project's softmax attention runs so,
+Megatron's own does not.
 """
 
 import functools
@@ -14,33 +15,48 @@ from torch import Tensor
 
 from interdomain.patches import one_gloo_thread
 
-FACTORIES = [
-    "arange",
-    "empty",
-    "empty_like",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "tensor",
-    "zeros",
-    "zeros_like",
-]
+FACTORIES = "arange empty empty_like full ones rand randn tensor zeros zeros_like"
 
 
 def on_cpu(factory, *args, device=None, **options):
-    return factory(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
+    if str(device).startswith("cuda"):
+        device = "cpu"
+    return factory(*args, device=device, **options)
 
 
 def type_as_of_cuda(x, *args, tensor_type=Tensor.type, **options):
-    """Tensor.type, whose text Megatron compares with those of CUDA."""
-    given = tensor_type(x, *args, **options)
-    return given.replace("torch.", "torch.cuda.", 1) if isinstance(given, str) else given
+    """Does what Tensor.type does. Megatron compares its text with CUDA's."""
+    result = tensor_type(x, *args, **options)
+    if isinstance(result, str):
+        return result.replace("torch.", "torch.cuda.", 1)
+    return result
+
+
+def same_tensor(x, *args, **options):
+    return x
+
+
+def nothing(*args, **options):
+    pass
+
+
+def cpu_device():
+    return torch.device("cpu")
+
+
+def get_rng_state(*args, **options):
+    return torch.get_rng_state()
+
+
+def set_rng_state(state, *args, **options):
+    torch.set_rng_state(state)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW that keeps its step with the group, as Apex's and Transformer Engine's do: without either of these, Megatron cannot
-    load the state of its distributed optimizer."""
+    """AdamW that keeps its step with the group, as Apex's and Transformer Engine's do.
+
+    Megatron cannot load the state of its distributed optimizer with PyTorch's.
+    """
 
     def __init__(self, params, adam_w_mode, **defaults):
         super().__init__(params, defaults)
@@ -48,9 +64,10 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            t = group["step"] = group.get("step", 0) + 1
-            beta1, beta2 = group["betas"]
+            group["step"] = group.get("step", 0) + 1
+            t = group["step"]
             lr = group["lr"]
+            beta1, beta2 = group["betas"]
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
@@ -66,19 +83,22 @@ class FusedAdam(torch.optim.Optimizer):
 def install():
     one_gloo_thread()
     cuda = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")
-    cuda.current_stream = cuda.default_stream = torch.cpu.current_stream
-    cuda.get_rng_state = random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    cuda.manual_seed = (
-        torch.default_generator.manual_seed
-    )  # torch.manual_seed keeps a traceback of each call
-    cuda.synchronize = lambda *args, **kwargs: None
-    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    cuda.current_device = cpu_device
+    cuda.current_stream = torch.cpu.current_stream
+    cuda.default_stream = torch.cpu.current_stream
+    cuda.get_rng_state = get_rng_state
+    random._get_cuda_rng_state = get_rng_state
+    random._set_cuda_rng_state = set_rng_state
+    # torch.manual_seed keeps a traceback of each call.
+    cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.synchronize = nothing
+    optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-    for name in FACTORIES:
+    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+    for name in FACTORIES.split():
         setattr(torch, name, functools.partial(on_cpu, getattr(torch, name)))
-    Tensor.cuda = lambda x, *_, **__: x
-    Tensor.pin_memory = lambda x, *_, **__: x
+    Tensor.cuda = same_tensor
+    Tensor.pin_memory = same_tensor
     Tensor.type = type_as_of_cuda

@@ -1,6 +1,7 @@
-"""hybrid.py FOLDER [WHERE]: the first gradients of a HybridModel on this rank, from the checkpoint in the folder.
+"""hybrid.py FOLDER [MEGATRON]: the first gradients of a HybridModel on this rank.
 
-WHERE: a folder with Megatron-Core 0.18 or later, if the installed one is older.
+FOLDER has the checkpoint. MEGATRON is a folder with Megatron-Core 0.18 or later, if the installed
+one is older.
 """
 
 import argparse
@@ -21,15 +22,19 @@ LAYOUTS = {  # by name: ranks of tensor parallelism, stages, the layer pattern
     "tensor and sequence": (2, 1, "G-*-G-M-"),
     "stages": (1, 2, "G-*|-G-M-"),
 }
-PATTERNS = ("", "G", "G-G", "GG-", "G-X-", "G-E-", "D-G-")  # of no model that can be converted
-
-
+PATTERNS = ("", "G", "GG-", "G-X-", "D-G-")  # no model with these can be converted
 LAYERS = ("interdomain", "softmax", "interdomain", "mamba2")
 
 
 def config_of() -> ModelConfig:
-    shape = dict(n_layers=4, vocab_size=ranks.VOCAB, max_seq_len=ranks.T)
-    return small_config("interdomain", layers=LAYERS, **shape, **ranks.STATE)
+    return small_config(
+        "interdomain",
+        layers=LAYERS,
+        n_layers=4,
+        vocab_size=ranks.VOCAB,
+        max_seq_len=ranks.T,
+        **ranks.STATE,
+    )
 
 
 def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tuple]:
@@ -83,7 +88,7 @@ def refusal(pattern: str) -> str:
 
 
 def flops(pattern: str) -> int:
-    """FLOPs of a step of two sequences, as the log has them, at the width of the 125M model."""
+    """Returns the log's FLOPs of a step of two sequences, at the width of the 125M model."""
     from interdomain.megatron import patches
 
     args = argparse.Namespace(

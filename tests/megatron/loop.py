@@ -1,4 +1,4 @@
-"""A training loop on Megatron-Core alone: what docs/megatron.md says of a loop of one's own."""
+"""A training loop on Megatron-Core only, which docs/megatron.md describes."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from interdomain.megatron import (
     transformer_config,
 )
 
-# Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and cannot load them.
+# Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and
+# cannot load them.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -42,14 +43,31 @@ def gpt_model(config, spec, megatron):
 class Run:
     """A model, its optimizer and its schedule on the groups of `parallel_state`.
 
-    megatron_config: as `transformer_config`. make_model: as `gpt_model`. settings: more ones of TransformerConfig.
+    Args:
+        megatron_config: A function with the arguments of `transformer_config`.
+        make_model: A function with the arguments of `gpt_model`.
+        settings: More settings of TransformerConfig.
     """
 
     def __init__(
-        self, config, spec, *, lr, min_lr, ssm_lr, steps, warmup_steps, micro_batch, bf16=False,
-        megatron_config=transformer_config, make_model=gpt_model, **settings,
-    ):  # fmt: skip
-        self.step, self.config, self.micro_batch = 0, config, micro_batch
+        self,
+        config,
+        spec,
+        *,
+        lr,
+        min_lr,
+        ssm_lr,
+        steps,
+        warmup_steps,
+        micro_batch,
+        bf16=False,
+        megatron_config=transformer_config,
+        make_model=gpt_model,
+        **settings,
+    ):
+        self.step = 0
+        self.config = config
+        self.micro_batch = micro_batch
         dtype = torch.bfloat16 if bf16 else torch.float32
         megatron = megatron_config(
             config,
@@ -102,7 +120,10 @@ class Run:
         megatron.grad_scale_func = self.optimizer.scale_loss
 
     def gradients(self, batches):
-        """Gradients of this rank's micro-batches [B, S + 1]; the mean loss of all ranks, on a pipeline's last stage."""
+        """Computes gradients of this rank's micro-batches [B, S + 1].
+
+        Returns the mean loss of all ranks on a pipeline's last stage, None on the others.
+        """
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -122,7 +143,7 @@ class Run:
         return loss.item()
 
     def update(self):
-        """The optimizer's step; returns the norm of the gradients."""
+        """Updates the parameters, and returns the norm of the gradients."""
         _, norm, _ = self.optimizer.step()
         self.schedule.step(1)
         self.step += 1
@@ -133,7 +154,7 @@ class Run:
         dist_checkpointing.save(self._state(loading=False), str(folder))
 
     def load(self, checkpoint):
-        """A step of a run of any layout of ranks."""
+        """Continues from a checkpoint, which may be of another layout of ranks."""
         state = dist_checkpointing.load(self._state(loading=True), str(checkpoint))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -158,12 +179,10 @@ class Run:
 def forward(batches, model):
     tokens = next(batches)
     batch = contiguous({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+    return model(batch["tokens"], None, None, labels=batch["labels"]), mean_loss
 
-    def mean(losses):
-        mean = losses.float().mean()
-        return (
-            mean / parallel_state.get_context_parallel_world_size(),
-            mean.detach(),
-        )  # Megatron multiplies the first by them
 
-    return model(batch["tokens"], None, None, labels=batch["labels"]), mean
+def mean_loss(losses):
+    """Returns the loss to differentiate, which Megatron multiplies by its ranks, and the mean."""
+    loss = losses.float().mean()
+    return loss / parallel_state.get_context_parallel_world_size(), loss.detach()

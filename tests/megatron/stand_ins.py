@@ -1,6 +1,7 @@
-"""Stand-ins for Megatron's classes of Transformer Engine, which runs on GPUs alone: Megatron's local linears and a norm.
+"""Stand-ins for Megatron's classes of Transformer Engine, which runs only on GPUs.
 
-They take the arguments of those classes, and return the same; their states have the same names.
+They are Megatron's local linears and a norm, with the arguments, results and state names of those
+classes.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ DELAYED = []  # the linears whose backward_dw was called
 
 
 class Column(layers.ColumnParallelLinear):
-    # These have no default.
+    # These arguments have no default in Megatron.
     def __init__(
         self, *sizes, gather_output, bias, skip_bias_add, is_expert, tp_comm_buffer_name, **others
     ):
@@ -68,7 +69,8 @@ class Row(layers.RowParallelLinear):
             *sizes, bias=bias, input_is_parallel=input_is_parallel, **options, **others
         )
 
-    get_extra_state, backward_dw = Column.get_extra_state, Column.backward_dw
+    get_extra_state = Column.get_extra_state
+    backward_dw = Column.backward_dw
 
 
 class Provider(LocalSpecProvider):
@@ -86,6 +88,6 @@ class Provider(LocalSpecProvider):
 
 
 def install(put=setattr):
-    """Puts them in the place of Transformer Engine's."""
+    """Puts the stand-ins in the place of Transformer Engine's classes."""
     put(spec, "HAVE_TE", True)
     put(spec, "TESpecProvider", Provider)

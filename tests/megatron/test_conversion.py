@@ -1,7 +1,6 @@
-"""Checkpoints that Megatron-Core wrote, and data, read without it; and the other way round."""
+"""Checkpoints and data of Megatron-Core are read without it, and it reads ours."""
 
 import shutil
-from itertools import islice, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +17,7 @@ from interdomain.megatron.arguments import corpus_files
 from interdomain.megatron.checkpoint import MegatronCheckpoint
 from interdomain.tools import convert
 
+from ..model.common import assert_same_tensors
 from . import ranks
 
 pytestmark = [
@@ -26,92 +26,98 @@ pytestmark = [
 ]
 
 
-def run(*argv, expect=0):
-    assert convert.main([str(a) for a in argv]) == expect
-
-
-@pytest.mark.parametrize("leg", ["tensor and sequence", "one", "bf16", "transformer engine"])
-def test_a_run_becomes_a_folder(leg, computed, tmp_path):
-    """The checkpoint of step 5, whose model gives the loss that the run had next; Megatron's pickled objects are never read."""
+@pytest.mark.parametrize(
+    ("leg", "tolerance"),
+    [("tensor and sequence", 1e-5), ("one", 1e-5), ("bf16", 3e-3), ("transformer engine", 1e-5)],
+)
+def test_a_run_becomes_an_exported_model(leg, tolerance, computed, tmp_path):
+    """The model of step 5 has the loss of the run's next step. Megatron's pickles are not read."""
     folder, seen = computed
     shutil.copytree(folder / leg, tmp_path / "run")
     (tmp_path / "run" / "iter_0000005" / "common.pt").write_bytes(b"no pickle")
-    run(tmp_path / "run", "--tokenizer", folder / "corpus", "--output", tmp_path / "out")
-    config, record = read_config(tmp_path / "out")
+    line = f"{tmp_path}/run --tokenizer {folder}/corpus --output {tmp_path}/model"
+    assert convert.main(line.split()) == 0
+    config, record = read_config(tmp_path / "model")
     assert config == ranks.config_of()
-    assert (record["facts"]["step"], record["facts"]["condition"]) == (5, "interdomain, n_basis 6")
+    assert record["facts"]["step"] == 5
+    assert record["facts"]["condition"] == "interdomain, n_basis 6"
     tokens = ranks.tokens_of(5)
-    loss = load_model(tmp_path / "out")(tokens[:, :-1], labels=tokens[:, 1:]).item() / (
-        ranks.BATCH * ranks.T
-    )
-    assert loss == pytest.approx(seen[-1]["losses"][leg][5][0], rel=3e-3 if leg == "bf16" else 1e-5)
+    loss = load_model(tmp_path / "model")(tokens[:, :-1], labels=tokens[:, 1:]).item()
+    wanted, _ = seen[-1]["losses"][leg][5]
+    assert loss / (ranks.BATCH * ranks.T) == pytest.approx(wanted, rel=tolerance)
 
 
 @pytest.mark.parametrize("case", ["gate, kv2, soft", "hybrid", "mamba2"])
-def test_a_folder_goes_to_megatron_and_comes_back(case, computed, tmp_path, capsys):
-    """To the bit; what Megatron makes of such a checkpoint is in test_training: every leg starts from one."""
-    start, corpus = computed[0] / "start" / case, computed[0] / "corpus"
-    run(start, "--tokenizer", corpus, "--output", tmp_path / "folder")
-    run(tmp_path / "folder", "--to-megatron", "--output", tmp_path / "start")
-    assert f"start with Megatron's --load {tmp_path / 'start'}" in capsys.readouterr().out
+def test_an_exported_model_goes_to_megatron_and_comes_back(case, computed, tmp_path, capsys):
+    """The values are bitwise the same. test_training.py starts every leg from such a checkpoint."""
+    folder, _ = computed
+    start = folder / "start" / case
+    model = tmp_path / "model"
+    line = f"--tokenizer {folder}/corpus --output {model}"
+    assert convert.main([str(start), *line.split()]) == 0
+    again = tmp_path / "start"
+    assert convert.main(f"{model} --to-megatron --output {again}".split()) == 0
+    assert f"start with Megatron's --load {again}" in capsys.readouterr().out
     wanted = ranks.plain_model(case).state_dict()
-    for checkpoint in (
-        MegatronCheckpoint(start / "release"),
-        MegatronCheckpoint(tmp_path / "start" / "release"),
-    ):
+    for release in (start / "release", again / "release"):
+        checkpoint = MegatronCheckpoint(release)
         assert checkpoint.config == ranks.config_of(case)
-        for name, tensor in checkpoint.read([*wanted]).items():
-            assert torch.equal(tensor, wanted[name])
-    stored = load_file(tmp_path / "folder" / "model.safetensors")
-    assert {name.removeprefix(BASE) for name in stored} == {*wanted}
-    for name, tensor in stored.items():
-        assert torch.equal(tensor, wanted[name.removeprefix(BASE)])
+        assert_same_tensors(checkpoint.read(list(wanted)), wanted)
+    stored = load_file(model / "model.safetensors")
+    assert_same_tensors({name.removeprefix(BASE): x for name, x in stored.items()}, wanted)
 
 
 def test_a_damaged_checkpoint_is_refused(computed, tmp_path, capsys):
+    folder, _ = computed
     damaged = tmp_path / "iter_0000005"
-    shutil.copytree(computed[0] / "one" / "iter_0000005", damaged)
+    shutil.copytree(folder / "one" / "iter_0000005", damaged)
     norm = MegatronCheckpoint(damaged).read(["norm.weight"])["norm.weight"].numpy().tobytes()
-    shard = max(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes().replace(norm, norm[::-1]))
-    run(damaged, "--tokenizer", computed[0] / "corpus", "--output", tmp_path / "out", expect=2)
+    for shard in damaged.glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes().replace(norm, norm[::-1]))
+    line = f"{damaged} --tokenizer {folder}/corpus --output {tmp_path}/model"
+    assert convert.main(line.split()) == 2
     assert "is damaged" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "model").exists()
 
 
 # Data
 
 
+def always(*arguments):
+    return True
+
+
 def test_gpt_dataset_reads_a_prepared_corpus(corpus, tmp_path):
-    """Unmodified, through megatron-core's own builder: pieces of our stream."""
-    manifest, (shard,) = read_manifest(corpus), TokenCorpus(corpus).shards
+    """megatron-core's own builder gives pieces of our stream."""
+    manifest = read_manifest(corpus)
+    eos = manifest["eos_id"]
+    tokenizer = SimpleNamespace(
+        eod=eos, pad=None, vocab_size=manifest["vocab_size"], unique_identifiers={}
+    )
     config = GPTDatasetConfig(
         random_seed=42,
         sequence_length=256,
         blend_per_split=[(corpus_files(corpus, "train"), None), None, None],
         path_to_cache=str(tmp_path),
-        tokenizer=SimpleNamespace(
-            eod=manifest["eos_id"],
-            pad=None,
-            vocab_size=manifest["vocab_size"],
-            unique_identifiers={},
-        ),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    data, _, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, [10, 0, 0], lambda *_: True, config
-    ).build()
-    found = set()
+    builder = BlendedMegatronDatasetBuilder(GPTDataset, [10, 0, 0], always, config)
+    dataset, _, _ = builder.build()
+    found = set()  # whole documents
     for i in range(10):
-        tokens = [*data[i]["tokens"].tolist(), data[i]["labels"][-1].item()]
-        assert tokens[1:] == data[i]["labels"].tolist()
-        ends = [at for at, token in enumerate(tokens) if token == manifest["eos_id"]]
-        found |= {tuple(tokens[a + 1 : b + 1]) for a, b in pairwise(ends)}  # whole documents
+        sample = dataset[i]
+        labels = sample["labels"].tolist()
+        assert sample["tokens"].tolist()[1:] == labels[:-1]
+        _, *documents, _ = " ".join(map(str, labels)).split(f" {eos} ")
+        found.update(documents)
+    (shard,) = TokenCorpus(corpus).shards
+    written = [" ".join(map(str, document[:-1])) for document in shard]
     assert len(found) > 3
-    assert found <= {tuple(document.tolist()) for document in islice(shard, len(shard))}
+    assert found <= set(written)
 
 
 def test_our_reader_reads_megatron_s_data(tmp_path):
@@ -121,7 +127,9 @@ def test_our_reader_reads_megatron_s_data(tmp_path):
         builder.add_item(torch.from_numpy(document.astype(np.int64)))
         builder.end_document()
     builder.finalize(str(tmp_path / "tokens.idx"))
-    ours = IndexedDataset(tmp_path / "tokens")
-    ours.verify()
-    assert [x.tolist() for x in islice(ours, len(ours))] == [x.tolist() for x in documents]
+    dataset = IndexedDataset(tmp_path / "tokens")
+    dataset.verify()
+    assert len(dataset) == len(documents)
+    for found, wanted in zip(dataset, documents, strict=True):
+        assert np.array_equal(found, wanted)
     assert np.array_equal(TokenCorpus(tmp_path / "tokens").read(0, 53), np.concatenate(documents))

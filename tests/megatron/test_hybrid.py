@@ -1,5 +1,6 @@
-"""HybridModel with the layers, on two ranks. Where the installed Megatron-Core has none, that of the version beside it."""
+"""HybridModel with the layers, on two ranks, by Megatron-Core 0.18 or later."""
 
+import copy
 import importlib.util
 import os
 
@@ -7,38 +8,37 @@ import pytest
 import torch
 
 from interdomain.megatron.checkpoint import MegatronCheckpoint, hybrid_pattern, write_checkpoint
-from interdomain.model import Transformer, build_config
+from interdomain.model import build_config
 from interdomain.model.flops import train_flops_per_token
 from interdomain.tools import convert
 
-from ..model.common import lively
+from ..model.common import assert_same_tensors, lively
 from ..ranks import launch
 from . import hybrid, ranks
 
-MEGATRON019 = "INTERDOMAIN_MEGATRON019"  # a folder with Megatron-Core 0.19; `./launch.sh test` makes and names it
+# A folder with Megatron-Core 0.19. `./launch.sh test` makes and names it.
+MEGATRON019 = "INTERDOMAIN_MEGATRON019"
 INSTALLED = importlib.util.find_spec("megatron.core.models").submodule_search_locations[0]
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """(a model, the folder of its checkpoint for HybridModel)."""
-    folder, model = tmp_path_factory.mktemp("hybrid"), lively(hybrid.config_of(), torch.float32)
+    """(A model, the folder of its checkpoint for HybridModel)."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = lively(hybrid.config_of(), torch.float32)
     write_checkpoint(folder, model.config, model.state_dict(), hybrid=True)
     return model, folder
 
 
 @pytest.fixture(scope="module")
 def computed(start):
-    """Parts of the gradients, from each rank."""
-    newer = [os.environ[MEGATRON019]] if MEGATRON019 in os.environ else []
-    if not newer and not os.path.isdir(f"{INSTALLED}/hybrid"):
-        pytest.skip(
-            f"megatron-core has no HybridModel, and {MEGATRON019} names no folder with 0.19"
-        )
+    """What each rank has computed."""
+    newer = []
+    if MEGATRON019 in os.environ:
+        newer.append(os.environ[MEGATRON019])
+    elif not os.path.isdir(f"{INSTALLED}/hybrid"):
+        pytest.skip(f"megatron-core has no HybridModel, and {MEGATRON019} is not set")
     _, folder = start
     launch(folder / "log", 2, hybrid.__file__, folder, *newer)
     return [torch.load(folder / f"gradients {rank}.pt") for rank in range(2)]
@@ -46,14 +46,13 @@ def computed(start):
 
 @pytest.mark.parametrize("layout", hybrid.LAYOUTS)
 def test_every_gradient(layout, start, computed):
-    """float32, against the plain model in float64."""
-    model = Transformer(start[0].config)
-    model.load_state_dict(start[0].state_dict())
+    """float32 gradients are near the plain model's in float64."""
+    model = copy.deepcopy(start[0]).double()
     tokens = ranks.tokens_of(0)
-    (model.double()(tokens[:, :-1], labels=tokens[:, 1:]) / (ranks.BATCH * ranks.T)).backward()
-    found = ranks.whole_gradients(
-        model.config, [part for seen in computed for part in seen[layout]], "hybrid"
-    )
+    loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+    (loss / (ranks.BATCH * ranks.T)).backward()
+    parts = computed[0][layout] + computed[1][layout]
+    found = ranks.whole_gradients(model.config, parts, "hybrid")
     for name, p in model.named_parameters():
         assert (found[name] - p.grad).norm() < 1e-4 * p.grad.norm(), name
 
@@ -64,22 +63,23 @@ def test_the_log_counts_the_flops_of_this_model(computed):
 
 
 @pytest.mark.parametrize("pattern", hybrid.PATTERNS)
-def test_patterns_without_a_folder_are_refused(pattern, computed):
-    assert computed[0][pattern].startswith(
-        f"the layer pattern {pattern!r} is of no model that this project converts."
-    )
+def test_patterns_that_cannot_be_converted_are_refused(pattern, computed):
+    words = f"the layer pattern {pattern!r} is of no model that this project converts."
+    assert computed[0][pattern].startswith(words)
 
 
-def test_a_checkpoint_becomes_a_folder_and_comes_back(start, corpus, tmp_path, capsys):
+def test_a_checkpoint_becomes_an_exported_model_and_comes_back(start, corpus, tmp_path, capsys):
     model, folder = start
-    run = [folder / "release", "--tokenizer", corpus, "--output", tmp_path / "folder"]
-    again = [tmp_path / "folder", "--to-megatron", "hybrid", "--output", tmp_path / "start"]
-    assert convert.main([str(x) for x in run]) == convert.main([str(x) for x in again]) == 0
+    exported = tmp_path / "exported"
+    again = tmp_path / "start"
+    line = f"{folder}/release --tokenizer {corpus} --output {exported}"
+    assert convert.main(line.split()) == 0
+    assert convert.main(f"{exported} --to-megatron hybrid --output {again}".split()) == 0
     assert '--hybrid-layer-pattern "G-*-G-M-"' in capsys.readouterr().out
-    checkpoint, wanted = MegatronCheckpoint(tmp_path / "start" / "release"), model.state_dict()
+    checkpoint = MegatronCheckpoint(again / "release")
     assert checkpoint.config.mixers == model.config.mixers
-    for name, tensor in checkpoint.read([*wanted]).items():
-        assert torch.equal(tensor, wanted[name])
+    wanted = model.state_dict()
+    assert_same_tensors(checkpoint.read(list(wanted)), wanted)
 
 
 def test_two_mixers_of_one_letter_have_no_pattern():

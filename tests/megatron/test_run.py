@@ -1,4 +1,4 @@
-"""Upstream's training script with our layer: its arguments, what is refused before it starts, and the script itself."""
+"""Arguments of Megatron-LM's training script with our layer, and those that are refused."""
 
 import json
 import sys
@@ -22,63 +22,65 @@ GLA = "--spec interdomain.megatron.spec gla"
 
 
 def test_settings_reach_the_layer(parse, corpus):
-    line = f"{GOOD} --data.corpus {corpus} --mixer.rope False --mixer.n_basis 32 --ssm-lr 5e-4 --num-layers 6 --seed 7"
-    args, _ = parse(line)
-    assert (args.hidden_size, args.num_layers, args.seq_length, args.position_embedding_type) == (
-        768,
-        6,
-        4096,
-        "none",
-    )
-    assert (args.train_data_path, args.tokenizer_type) == (
-        [f"{corpus}/train-00000"],
-        "NullTokenizer",
-    )
+    flags = "--mixer.rope False --mixer.n_basis 32 --ssm-lr 5e-4 --num-layers 6 --seed 7"
+    args = parse(f"{GOOD} --data.corpus {corpus} {flags}")
+    assert args.hidden_size == 768
+    assert args.num_layers == 6
+    assert args.seq_length == 4096
+    assert args.position_embedding_type == "none"
+    assert args.train_data_path == [f"{corpus}/train-00000"]
+    assert args.tokenizer_type == "NullTokenizer"
     params = spec.interdomain.submodules.self_attention.params
     assert params["mixers"] == build_config("125M", "interdomain-norope", n_basis=32).mixers
-    assert (params["seed"], params["max_seq_len"]) == (7, 4096)
+    assert params["seed"] == 7
+    assert params["max_seq_len"] == 4096
     manifest = read_manifest(corpus)
     assert params["tokenizer"] == manifest["tokenizer"]["sha256"]
     assert params["documents"] == {"begin": [], "end": [manifest["eos_id"]]}
 
 
-def test_transformer_impl_names_the_linears(parse, monkeypatch):
-    """A hybrid with a baseline of fixed state has its norms before in_proj."""
+@pytest.mark.parametrize(
+    ("condition", "in_proj", "own_norm"),
+    [("s4d", stand_ins.LayerNormColumn, False), ("mamba2", stand_ins.Column, True)],
+)
+def test_transformer_impl_names_the_linears(parse, monkeypatch, condition, in_proj, own_norm):
+    """A hybrid with a baseline of fixed state has norms before in_proj. The last call counts."""
     stand_ins.install(monkeypatch.setattr)
-    for condition, in_proj in (("s4d", stand_ins.LayerNormColumn), ("mamba2", stand_ins.Column)):
-        monkeypatch.setattr(
-            spec, "interdomain", layer_spec(n_layers=2, layers=["interdomain", condition])
-        )
-        for implementation in ("transformer_engine", "local"):  # the last one counts
-            parse(f"{GOOD} --transformer-impl {implementation}")
-            layer = spec.interdomain.submodules
-            here, local = layer.self_attention.submodules, implementation == "local"
-            assert here.in_proj is (ColumnParallelLinear if local else in_proj)
-            assert here.out_proj is (RowParallelLinear if local else stand_ins.Row)
-            assert (layer.input_layernorm is spec.RMSNorm) == (local or condition == "mamba2")
+    hybrid = layer_spec(n_layers=2, layers=["interdomain", condition])
+    monkeypatch.setattr(spec, "interdomain", hybrid)
+    parse(f"{GOOD} --transformer-impl transformer_engine")
+    linears = hybrid.submodules.self_attention.submodules
+    assert linears.in_proj is in_proj
+    assert linears.out_proj is stand_ins.Row
+    assert (hybrid.submodules.input_layernorm is spec.RMSNorm) == own_norm
+    parse(f"{GOOD} --transformer-impl local")
+    linears = hybrid.submodules.self_attention.submodules
+    assert linears.in_proj is ColumnParallelLinear
+    assert linears.out_proj is RowParallelLinear
+    assert hybrid.submodules.input_layernorm is spec.RMSNorm
 
 
-def test_the_script_has_the_recipe_of_this_project(parse):
-    """Its parameter group and schedule; of Megatron's groups, all but the one of vectors."""
-    args, training = parse(f"{GOOD} --lr 3e-3 --ssm-lr 5e-4 --global-batch-size 8")
+def test_the_script_has_the_recipe_of_this_project(parse, training):
+    """Our parameter group takes the place of Megatron's group of vectors."""
+    args = parse(f"{GOOD} --lr 3e-3 --ssm-lr 5e-4 --global-batch-size 8")
     config, groups = training.get_megatron_optimizer_config(args)
-    assert (config, groups.pop("head")) == ("config", {"max_lr": 1})
+    assert config == "config"
+    assert groups.pop("head") == {"max_lr": 1}
     (ours,) = groups.values()
     assert ours == {"wd_mult": 0.0, "max_lr": 5e-4, "min_lr": 0.0, "lr_mult": pytest.approx(1 / 6)}
-    assert rates(
-        training.OptimizerParamScheduler, 8, steps=10, warmup=2, floor=1e-5
-    ) == pytest.approx(titan_rates(steps=10, warmup=2, floor=1e-5))
+    found = megatron_rates(training.OptimizerParamScheduler, 8, steps=10, warmup=2, floor=1e-5)
+    assert found == pytest.approx(titan_rates(steps=10, warmup=2, floor=1e-5))
 
 
-def test_the_log_counts_the_flops_of_this_model(parse):
-    args, training = parse(f"{GOOD} --group-query-attention --num-query-groups 4")
+def test_the_log_counts_the_flops_of_this_model(parse, training):
+    args = parse(f"{GOOD} --group-query-attention --num-query-groups 4")
     args.padded_vocab_size = 1000
-    per_token = train_flops_per_token(
-        build_config("125M", "interdomain", vocab_size=1000, n_kv_heads=4), 4096
-    )
-    assert training.num_floating_point_operations(args, 8) == 8 * 4096 * per_token
-    packed = dict(seqlen_squared_sum_in_batch=10**9, total_real_tokens_in_batch=100)
-    assert training.num_floating_point_operations(args, 8, **packed) == 100 * per_token
+    config = build_config("125M", "interdomain", vocab_size=1000, n_kv_heads=4)
+    per_token = train_flops_per_token(config, 4096)
+    count = training.num_floating_point_operations
+    assert count(args, 8) == 8 * 4096 * per_token
+    packed = {"seqlen_squared_sum_in_batch": 10**9, "total_real_tokens_in_batch": 100}
+    assert count(args, 8, **packed) == 100 * per_token
 
 
 @pytest.mark.parametrize(
@@ -86,35 +88,42 @@ def test_the_log_counts_the_flops_of_this_model(parse):
 )
 @pytest.mark.parametrize("floor", [0.0, 1e-5])
 def test_every_step_has_the_learning_rate_of_a_run_of_torchtitan(steps, warmup, floor):
-    assert rates(Schedule, 1, steps, warmup, floor) == pytest.approx(
-        titan_rates(steps, warmup, floor)
-    )
+    found = megatron_rates(Schedule, 1, steps, warmup, floor)
+    assert found == pytest.approx(titan_rates(steps, warmup, floor))
 
 
-def rates(schedule, each, steps, warmup, floor):
-    optimizer = SimpleNamespace(param_groups=[{"params": [], "max_lr": LR, "min_lr": floor}])
-    decay = dict(
-        start_wd=0.1, end_wd=0.1, wd_incr_steps=1, wd_incr_style="constant", lr_decay_style="cosine"
+def megatron_rates(schedule_class, batch, steps, warmup, floor):
+    """Returns the learning rates of a schedule that counts sequences."""
+    group = {"params": [], "max_lr": LR, "min_lr": floor}
+    schedule = schedule_class(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=0.0,
+        max_lr=1.0,
+        min_lr=floor,
+        lr_warmup_steps=warmup * batch,
+        lr_decay_steps=max(steps, warmup + 1) * batch,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
     )
-    length = dict(lr_warmup_steps=warmup * each, lr_decay_steps=max(steps, warmup + 1) * each)
-    here, seen = schedule(optimizer, init_lr=0.0, max_lr=1.0, min_lr=floor, **length, **decay), []
+    rates = []
     for _ in range(steps):
-        seen.append(optimizer.param_groups[0]["lr"])
-        here.step(each)
-    return seen
+        rates.append(group["lr"])
+        schedule.step(batch)
+    return rates
 
 
 def titan_rates(steps, warmup, floor):
-    config = LRScheduler(min_lr=floor)
-    factor = multiple_of_peak(config, LR, steps=steps, warmup=warmup)
+    factor = multiple_of_peak(LRScheduler(min_lr=floor), LR, steps=steps, warmup=warmup)
     return [LR * factor(step) for step in range(steps)]
 
 
-REFUSED = {  # what comes after GOOD: the words of the error
+REFUSED = {  # flags after GOOD: the words of the error
     "--spec": "name the layer: --spec interdomain.megatron.spec",
     "--spec interdomain.nowhere x": "No module named 'interdomain.nowhere'",
     "--spec interdomain.megatron.spec s5": "s5 is no layer of this project. Name a layer that",
-    "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec": "is no layer of this project",
     "--spec tests.megatron.conftest STOCK": "is no layer of this project",
     "--hybrid-layer-pattern M-*-": "M-*- is ignored by GPTModel's layers, as interdomain.megatron.spec makes them",
     "--num-query-groups 4": "--num-query-groups is ignored without --group-query-attention",
@@ -122,19 +131,14 @@ REFUSED = {  # what comes after GOOD: the words of the error
     "--overlap-grad-reduce --pipeline-model-parallel-size 2": "Set --no-align-grad-reduce",
     "--rampup-batch-size 2": "--rampup-batch-size is ignored by this version",
     f"{GLA} --group-query-attention": "is ignored: no layer shares",
-    "--num-attention-heads 8": "n_heads * head_dim must be dim: got 8 * 64, dim = 768",
     "--kv-channels 48": "got 12 * 48, dim = 768",
-    "--kv-channels 63 --hidden-size 756 --ffn-hidden-size 2048": "head_dim must be even",
     "--group-query-attention --num-query-groups 5": "n_kv_heads must divide n_heads = 12: got 5",
     "--tensor-model-parallel-size 5": "12 heads and 12 heads of keys and values cannot be split over 5",
-    "--group-query-attention --num-query-groups 3 --tensor-model-parallel-size 2": "12 heads and 3 heads",
     f"{GLA} --mixer.state_heads 3 --tensor-model-parallel-size 2": "3 heads of gla's state cannot be split over 2",
-    f"{GLA} --mixer.state_heads 7": "mixer.state_heads must divide",
     "--sft --context-parallel-size 2": "--sft with --context-parallel-size: ",
     "--bf16": "Set --use-distributed-optimizer.",
     "--use-distributed-optimizer --save x": "Set --dist-ckpt-optim-fully-reshardable.",
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save x": "Install one of them.",
-    "--mixer.n_basis 0": "mixer.n_basis must be from 1 to 1,048,576: got 0.",
     "--mixer.readout imaginary": "invalid choice: 'imaginary'",
     "--mixer.rope perhaps": "'perhaps' is neither True nor False",
     "--data.corpus $NONE_SUCH/x": "the environment variable NONE_SUCH is not set",
@@ -143,11 +147,14 @@ REFUSED = {  # what comes after GOOD: the words of the error
 }
 
 
+def always(*arguments):
+    return True
+
+
 @pytest.mark.parametrize("flags", REFUSED)
 def test_refused_at_the_start(flags, parse, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "torch.cuda.is_available", lambda: True
-    )  # a GPU without Transformer Engine and Apex
+    # There is a GPU, and neither Transformer Engine nor Apex.
+    monkeypatch.setattr("torch.cuda.is_available", always)
     monkeypatch.chdir(tmp_path)
     manifest = {
         "format": "interdomain-corpus",
@@ -164,24 +171,29 @@ def test_refused_at_the_start(flags, parse, capsys, tmp_path, monkeypatch):
     assert REFUSED[flags] in capsys.readouterr().err
 
 
-def test_specs():
-    """Every condition after --spec; a setting of the mixer that no model has is refused as everywhere."""
-    for condition in CONDITIONS:
-        assert (
-            vars(spec)[condition].submodules.self_attention.params["mixers"]
-            == build_config("125M", condition).mixers
-        )
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_every_condition_has_a_spec(condition):
+    layer = getattr(spec, condition).submodules.self_attention
+    assert layer.params["mixers"] == build_config("125M", condition).mixers
+
+
+def test_an_unknown_setting_of_the_mixer_is_refused():
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)
 
 
-def test_without_megatron_core_or_with_another(monkeypatch):
+@pytest.mark.parametrize(
+    ("megatron_core", "words"),
+    [
+        (None, "needs megatron-core, the extra `megatron`: pip install"),
+        (
+            SimpleNamespace(__version__="0.15.3"),
+            r"runs with megatron-core 0.16 to 0.19; found 0\.15\.3\.",
+        ),
+    ],
+)
+def test_without_megatron_core_or_with_another(monkeypatch, megatron_core, words):
     """Neither is asked for until it is needed: `convert` reads checkpoints without it."""
-    monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(ImportError, match="needs megatron-core, the extra `megatron`: pip install"):
-        require_megatron()
-    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__="0.15.3"))
-    with pytest.raises(
-        ImportError, match=r"runs with megatron-core 0.16 to 0.19; found 0\.15\.3\."
-    ):
+    monkeypatch.setitem(sys.modules, "megatron.core", megatron_core)
+    with pytest.raises(ImportError, match=words):
         require_megatron()

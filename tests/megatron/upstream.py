@@ -1,4 +1,4 @@
-"""upstream.py SCRIPT ARGUMENTS: interdomain.megatron.run without CUDA, with what else Megatron-LM's script asks of it."""
+"""upstream.py SCRIPT ARGUMENTS: interdomain.megatron.run without CUDA."""
 
 import collections
 import contextlib
@@ -16,16 +16,14 @@ DEVICE = SimpleNamespace(
 
 
 class Stream:
-    """A stream that has nothing to wait for."""
+    """A stream or an event with nothing to wait for."""
 
     def __init__(self, *args, **kwargs):
         pass
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+        return cpu.nothing
 
-
-class Event(Stream):
     def elapsed_time(self, other):
         return 1.0
 
@@ -37,38 +35,58 @@ class Device(str):
         return "0"
 
 
+def always(value):
+    """Returns a function that returns the value."""
+
+    def function(*args, **kwargs):
+        return value
+
+    return function
+
+
 def install():
     cpu.install()
     cuda = torch.cuda
-    cuda.current_device = lambda: Device("cpu")
-    cuda.is_available, cuda.device_count, cuda.set_device = lambda: True, lambda: 2, lambda *_: None
-    cuda.get_device_properties, cuda.get_device_name = lambda *_: DEVICE, lambda *_: "none"
-    cuda.get_device_capability = lambda *_: (9, 0)
-    cuda.memory_stats = lambda *_, **__: collections.defaultdict(int)
-    for name in (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-    ):
-        setattr(cuda, name, lambda *_, **__: 0)
-    cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *_: None
-    cuda.get_rng_state_all, cuda.stream = list, lambda *_: contextlib.nullcontext()
-    cuda.Event, cuda.Stream, cuda.current_stream = Event, Stream, lambda *_: Stream()
+    cuda.current_device = always(Device("cpu"))
+    cuda.is_available = always(True)
+    cuda.device_count = always(2)
+    cuda.set_device = cpu.nothing
+    cuda.get_device_properties = always(DEVICE)
+    cuda.get_device_name = always("none")
+    cuda.get_device_capability = always((9, 0))
+    cuda.memory_stats = always(collections.defaultdict(int))
+    cuda.memory_allocated = always(0)
+    cuda.max_memory_allocated = always(0)
+    cuda.memory_reserved = always(0)
+    cuda.max_memory_reserved = always(0)
+    cuda.empty_cache = cpu.nothing
+    cuda.reset_peak_memory_stats = cpu.nothing
+    cuda.get_rng_state_all = list
+    cuda.stream = contextlib.nullcontext
+    cuda.Event = Stream
+    cuda.Stream = Stream
+    cuda.current_stream = Stream
     from megatron.core.datasets import utils
 
-    utils.compile_helpers = lambda: None  # the wheel's are there
-    if windows := os.environ.get("WINDOWS"):  # a file of samples to train on, in their order
-        from megatron.core.datasets.gpt_dataset import GPTDataset
-
-        windows, read = torch.load(windows), GPTDataset.__getitem__
-        GPTDataset.__getitem__ = lambda self, i: (
-            read(self, i) | {"tokens": windows[i, :-1], "labels": windows[i, 1:]}
-        )
+    utils.compile_helpers = cpu.nothing  # the wheel has them
+    if "WINDOWS" in os.environ:
+        read_windows(torch.load(os.environ["WINDOWS"]))
     with contextlib.suppress(ImportError):
         from megatron.legacy import fused_kernels
 
-        fused_kernels.load = lambda args: None
+        fused_kernels.load = cpu.nothing
+
+
+def read_windows(windows):
+    """Makes GPTDataset return these samples, in their order."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    read = GPTDataset.__getitem__
+
+    def read_window(self, i):
+        return read(self, i) | {"tokens": windows[i, :-1], "labels": windows[i, 1:]}
+
+    GPTDataset.__getitem__ = read_window
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Feature maps that estimate a kernel, and the denominator of paper eq. 9 which they make possible."""
+"""Feature maps that estimate a kernel, and the denominator of paper eq. 9."""
 
 import pytest
 import torch
@@ -31,34 +31,37 @@ def favor(heads: int, width: int = R) -> PositiveRandomFeatures:
 
 
 def test_favor_estimates_the_softmax_kernel_without_bias():
-    """Over 4,000 heads, each with draws of its own, the mean lies within four standard errors of exp(q.k / sqrt(R)). The
-    vectors of a head are orthogonal, and the lengths vary as those of normal vectors do."""
-    module, (q, k) = favor(4000), 0.7 * normal(2, 5, R)
-    # As keys both: a query's features are divided by the largest of them.
-    features = [module(x[None, :, None].expand(1, 5, 4000, R))[0] for x in (q, k)]
-    estimates = torch.einsum("ihr,jhr->hij", *features)
+    """The mean over 4,000 heads is within four standard errors of exp(q.k / sqrt(R)).
+
+    The vectors of a head are orthogonal, and their lengths vary as those of normal vectors do.
+    """
+    module = favor(4000)
+    q, k = 0.7 * normal(2, 5, R)
+    # Both are passed as keys: a query's features are divided by the largest of them.
+    q_features = module(q[None, :, None].expand(1, 5, 4000, R))[0]
+    k_features = module(k[None, :, None].expand(1, 5, 4000, R))[0]
+    estimates = torch.einsum("ihr,jhr->hij", q_features, k_features)
     wanted = torch.exp(q @ k.mT / R**0.5)
-    error = estimates.std(dim=0) / 4000**0.5
-    assert ((estimates.mean(dim=0) - wanted).abs() < 4 * error).all()
-    assert (error < 0.05 * wanted).all()  # so that the line above says something
+    standard_error = estimates.std(dim=0) / 4000**0.5
+    assert ((estimates.mean(dim=0) - wanted).abs() < 4 * standard_error).all()
+    assert (standard_error < 0.05 * wanted).all()
     w = module.frequencies.double() * R**0.25
-    gram = w @ w.mT
-    lengths = gram.diagonal(dim1=1, dim2=2)
-    assert (gram - torch.diag_embed(lengths)).abs().max() < 1e-4
-    assert abs(lengths.std() - (2 * R) ** 0.5) < 0.2  # chi-squared
+    products = w @ w.mT
+    squared_lengths = products.diagonal(dim1=1, dim2=2)
+    assert (products - torch.diag_embed(squared_lengths)).abs().max() < 1e-4
+    assert abs(squared_lengths.std() - (2 * R) ** 0.5) < 0.2  # chi-squared
 
 
 @pytest.mark.parametrize("name", ["elu", "softplus", "favor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_positive_and_finite_far_from_the_origin(name, dtype):
-    """Queries and keys of up to 40 standard deviations, where exp(x) alone overflows; and keys at a random vector itself."""
+    """Inputs have up to 40 standard deviations, where exp(x) overflows."""
     module = favor(1, 256) if name == "favor" else feature_map(name, 1, 256)
-    x = (
-        normal(1, 9, 1, 256, dtype=dtype)
-        * torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])[:, None, None]
-    )
+    scales = torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])
+    x = normal(1, 9, 1, 256, dtype=dtype) * scales[:, None, None]
     if name == "favor":
-        x[0, -1, 0] = module.frequencies[0, 0] * 256**0.5  # where the exponent of a key is largest
+        # The exponent of a key is largest at a random vector itself.
+        x[0, -1, 0] = module.frequencies[0, 0] * 256**0.5
     x = x.to(dtype).requires_grad_()
     for query in (True, False):
         y = module(x, query=query)
@@ -69,52 +72,62 @@ def test_positive_and_finite_far_from_the_origin(name, dtype):
         assert gradient.isfinite().all()
 
 
-def test_the_denominator_is_held_only_where_the_output_would_be_too_large():
-    o, v = normal(2, 50, 4, 9), normal(2, 50, 2, 9, seed=1)
-    o[..., -1] *= (
-        10 ** torch.linspace(-6, 1, 50)[:, None]
-    )  # denominators from far too small to large, of both signs
-    found, quotient = divided(o, v), o[..., :-1] / o[..., -1:]
-    allowed = MAX_GAIN * v[..., :-1].abs().mean(-1, keepdim=True).repeat_interleave(2, dim=2)
+def test_the_quotient_is_limited_only_if_it_is_too_large():
+    """Denominators are from far too small to large, of both signs."""
+    o = normal(2, 50, 4, 9)
+    v = normal(2, 50, 2, 9, seed=1)
+    o[..., -1] *= 10 ** torch.linspace(-6, 1, 50)[:, None]
+    quotient = o[..., :-1] / o[..., -1:]
     size = quotient.abs().mean(-1, keepdim=True)
-    held = (size > allowed).expand_as(found)
-    assert 0.1 < held.double().mean() < 0.9
-    torch.testing.assert_close(found[~held], quotient[~held], rtol=1e-12, atol=0)
-    torch.testing.assert_close(found[held], (quotient * allowed / size)[held], rtol=1e-12, atol=0)
-    o = torch.zeros(1, 1, 1, 9).requires_grad_()  # nothing over nothing
-    assert torch.equal(divided(o, v[:1, :1, :1].float()), torch.zeros(1, 1, 1, 8))
+    largest = MAX_GAIN * v[..., :-1].abs().mean(-1, keepdim=True).repeat_interleave(2, dim=2)
+    limited = size > largest
+    assert 0.1 < limited.double().mean() < 0.9
+    wanted = torch.where(limited, quotient * largest / size, quotient)
+    torch.testing.assert_close(divided(o, v), wanted, rtol=1e-12, atol=0)
+    nothing = torch.zeros(1, 1, 1, 9)
+    assert torch.equal(divided(nothing, v[:1, :1, :1].float()), torch.zeros(1, 1, 1, 8))
 
 
-@pytest.mark.parametrize(
-    "options", [dict(feature_map=name) for name, xi in FEATURE_MAPS.items() if xi]
-)
-def test_no_scale_matters(options):
-    """Exactly: of C, of the features or of the values, by powers of two. The first token's output is its value."""
-    model = lively(small_config("interdomain", normalize=True, **options), torch.float32)
-    mixer, seen = model.layers["0"].attention, []
-    mixer.wo.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+def times_2_to_the_minus_20(module, args, output):
+    return output * 2.0**-20
+
+
+@pytest.mark.parametrize("name", [name for name, xi in FEATURE_MAPS.items() if xi])
+@torch.no_grad()
+def test_normalisation_cancels_scales(name):
+    """Scales of C and the features by powers of two cancel exactly; those of values remain.
+
+    The first token's output is its value.
+    """
+    config = small_config("interdomain", normalize=True, feature_map=name)
+    model = lively(config, torch.float32)
+    mixer = model.layers["0"].attention
+    seen = {}
+
+    def record_output(module, args):
+        seen["output"] = args[0]
+
+    def record_values(module, args, output):
+        seen["values"] = output
+
+    mixer.wo.register_forward_pre_hook(record_output)
+    mixer.wv.register_forward_hook(record_values)
     tokens = random_tokens(model.config, 2, 40)
-
-    def output():
-        seen.clear()
-        model(tokens)
-        return seen[0]
-
-    with torch.no_grad():
-        first = output()
-        mixer.ssm.C.mul_(2.0**-12)  # the denominators become 2^-24 of what they were
-        assert torch.equal(output(), first)
-        mixer.feature_map.register_forward_hook(lambda module, args, out: out * 2.0**-20)
-        assert torch.equal(output(), first)
-        values = []
-        mixer.wv.register_forward_hook(lambda module, args, out: values.append(out))
-        mixer.wv.weight.mul_(2.0**9)
-        assert torch.equal(output(), 2**9 * first)
-    torch.testing.assert_close(2**9 * first[:, 0], values[0][:, 0], rtol=1e-4, atol=1e-4)
+    model(tokens)
+    first = seen["output"]
+    torch.testing.assert_close(first[:, 0], seen["values"][:, 0], rtol=1e-4, atol=1e-6)
+    mixer.ssm.C.mul_(2.0**-12)  # the denominators become 2^-24 of what they were
+    model(tokens)
+    assert torch.equal(seen["output"], first)
+    mixer.feature_map.register_forward_hook(times_2_to_the_minus_20)
+    model(tokens)
+    assert torch.equal(seen["output"], first)
+    mixer.wv.weight.mul_(2.0**9)
+    model(tokens)
+    assert torch.equal(seen["output"], 2**9 * first)
 
 
 def test_the_triton_kernel_is_refused_for_a_map_that_it_does_not_have():
+    config = small_config("interdomain", feature_map="rff")
     with pytest.raises(ValueError, match=r"mixer\.feature_map = 'rff': the kernel has silu only"):
-        InterdomainMixer(
-            small_config("interdomain", feature_map="rff"), Execution(features="triton")
-        )
+        InterdomainMixer(config, Execution(features="triton"))

@@ -1,9 +1,8 @@
-"""The baselines with a fixed state against their papers' recurrences, written per token in float64."""
+"""The baselines with a fixed state against their papers' recurrences per token, in float64."""
 
 import sys
 import types
 from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,67 +14,55 @@ from interdomain.model.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fla_kernels import recurrence
 
-from .common import EPS, assert_exact, normal, small_config, variant
-from .test_flops import counted
+from .common import EPS, assert_exact, assert_near, normal, small_config, variant
+from .test_flops import counted_flops
 from .test_mixer import short_conv
 
-B, H, K, V = 2, 3, 8, 5
+# Shapes: B batch, T tokens, H heads, K key width, V value width.
+B = 2
+H = 3
+K = 8
+V = 5
+RULES = ("gla", "mamba2", "deltanet", "gated-deltanet", "decay per channel and delta rule")
 
 
-class Rule(NamedTuple):
-    """A recurrence: its decay ("channel", "head" or None), the delta rule, one head of keys for all."""
-
-    decay: str | None
-    delta: bool = False
-    shared_keys: bool = False
-
-
-RULES = {
-    "gla": Rule("channel"),
-    "mamba2": Rule("head", shared_keys=True),
-    "deltanet": Rule(None, delta=True),
-    "gated-deltanet": Rule("head", delta=True),
-    "both": Rule("channel", delta=True),
-}
-
-
-def inputs(name, T, dtype=torch.float64):
-    rule = RULES[name]
-    G = 1 if rule.shared_keys else H
+def inputs(rule, T, dtype=torch.float64):
+    """Returns a recurrence's arguments. The decay is per channel, per head or None."""
+    key_heads = 1 if rule == "mamba2" else H
     log_decay = None
-    if rule.decay == "channel":
+    if rule in ("gla", "decay per channel and delta rule"):
         log_decay = F.logsigmoid(normal(B, T, H, K, seed=3, dtype=dtype))
-    elif rule.decay == "head":
+    elif rule in ("mamba2", "gated-deltanet"):
         log_decay = F.logsigmoid(normal(B, T, H, seed=3, dtype=dtype))
     beta = None
-    if rule.delta:
+    if "delta" in rule:
         beta = torch.sigmoid(normal(B, T, H, seed=4, dtype=dtype))
-    return dict(
-        q=normal(B, T, G, K, dtype=dtype),
-        k=F.normalize(normal(B, T, G, K, seed=1, dtype=dtype), dim=-1),
-        v=normal(B, T, H, V, seed=2, dtype=dtype),
-        log_decay=log_decay,
-        beta=beta,
-        initial_state=normal(B, H, K, V, seed=5, dtype=dtype),
-    )
-
-
-def with_each(function, tensors):
-    """The function of each tensor in a dict; None stays None."""
-    return {name: None if x is None else function(x) for name, x in tensors.items()}
+    return {
+        "q": normal(B, T, key_heads, K, dtype=dtype),
+        "k": F.normalize(normal(B, T, key_heads, K, seed=1, dtype=dtype), dim=-1),
+        "v": normal(B, T, H, V, seed=2, dtype=dtype),
+        "log_decay": log_decay,
+        "beta": beta,
+        "initial_state": normal(B, H, K, V, seed=5, dtype=dtype),
+    }
 
 
 def per_token(q, k, v, log_decay, beta, initial_state, documents=None):
-    """S_t = (I - beta k k^T) diag(a) S_{t-1} + beta k v^T, without beta S_t = diag(a) S_{t-1} + k v^T;
-    o_t = S_t^T q_t."""
+    """Computes the recurrence token by token.
+
+    With beta: S_t = (I - beta k k^T) diag(a) S_{t-1} + beta k v^T. Without it:
+    S_t = diag(a) S_{t-1} + k v^T. The output is o_t = S_t^T q_t.
+    """
     S = initial_state
     q = q.expand(-1, -1, v.shape[2], -1)
     k = k.expand(-1, -1, v.shape[2], -1)
     outputs = []
     for t in range(v.shape[1]):
         if documents is not None:
+            # The initial state belongs to document 0.
             before = documents[:, t - 1] if t else torch.zeros_like(documents[:, 0])
-            S = torch.where((documents[:, t] == before)[:, None, None, None], S, 0)
+            continues = documents[:, t] == before
+            S = torch.where(continues[:, None, None, None], S, 0)
         if log_decay is not None:
             a = log_decay[:, t].exp()
             if a.ndim == 2:  # one decay per head
@@ -90,49 +77,54 @@ def per_token(q, k, v, log_decay, beta, initial_state, documents=None):
     return torch.stack(outputs, dim=1), S
 
 
-def assert_same(run, given, documents=None, tolerance=1e-10):
-    """Values, the last state and every gradient."""
-    leaves = with_each(torch.Tensor.requires_grad_, given)
-    tensors = [x for x in leaves.values() if x is not None]
+def values_and_gradients(function, arguments, **options):
+    """Returns the outputs, the last state and the gradients of all tensors."""
+    tensors = {name: x for name, x in arguments.items() if x is not None}
+    for x in tensors.values():
+        x.requires_grad_()
+    o, S = function(**arguments, **options)
+    loss = (o * normal(*o.shape, seed=9, dtype=o.dtype)).sum()
+    loss = loss + (S * normal(*S.shape, seed=9, dtype=S.dtype)).sum()
+    gradients = torch.autograd.grad(
+        loss, list(tensors.values()), allow_unused=True, materialize_grads=True
+    )
+    return {"o": o, "S": S} | dict(zip(tensors, gradients, strict=True))
 
-    def values_and_gradients(function):
-        o, S = function(**leaves, documents=documents)
-        loss = (o * normal(*o.shape, seed=9, dtype=o.dtype)).sum()
-        loss = loss + (S * normal(*S.shape, seed=9, dtype=S.dtype)).sum()
-        gradients = torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)
-        return o, S, *gradients
 
-    for found, wanted in zip(
-        values_and_gradients(run), values_and_gradients(per_token), strict=True
-    ):
-        error = (found - wanted).abs().max() / max(1, wanted.abs().max())
-        assert error <= tolerance, f"error {error:.1e}, allowed {tolerance:.0e}"
+def assert_recurrence(rule, T, documents=None):
+    arguments = inputs(rule, T)
+    found = values_and_gradients(recurrence, arguments, documents=documents)
+    wanted = values_and_gradients(per_token, arguments, documents=documents)
+    for name, x in wanted.items():
+        largest = max(1, x.abs().max().item())
+        assert_near(found[name], x, 1e-10 * largest, name)
 
 
 @pytest.mark.parametrize("T", [1, 63, 257])
-@pytest.mark.parametrize("name", RULES)
-def test_recurrence(name, T):
-    assert_same(recurrence, inputs(name, T))
+@pytest.mark.parametrize("rule", RULES)
+def test_recurrence(rule, T):
+    assert_recurrence(rule, T)
 
 
 @pytest.mark.parametrize("strength", [30, 1e4, float("inf")])
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.decay])
-def test_strong_gates_in_float32(name, strength):
-    """Some channels forget all in a token, others nothing: e^(sum over a chunk) is no float32, nor is
-    its inverse."""
-    given = inputs(name, 130, torch.float32)
-    log_decay = given["log_decay"]
-    strong = torch.rand(log_decay.shape, generator=torch.Generator().manual_seed(1)) < 0.3
-    given["log_decay"] = torch.where(strong, log_decay * strength, log_decay / 100)
-    exact = with_each(torch.Tensor.double, given)
-    leaves = with_each(torch.Tensor.requires_grad_, given)
-    found = recurrence(**leaves)
-    for x, wanted in zip(found, per_token(**exact), strict=True):
-        assert (x - wanted).abs().max() < 1e-5 * wanted.abs().max()
-    o, S = found
-    tensors = [x for x in leaves.values() if x is not None]
-    for gradient in torch.autograd.grad(o.sum() + S.sum(), tensors):
-        assert gradient.isfinite().all()
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "deltanet"])
+def test_strong_gates_in_float32(rule, strength):
+    """Values and gradients are finite and right if some channels forget everything in one token.
+
+    Neither e^(sum over a chunk) nor its inverse is a float32 then. Other channels forget nothing.
+    """
+    arguments = inputs(rule, 130, torch.float32)
+    log_decay = arguments["log_decay"]
+    generator = torch.Generator().manual_seed(1)
+    strong = torch.rand(log_decay.shape, generator=generator) < 0.3
+    arguments["log_decay"] = torch.where(strong, log_decay * strength, log_decay / 100)
+    exact = {name: x if x is None else x.double() for name, x in arguments.items()}
+    found = values_and_gradients(recurrence, arguments)
+    wanted_o, wanted_S = per_token(**exact)
+    assert_near(found["o"], wanted_o, 1e-5 * wanted_o.abs().max())
+    assert_near(found["S"], wanted_S, 1e-5 * wanted_S.abs().max())
+    for name, x in found.items():
+        assert x.isfinite().all(), name
 
 
 # The layers
@@ -147,7 +139,7 @@ def silu(x):
 
 
 def literal(mixer, condition, x):
-    """A layer's output from its parameters, as its paper's figure has it."""
+    """Returns a layer's output from its parameters, as its paper's figure has it."""
     heads, K, V = mixer.shape
 
     def product(name, y=x):
@@ -200,7 +192,10 @@ def literal(mixer, condition, x):
 @pytest.mark.parametrize("option", ["plain", "no conv", "conv"])
 @pytest.mark.parametrize("condition", FIXED_STATE)
 def test_layer_by_the_letter(condition, option):
-    """The norm of queries and keys has its epsilon within the root, which matters for small ones."""
+    """A layer computes its paper's formulas.
+
+    The norm of queries and keys has its epsilon in the root.
+    """
     model = variant(condition, option)
     x = normal(2, 70, model.config.dim, seed=3)
     with torch.no_grad():
@@ -212,16 +207,14 @@ def test_layer_by_the_letter(condition, option):
 
 @pytest.mark.parametrize("condition", FIXED_STATE)
 def test_products(condition):
-    """Torch's count of products, in whole chunks. Torch does not see the triangular system, which is
-    half of a product."""
+    """The count of products agrees with PyTorch's counter, in whole chunks.
+
+    PyTorch does not count the triangular system, which is half of a product.
+    """
     config = small_config(condition)
     T = 128
     model = Transformer(config)
     flops = forward_flops_per_token(config, T)
-
-    def count(tokens):
-        return counted(lambda: model(torch.zeros(1, tokens, dtype=torch.int64)))
-
     wanted = flops["linear"] + flops["head"] + flops["mixer"]
     layers = 2 * config.n_layers
     if condition == "gla":
@@ -232,34 +225,24 @@ def test_products(condition):
         assert flops["mixer"] == layers * (64 * 8 + 64 * 64 + 2 * 8 * 64)
     if "deltanet" in condition:
         wanted -= layers * 64 * 2 * 16
-    assert (count(2 * T) - count(T)) / T == wanted
+    assert (counted_flops(model, 2 * T) - counted_flops(model, T)) / T == wanted
 
 
-def test_what_does_not_fit_is_refused():
-    for condition, options, words in (
-        (
-            "gla",
-            dict(n_basis=6),
-            "4 n_basis = 24 wide, which must divide dim = 128",
-        ),
-        ("mamba2", dict(state_heads=3), "state_heads must divide 2 dim = 256: got 3"),
-        (
-            "deltanet",
-            dict(output_gate=True),
-            "output_gate.*no switches but mixer.n_basis, mixer.state_heads, mixer.conv",
-        ),
-        (
-            "interdomain",
-            dict(state_heads=2),
-            "state_heads = 2 is not possible: it is for gla, mamba2",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            build_config("debug", condition, **options)
+@pytest.mark.parametrize(
+    ("condition", "setting", "words"),
+    [
+        ("gla", {"n_basis": 6}, "4 n_basis = 24 wide, which must divide dim = 128"),
+        ("mamba2", {"state_heads": 3}, "state_heads must divide 2 dim = 256: got 3"),
+        ("deltanet", {"output_gate": True}, "output_gate.*no switches but mixer.n_basis"),
+        ("interdomain", {"state_heads": 2}, "state_heads = 2 is not possible: it is for gla"),
+    ],
+)
+def test_wrong_settings_are_refused(condition, setting, words):
+    with pytest.raises(ValueError, match=words):
+        build_config("debug", condition, **setting)
 
 
-# flash-linear-attention, with a stand-in for its kernels
-
+# The kernels of flash-linear-attention, replaced by functions that compute per token.
 
 # The package's functions, and the names of their tensors in order.
 FUNCTIONS = {
@@ -271,18 +254,21 @@ FUNCTIONS = {
 
 
 def stand_in_for(names):
-    """A function with the arguments and the layout of one of the package's, per token."""
+    """Returns a function with the arguments and the layout of one of the package's functions."""
 
     def run(*tensors, scale, initial_state, output_final_state, cu_seqlens=None):
-        given = dict.fromkeys(("q", "k", "v", "log_decay", "beta"))
-        given |= zip(names, tensors, strict=True)
-        assert (scale, output_final_state) == (1.0, True)
+        arguments = {"log_decay": None, "beta": None}
+        arguments |= zip(names, tensors, strict=True)
+        assert scale == 1.0
+        assert output_final_state
         if cu_seqlens is None:
-            return per_token(**given, initial_state=initial_state)
+            return per_token(**arguments, initial_state=initial_state)
         outputs = []
         states = []
         for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            document = {name: None if x is None else x[:, start:end] for name, x in given.items()}
+            document = dict(arguments)
+            for name in names:
+                document[name] = arguments[name][:, start:end]
             o, S = per_token(**document, initial_state=initial_state[i : i + 1])
             outputs.append(o)
             states.append(S)
@@ -291,35 +277,33 @@ def stand_in_for(names):
     return run
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Modules of the package's names with stand-ins for its functions; and no GPU is asked for."""
-    for module in ("fla", "fla.ops", *(f"fla.ops.{name}" for name in FUNCTIONS)):
-        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+def kernels_are_chosen(device, dtype, backend):
+    return backend not in fla_kernels.PLAIN, ""
+
+
+@pytest.mark.parametrize("rule", FIXED_STATE)
+def test_the_op_around_the_package(rule, monkeypatch):
+    """The op gives the package's functions their layout, with and without documents."""
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
     for name, tensors in FUNCTIONS.items():
-        setattr(sys.modules[f"fla.ops.{name}"], f"chunk_{name}", stand_in_for(tensors))
-
-    def chosen(device, dtype, backend):
-        return backend not in fla_kernels.PLAIN, ""
-
+        module = types.ModuleType(f"fla.ops.{name}")
+        setattr(module, f"chunk_{name}", stand_in_for(tensors))
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # the comparison is in float64
-    monkeypatch.setattr(fla_kernels, "chosen", chosen)
-
-
-@pytest.mark.parametrize("name", FIXED_STATE)
-def test_the_op_around_the_package(stand_in, name):
-    assert_same(recurrence, inputs(name, 33))
+    monkeypatch.setattr(fla_kernels, "chosen", kernels_are_chosen)
+    assert_recurrence(rule, 33)
     # Documents of 3, 1 and 29 tokens. Those of the first row continue from the initial state.
     documents = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([3, 1, 29]))
     rows = documents.expand(2, -1) + torch.tensor([[0], [1]])
-    assert_same(recurrence, inputs(name, 33), rows)
+    assert_recurrence(rule, 33, rows)
 
 
 def test_when_the_package_computes():
+    """The package computes in half precision on CUDA, unless a plain backend is named."""
     cuda = torch.device("cuda")
-    cpu = torch.device("cpu")
     assert fla_kernels.chosen(None, torch.bfloat16, "auto")[0]
     assert not fla_kernels.chosen(None, torch.bfloat16, "reference")[0]
     assert not fla_kernels.chosen(None, torch.float32, "auto")[0]
-    assert not fla_kernels.chosen(cpu, torch.bfloat16, "auto")[0]
+    assert not fla_kernels.chosen(torch.device("cpu"), torch.bfloat16, "auto")[0]
     assert fla_kernels.chosen(cuda, torch.bfloat16, "auto")[0] == fla_kernels.INSTALLED

@@ -1,4 +1,4 @@
-"""FLOPs against a count of the products that are really made, and the sizes of states."""
+"""FLOPs against a count of the products that are computed, and the sizes of states."""
 
 import re
 
@@ -13,67 +13,63 @@ from interdomain.model.flops import forward_flops_per_token, state_size, train_f
 
 from .common import OPTIONS, VARIANTS, small_config
 
-# The others' products: test_fixed_state, test_softmax
+# test_fixed_state.py counts the baselines' products.
 SCANS = [v for v in VARIANTS if v[0] not in FIXED_STATE and "window" not in v[1]]
 
 
-def counted(run):
+def counted_flops(model, length):
+    """Returns PyTorch's count of one forward pass. It does not see the op of the scan."""
     with FlopCounterMode(display=False) as counter:
-        run()
+        model(torch.zeros(1, length, dtype=torch.int64))
     return counter.get_total_flops()
 
 
 @pytest.mark.parametrize(("condition", "option"), SCANS)
 def test_products_of_the_model(condition, option):
-    """Linear layers, Fourier features and output head, counted by torch, for which the scan's op is nothing.
+    """Linear layers, Fourier features, the output head and softmax are as PyTorch counts them.
 
-    Tables do not grow with T, so the differences of three lengths are free of them.
+    Tables do not grow with T, so the differences of three lengths do not contain them.
     """
     config = small_config(condition, **OPTIONS[option])
-    softmax = sum(layer.mixer.kind == "softmax" for layer in config.layers)
     T = 128
-    with sdpa_kernel(SDPBackend.MATH):  # the form whose products torch counts
+    with sdpa_kernel(SDPBackend.MATH):  # the implementation whose products PyTorch counts
         model = Transformer(config)
-        lengths = [
-            counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64)))
-            for t in (T, 2 * T, 3 * T)
-        ]
+        one, two, three = (counted_flops(model, n * T) for n in (1, 2, 3))
     flops = forward_flops_per_token(config, T)
-    # Beyond what grows with T^2 (softmax's scores and values, whole squares) ...
-    square = (lengths[2] - 2 * lengths[1] + lengths[0]) / (2 * T * T)
-    per_token = (lengths[1] - lengths[0]) / T - 3 * T * square
+    # Softmax's scores and values grow with T^2. PyTorch counts whole squares.
+    square = (three - 2 * two + one) / (2 * T * T)
+    per_token = (two - one) / T - 3 * T * square
     assert per_token == flops["linear"] + flops["head"]
-    if softmax:
-        # ... of which the causal half, with its diagonal, is needed: (T + 1) / 2 keys per query.
-        assert square == 2 * 2 * softmax * config.dim
-        others = (
-            0 if softmax == 2 else forward_flops_per_token(small_config(condition), T)["mixer"] / 2
-        )
-        assert flops["mixer"] - others == square * (T + 1) / 2
+    softmax_layers = [layer for layer in config.layers if layer.mixer.kind == "softmax"]
+    assert square == 2 * 2 * len(softmax_layers) * config.dim
+    # The causal half, with its diagonal, has (T + 1) / 2 keys per query.
+    if condition == "softmax":
+        assert flops["mixer"] == square * (T + 1) / 2
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_states_are_as_large_as_said(condition, option):
+def test_sizes_of_states(condition, option):
     config = small_config(condition, **OPTIONS[option])
-    for layer, state in zip(
-        config.layers, Transformer(config).init_state(3, 7).layers, strict=True
-    ):
-        if layer.mixer.kind == "softmax":
-            tokens = 7 if layer.mixer.window is None else 1
-            assert sum(x.numel() for x in (state.k, state.v)) == 3 * tokens * state_size(layer)
-        else:
-            assert state.ssm.numel() == 3 * state_size(layer)
+    state = Transformer(config).init_state(3, 7)
+    for layer, layer_state in zip(config.layers, state.layers, strict=True):
+        if layer.mixer.kind != "softmax":
+            assert layer_state.ssm.numel() == 3 * state_size(layer)
+            continue
+        tokens = 7 if layer.mixer.window is None else 1
+        numbers = layer_state.k.numel() + layer_state.v.numel()
+        assert numbers == 3 * tokens * state_size(layer)
 
 
-# Of one layer and token: multiply-adds of the core and of the convolutions; numbers of its state (the paper's budget at 1.3B).
+# Multiply-adds of one layer and token at 125M: those of the mixer and those of the convolutions;
+# then the numbers of a layer's state at 1.3B, where the paper gives its budget.
 TABLE = {
     "softmax": (4097 * 64 * 12, 0, 4096),
     "interdomain": (73_728 * 12, 2 * 4 * 768, 524_288),
     "single-query": (73_728 * 12, 3 * 4 * 768, 524_288),
     "dual-linear": (40_960 * 12, 4 * 768, 524_288),
     "s4d": (40_960 * 12, 2 * 4 * 768, 524_288),
-    # Three heads of 256: scores and sums in chunks of 64, reading and adding to the state; of the delta rule also the scores of
-    # keys, half of a product for the system, and what the state has of the keys.
+    # Three heads of 256: scores and sums in chunks of 64, reading and adding to the state. The
+    # delta rule also has the scores of keys, half of a product for the system, and one of the state.
     "gla": ((2 * 64 + 2 * 256) * 768, 0, 524_288),
     "deltanet": ((2 * 64 + 2 * 256 + 64 + 64 + 256) * 768, 3 * 4 * 768, 524_288),
     "gated-deltanet": ((2 * 64 + 2 * 256 + 64 + 64 + 256) * 768, 3 * 4 * 768, 524_288),
@@ -83,33 +79,32 @@ TABLE = {
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_every_condition_has_its_own_count(condition):
-    """About 74 k multiply-adds per token and head, against 262 k for causal softmax at T = 4096."""
-    config, row = build_config("125M", condition), re.sub("-(norope|rope|paired)$", "", condition)
+def test_counts_of_every_condition(condition):
+    """A head has about 74 k multiply-adds per token, and causal softmax 262 k at T = 4096."""
+    row = re.sub("-(norope|rope|paired)$", "", condition)  # a rotation is not counted
+    mixer, conv, state = TABLE[row]
+    config = build_config("125M", condition)
     flops = forward_flops_per_token(config, 4096)
-    core, conv, state = TABLE[row]  # a rotation is not counted
-    assert (flops["mixer"], flops["conv"]) == (2 * 12 * core, 2 * 12 * conv)
+    assert flops["mixer"] == 2 * 12 * mixer
+    assert flops["conv"] == 2 * 12 * conv
     assert state_size(build_config("1.3B", condition)) == state
     assert train_flops_per_token(config, 4096) == 3 * sum(flops.values())
     longer = forward_flops_per_token(config, 65_536)["mixer"]
-    assert longer > 15 * flops["mixer"] if condition == "softmax" else longer == flops["mixer"]
-    if condition != "softmax":
-        hybrid, softmax = (
-            forward_flops_per_token(c, 4096)
-            for c in (
-                build_config("125M", condition, softmax_every=3),
-                build_config("125M", "softmax"),
-            )
-        )
-        assert all(
-            hybrid[part] == (8 * flops[part] + 4 * softmax[part]) / 12
-            for part in ("linear", "conv", "mixer")
-        )
-    if (
-        condition == "interdomain"
-    ):  # a shared state saves its updates only: 2M (R + D) per state head
-        less = forward_flops_per_token(build_config("125M", condition, n_kv_heads=1), 4096)["mixer"]
-        assert flops["mixer"] - less == 2 * 12 * 11 * 2 * 64 * 2 * 64
+    if condition == "softmax":
+        assert longer > 15 * flops["mixer"]
+    else:
+        assert longer == flops["mixer"]
+
+
+def test_counts_of_a_hybrid_and_of_a_shared_state():
+    interdomain = forward_flops_per_token(build_config("125M"), 4096)
+    softmax = forward_flops_per_token(build_config("125M", "softmax"), 4096)
+    hybrid = forward_flops_per_token(build_config("125M", softmax_every=3), 4096)
+    for part in ("linear", "conv", "mixer"):
+        assert hybrid[part] == (8 * interdomain[part] + 4 * softmax[part]) / 12
+    # Heads that share a state save its updates only: 2M (R + D) for each of 11 heads.
+    shared = forward_flops_per_token(build_config("125M", n_kv_heads=1), 4096)
+    assert interdomain["mixer"] - shared["mixer"] == 2 * 12 * 11 * 2 * 64 * 2 * 64
 
 
 @pytest.mark.parametrize("T", [1, 6, 7, 100])

@@ -13,10 +13,13 @@ from .common import Largest, assert_exact, random_tokens, variant
 GREEDY = Sampling(temperature=0)
 
 
-def rows(model, prompts, **options):
-    """The tokens of each prompt, without the Nones after its end."""
+def generated(model, prompts, **options):
+    """Returns the new tokens of each prompt, without the Nones after its end."""
     steps = list(generate(model, prompts, **options))
-    return [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
+    rows = []
+    for row in zip(*steps, strict=True):
+        rows.append([token for token in row if token is not None])
+    return rows
 
 
 def prompt(model, length, seed=1):
@@ -26,85 +29,82 @@ def prompt(model, length, seed=1):
 @pytest.mark.parametrize(
     ("condition", "chunk"), [*((c, 7) for c in CONDITIONS), ("s4d", 1), ("softmax", PREFILL_CHUNK)]
 )
+@torch.no_grad()
 def test_greedy_is_the_argmax_of_the_whole_pass(condition, chunk):
-    """The prompt in pieces of any length, the text token by token."""
+    """The prompt is read in pieces, the text token by token."""
     model = variant(condition)
     tokens = prompt(model, 70)
     logits, state = prefill(model, torch.tensor([tokens]), chunk=chunk)
-    with torch.no_grad():
-        assert_exact(logits, model(torch.tensor([tokens]))[:, -1])
+    assert_exact(logits, model(torch.tensor([tokens]))[:, -1])
     assert state.position.tolist() == [70]
-    found = rows(model, [tokens], max_tokens=12, sampling=GREEDY)[0]
-    assert len(found) == 12
-    with torch.no_grad():
-        for token in found:
-            assert token == model(torch.tensor([tokens]))[0, -1].argmax().item()
-            tokens.append(token)
+    (text,) = generated(model, [tokens], max_tokens=12, sampling=GREEDY)
+    assert len(text) == 12
+    for token in text:
+        assert token == model(torch.tensor([tokens]))[0, -1].argmax().item()
+        tokens.append(token)
+
+
+def largest_tensor(model, length, chunk):
+    with Largest() as seen:
+        prefill(model, random_tokens(model.config, 1, length), chunk=chunk)
+    return seen.largest
 
 
 def test_memory_does_not_grow_with_the_prompt():
     model = variant("interdomain")
-
-    def largest(length, chunk):
-        with Largest() as found:
-            prefill(model, random_tokens(model.config, 1, length), chunk=chunk)
-        return found.largest
-
-    assert largest(512, 32) == largest(128, 32) < largest(512, 512)
+    assert largest_tensor(model, 512, 32) == largest_tensor(model, 128, 32)
+    assert largest_tensor(model, 512, 32) < largest_tensor(model, 512, 512)
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])
-def test_rows_are_taken_and_copied(condition):
+def test_rows_of_a_state_are_selected_as_copies(condition):
     model = variant(condition)
     _, state = prefill(model, random_tokens(model.config, 3, 11))
-    beams = state.select(torch.tensor([2, 0, 2, 2]))
+    rows = [2, 0, 2, 2]
+    beams = state.select(torch.tensor(rows))
     next_tokens = torch.tensor([5, 6, 7, 8])
-    taken = Decoder(model, beams).step(next_tokens)
+    logits = Decoder(model, beams).step(next_tokens)
     assert beams.position.tolist() == [12] * 4
-    assert state.position.tolist() == [11] * 3  # of its own
-    for i, row in enumerate((2, 0, 2, 2)):
-        again = Decoder(model, state.clone()).step(next_tokens[i].expand(3))
-        assert_exact(taken[i], again[row])
+    assert state.position.tolist() == [11] * 3
+    for beam, row in enumerate(rows):
+        again = Decoder(model, state.clone()).step(next_tokens[beam].expand(3))
+        assert_exact(logits[beam], again[row])
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.3, top_p=0.9)], ids=str)
 @pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
-def test_a_prompt_does_not_depend_on_its_neighbours(condition):
+def test_a_prompt_does_not_depend_on_its_neighbours(condition, sampling):
     model = variant(condition)
     prompts = [prompt(model, n, seed=n) for n in (5, 70, 1, 23)]
-    for sampling in (GREEDY, Sampling(temperature=1.3, top_p=0.9)):
-        together = rows(model, prompts, max_tokens=10, sampling=sampling, seed=4)
-        alone = [rows(model, [p], max_tokens=10, sampling=sampling, seed=4)[0] for p in prompts]
-        assert together == alone
-        assert together[::-1] == rows(
-            model, prompts[::-1], max_tokens=10, sampling=sampling, seed=4
-        )
+    options = {"max_tokens": 10, "sampling": sampling, "seed": 4}
+    together = generated(model, prompts, **options)
+    assert together[::-1] == generated(model, prompts[::-1], **options)
+    for tokens, text in zip(prompts, together, strict=True):
+        assert generated(model, [tokens], **options) == [text]
 
 
-def test_a_seed_gives_a_text():
+def test_a_seed_determines_the_text():
     model = variant("interdomain")
-    tokens = [prompt(model, 5)]
-    first, again, other = (rows(model, tokens, max_tokens=30, seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-    state = torch.get_rng_state()
-    rows(model, tokens, max_tokens=3, seed=1)
-    assert torch.equal(state, torch.get_rng_state())
+    prompts = [prompt(model, 5)]
+    global_state = torch.get_rng_state()
+    first = generated(model, prompts, max_tokens=30, seed=1)
+    assert generated(model, prompts, max_tokens=30, seed=1) == first
+    assert generated(model, prompts, max_tokens=30, seed=2) != first
+    assert torch.equal(global_state, torch.get_rng_state())
 
 
-def test_a_stop_token_ends_its_row_alone():
+def test_a_stop_token_ends_only_its_row():
+    """The stop token itself is given out. Generation ends when all rows have ended."""
     model = variant("interdomain")
     prompts = [prompt(model, n, seed=n) for n in (5, 8)]
-    free = rows(model, prompts, max_tokens=30, seed=1)
-    stop = next(t for t in free[0] if t not in free[1])
-    end = free[0].index(stop) + 1
+    first, second = generated(model, prompts, max_tokens=30, seed=1)
+    stop = next(token for token in first if token not in second)
+    end = first.index(stop) + 1
     steps = list(generate(model, prompts, max_tokens=30, seed=1, stop=stop))
-    assert [step[0] for step in steps] == free[0][:end] + [None] * (
-        30 - end
-    )  # the stop token itself is given out
-    assert [step[1] for step in steps] == free[1]
-    assert (
-        len(list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))) == end
-    )  # once all have ended
+    assert [step[0] for step in steps] == first[:end] + [None] * (30 - end)
+    assert [step[1] for step in steps] == second
+    alone = list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))
+    assert len(alone) == end
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=3, top_p=0.5)], ids=str)
@@ -112,61 +112,55 @@ def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(sampling):
     model = variant("interdomain")
     with torch.no_grad():
         model.output.weight[40:] *= 100
-    options = dict(max_tokens=50, sampling=sampling, seed=1)
-    assert max(rows(model, [[1, 2]], **options)[0]) >= 40
-    assert max(rows(model, [[1, 2]], vocab_size=40, **options)[0]) < 40
+    options = {"max_tokens": 50, "sampling": sampling, "seed": 1}
+    assert max(generated(model, [[1, 2]], **options)[0]) >= 40
+    assert max(generated(model, [[1, 2]], vocab_size=40, **options)[0]) < 40
 
 
-# Hand-made distribution: 0.5, 0.25, 0.125, 0.0625, 0.0625 in shuffled places.
-PROBABILITIES = torch.tensor([0.0625, 0.5, 0.0625, 0.125, 0.25])
+PROBABILITIES = torch.tensor([1 / 16, 1 / 2, 1 / 16, 1 / 8, 1 / 4])
 DRAWS = 4000
 
 
 @pytest.mark.parametrize(
-    ("sampling", "wanted"),
+    ("sampling", "weights"),
     [
-        (Sampling(), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
+        (Sampling(), [1, 8, 1, 2, 4]),
         (GREEDY, [0, 1, 0, 0, 0]),
-        (Sampling(top_k=2), [0, 2 / 3, 0, 0, 1 / 3]),
-        # Kept while the mass ahead of a token is below top_p: the token that crosses it is in.
+        (Sampling(top_k=2), [0, 2, 0, 0, 1]),
+        # A token is kept while the mass ahead of it is below top_p.
         (Sampling(top_p=0.45), [0, 1, 0, 0, 0]),
-        (Sampling(top_p=0.8), [0, 4 / 7, 0, 1 / 7, 2 / 7]),
-        # Squares of the probabilities, normalised: 16, 4, 1, 1/4, 1/4 of 21.5.
-        (Sampling(temperature=0.5), [0.25 / 21.5, 16 / 21.5, 0.25 / 21.5, 1 / 21.5, 4 / 21.5]),
-        # The temperature comes first, then top_k, then top_p of what is left.
+        (Sampling(top_p=0.8), [0, 4, 0, 1, 2]),
+        # The squares of the probabilities.
+        (Sampling(temperature=0.5), [1, 64, 1, 4, 16]),
+        # The temperature comes first, then top_k, then top_p.
         (Sampling(temperature=0.5, top_p=0.74), [0, 1, 0, 0, 0]),
         (Sampling(temperature=1e-300), [0, 1, 0, 0, 0]),
-        (Sampling(temperature=1e30), [0.2] * 5),
+        (Sampling(temperature=1e30), [1, 1, 1, 1, 1]),
     ],
     ids=str,
 )
-def test_sampling(sampling, wanted):
-    """Within five standard deviations; what has no probability is never drawn."""
-    generators = [torch.Generator().manual_seed(i) for i in range(DRAWS)]
-    drawn = (
-        torch.bincount(
-            sample(PROBABILITIES.log().expand(DRAWS, -1), sampling, generators), minlength=5
-        )
-        / DRAWS
-    )
-    for f, w in zip(drawn.tolist(), torch.tensor(wanted).tolist(), strict=True):
-        assert f == w if w in (0, 1) else abs(f - w) < 5 * math.sqrt(w * (1 - w) / DRAWS)
+def test_sampling(sampling, weights):
+    """Frequencies are within five standard deviations; zero probability is never drawn."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(DRAWS)]
+    tokens = sample(PROBABILITIES.log().expand(DRAWS, -1), sampling, generators)
+    found = torch.bincount(tokens, minlength=5) / DRAWS
+    wanted = torch.tensor(weights) / sum(weights)
+    deviation = (wanted * (1 - wanted) / DRAWS).sqrt()
+    assert ((found - wanted).abs() <= 5 * deviation).all(), f"{found}, expected {wanted}"
 
 
-def test_what_cannot_be_is_refused():
+@pytest.mark.parametrize(("name", "value"), [("temperature", math.nan), ("top_p", 0.0)])
+def test_wrong_sampling_settings_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}.*got {value}"):
+        Sampling(**{name: value})
+
+
+def test_wrong_prompts_and_states_are_refused():
     model = variant("interdomain")
-    for name, value in (("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1)):
-        with pytest.raises(ValueError, match=f"{name}.*got {value}"):
-            Sampling(**{name: value})
-    for prompts, words in (
-        ([], "at least one token"),
-        ([[1], []], r"at least one token.*\[1, 0\]"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            list(generate(model, prompts, max_tokens=3))
+    with pytest.raises(ValueError, match=r"at least one token.*\[1, 0\]"):
+        list(generate(model, [[1], []], max_tokens=3))
     with pytest.raises(ValueError, match="for a state of 2"):
         prefill(model, torch.arange(5)[None], model.init_state(2))
-    with pytest.raises(
-        ValueError, match="one of each row"
-    ):  # a graph would copy one token to both rows
+    # A CUDA graph would copy one token to both rows.
+    with pytest.raises(ValueError, match="one of each row"):
         Decoder(model, model.init_state(2)).step(torch.tensor([1]))

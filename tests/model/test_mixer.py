@@ -1,10 +1,11 @@
-"""The interdomain mixer, end to end, by the letter of the paper: its data flow written out from its parameters, in float64.
+"""The interdomain mixer by the letter of the paper: its data flow written out, in float64.
 
-Nothing here comes from the model but the parameters: SC is F.conv1d, RoPE is a product of complex numbers, and the core is
-the oracle of interdomain.scan, which forms U and Gamma at every step.
+Only the parameters come from the model. SC is F.conv1d, RoPE is a product of complex numbers, and
+the core is the oracle of interdomain.scan, which forms U and Gamma at every step.
 """
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from interdomain.model.feature_maps import rope_tables
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 
-from .common import EPS, THETA, VARIANTS, normal, random_tokens, small_config, variant
+from .common import (
+    EPS,
+    THETA,
+    VARIANTS,
+    assert_near,
+    normal,
+    random_tokens,
+    small_config,
+    variant,
+)
 
 T = 70
 
@@ -47,7 +57,7 @@ def silu_features(x):
 
 
 def projected(x, frequencies):
-    """w.x with the random vectors of the state head that a head belongs to."""
+    """Returns w.x with the random vectors of the state head that a head belongs to."""
     own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
     return torch.einsum("bthr,hfr->bthf", x, own)
 
@@ -69,7 +79,7 @@ def positive_features(x, frequencies, query):
 
 
 def features(mixer, x, query=False):
-    """xi(x) of the mixer's feature map."""
+    """Returns xi(x) of the mixer's feature map."""
     R = x.shape[-1]
     match mixer.config.feature_map:
         case "silu":
@@ -105,7 +115,7 @@ def complex_C(mixer, A):
 
 
 def literal(mixer, x):
-    """The mixer's output from its parameters, as the paper's data flow has it."""
+    """Returns the mixer's output from its parameters, by the paper's data flow."""
     m = mixer.config
 
     def heads(y):
@@ -149,57 +159,50 @@ def literal(mixer, x):
     return o @ mixer.wo.weight.T
 
 
-def run(mixer, x, head_dim):
-    return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, THETA, x.dtype))
-
-
-BY_THE_LETTER = [
-    v for v in VARIANTS if v[0] not in ("softmax", *FIXED_STATE) and "hybrid" not in v[1]
-]
+BY_THE_LETTER = []
+for condition, option in VARIANTS:
+    if condition not in ("softmax", *FIXED_STATE) and "hybrid" not in option:
+        BY_THE_LETTER.append((condition, option))
 
 
 @pytest.mark.parametrize(("condition", "option"), BY_THE_LETTER)
+@torch.no_grad()
 def test_by_the_letter(condition, option):
     model = variant(condition, option)
     x = normal(2, T, model.config.dim, seed=3)
-    with torch.no_grad():
-        for layer in model.layers.values():
-            # The bound on the decay (interdomain.scan.MAX_DECAY_PER_TOKEN) bends a decay x by
-            # x^8 / 8 of itself: 5e-12 at the fastest of the initialisation, 0.05.
-            ssm = layer.attention.ssm
-            ssm.log_dt.clamp_(max=math.log(0.05) - ssm.log_A_real.max())
-            found = run(layer.attention, x, model.config.head_dim)
-            wanted = literal(layer.attention, x)
-            assert wanted.std() > 0.01
-            # float64, and that bend over 70 tokens. A denominator near zero magnifies both.
-            tolerance = 1e-8 if model.config.mixer.normalize else 1e-9
-            error = (found - wanted).abs().max() / wanted.abs().max()
-            assert error < tolerance, f"relative error {error:.1e}, allowed {tolerance:.0e}"
+    tables = rope_tables(torch.arange(T), model.config.head_dim, THETA, x.dtype)
+    # Float64, and the bend below over 70 tokens. A denominator near zero magnifies both.
+    tolerance = 1e-8 if model.config.mixer.normalize else 1e-9
+    for layer in model.layers.values():
+        # The bound on the decay (interdomain.scan.MAX_DECAY_PER_TOKEN) bends a decay x by x^8 / 8
+        # of itself: 5e-12 at the fastest decay of the initialisation, 0.05.
+        ssm = layer.attention.ssm
+        ssm.log_dt.clamp_(max=math.log(0.05) - ssm.log_A_real.max())
+        wanted = literal(layer.attention, x)
+        assert wanted.std() > 0.01
+        assert_near(layer.attention(x, tables), wanted, tolerance * wanted.abs().max())
 
 
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
     ("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")]
 )
-def test_what_training_asks_of_the_scan(condition, scan, monkeypatch):
-    """No final state, which activation checkpointing would save; float32 SSM tensors under autocast;
-    `recompute` as set."""
-    calls = []
-    original = getattr(mixer, scan)
+def test_arguments_of_the_scan_in_training(condition, scan, recompute):
+    """No final state is asked for, because activation checkpointing would save it.
 
-    def recorded(*args, **options):
-        calls.append((args, options))
-        return original(*args, **options)
-
-    monkeypatch.setattr(mixer, scan, recorded)
-    for recompute in (True, False):
+    SSM tensors stay float32 under autocast. `recompute` is as set.
+    """
+    with mock.patch.object(mixer, scan, side_effect=getattr(mixer, scan)) as calls:
         model = Transformer(small_config(condition), Execution(recompute=recompute))
         with torch.autocast("cpu", torch.bfloat16):
             assert model(random_tokens(model.config, 1, 20)).isfinite().all()
-    assert len(calls) == 4
-    for i, (args, options) in enumerate(calls):
-        assert [x.dtype for x in args] == [torch.bfloat16] * (len(args) - 2) + [torch.float32] * 2
+    assert calls.call_count == 2
+    for args, options in calls.call_args_list:
+        *inputs, first_ssm_tensor, second_ssm_tensor = args
+        assert {x.dtype for x in inputs} == {torch.bfloat16}
+        assert first_ssm_tensor.dtype == second_ssm_tensor.dtype == torch.float32
         assert options["final_state"] is False
-        assert options.get("recompute", i < 2) == (i < 2)
+        assert options.get("recompute", recompute) == recompute
 
 
 def test_rope_angles():

@@ -7,34 +7,33 @@ from torch.nn.attention.bias import causal_lower_right
 from interdomain.model.generation import prefill
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer
 
-from .common import EPS, Largest, positions_of, random_tokens, variant
+from .common import EPS, Largest, assert_near, positions_of, random_tokens, variant
 from .test_mixer import literal, rotate
 
 
-def plain(mixer, x, window=None):
+def plain_softmax(mixer, x, window):
     B, T, dim = x.shape
     R = mixer.head_dim
     q = rotate((x @ mixer.wq.weight.T).view(B, T, -1, R))
     k = rotate((x @ mixer.wk.weight.T).view(B, T, -1, R))
     v = (x @ mixer.wv.weight.T).view(B, T, -1, R)
-    o = torch.zeros(B, T, q.shape[2], R, dtype=x.dtype)
-    for h in range(q.shape[2]):
-        g = h // (q.shape[2] // k.shape[2])  # query heads share the keys of their group
-        scores = q[:, :, h] @ k[:, :, g].mT / R**0.5
-        back = torch.arange(T)[:, None] - torch.arange(T)
-        unseen = (back < 0) | (back >= (window or T))
-        o[:, :, h] = scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v[:, :, g]
+    heads = q.shape[2]
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    hidden = (distance < 0) | (distance >= (window or T))
+    o = torch.zeros(B, T, heads, R, dtype=x.dtype)
+    for head in range(heads):
+        group = head // (heads // k.shape[2])  # query heads share the keys of their group
+        scores = q[:, :, head] @ k[:, :, group].mT / R**0.5
+        o[:, :, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, :, group]
     return o.reshape(B, T, dim) @ mixer.wo.weight.T
 
 
-def rms(x, norm):
+def rms_norm(x, norm):
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "T", [5, 7, 14, 40]
-)  # in a window of 7, one, two, and several blocks with a rest
+# A window has 7 tokens: one block, two, and several blocks with a rest.
+@pytest.mark.parametrize("T", [5, 7, 14, 40])
 @pytest.mark.parametrize(
     ("condition", "option"),
     [
@@ -45,26 +44,25 @@ def rms(x, norm):
         ("s4d", "hybrid, window"),
     ],
 )
-def test_by_the_letter(condition, option, T):
+@torch.no_grad()
+def test_the_model_by_the_letter(condition, option, T):
     model = variant(condition, option)
     tokens = random_tokens(model.config, 2, T)
     x = model.tok_embeddings.weight[tokens]
-    for layer, own in zip(model.layers.values(), model.config.layers, strict=True):
-        y = rms(x, layer.attention_norm)
-        mixer = layer.attention
-        if own.mixer.kind == "softmax":
-            x = x + plain(mixer, y, own.mixer.window)
+    for layer, config in zip(model.layers.values(), model.config.layers, strict=True):
+        y = rms_norm(x, layer.attention_norm)
+        if config.mixer.kind == "softmax":
+            x = x + plain_softmax(layer.attention, y, config.mixer.window)
         else:
-            x = x + literal(mixer, y)
-        y = rms(x, layer.ffn_norm)
+            x = x + literal(layer.attention, y)
+        y = rms_norm(x, layer.ffn_norm)
         mlp = layer.feed_forward
-        a = y @ mlp.w1.weight.T
-        x = x + (a * torch.sigmoid(a) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
-    wanted = rms(x, model.norm) @ model.output.weight.T
-    # The recurrence's bound on the decay differs from the letter (`test_mixer`).
-    torch.testing.assert_close(
-        model(tokens), wanted, rtol=0, atol=1e-10 if condition == "softmax" else 1e-6
-    )
+        gate = y @ mlp.w1.weight.T
+        x = x + (gate * torch.sigmoid(gate) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
+    wanted = rms_norm(x, model.norm) @ model.output.weight.T
+    # The recurrence's bound on the decay differs from the letter (test_mixer.py).
+    tolerance = 1e-10 if condition == "softmax" else 1e-6
+    assert_near(model(tokens), wanted, tolerance)
 
 
 @torch.no_grad()
@@ -72,27 +70,26 @@ def test_a_window_has_neither_a_square_of_scores_nor_a_growing_cache():
     model = variant("softmax", "window")
     T = 800
     tokens = random_tokens(model.config, 1, T)
-    lengths = ((300, 500),)
     with Largest() as seen:
         model(tokens)
-        model(tokens, positions=positions_of(lengths))
+        model(tokens, positions=positions_of(((300, 500),)))
     assert seen.largest < T * T / 4
     state = model.init_state(1)
     model(tokens, state)
     assert state.nbytes() == 2 * 2 * 7 * 32 * 8  # layers, keys and values, window, width, bytes
 
 
+def causal_bias(mixer, state, tokens, dtype):
+    token = state.position[:, None] + torch.arange(tokens)
+    return Attended(causal_lower_right(tokens, state.length + tokens), token, state.length)
+
+
 @torch.no_grad()
 def test_a_piece_on_a_gpu_needs_no_mask(monkeypatch):
-    """PyTorch's causal bias, which is used on CUDA alone, gives what the mask gives."""
+    """PyTorch's causal bias, which is used only on CUDA, gives what the mask gives."""
     model = variant("softmax", dtype=torch.float32)
     _, state = prefill(model, random_tokens(model.config, 2, 9))
     piece = random_tokens(model.config, 2, 3)
     wanted = model(piece, state.clone())
-
-    def continuing(mixer, state, tokens, dtype):
-        token = state.position[:, None] + torch.arange(tokens)
-        return Attended(causal_lower_right(tokens, state.length + tokens), token, state.length)
-
-    monkeypatch.setattr(SoftmaxMixer, "continuing", staticmethod(continuing))
+    monkeypatch.setattr(SoftmaxMixer, "continuing", staticmethod(causal_bias))
     torch.testing.assert_close(model(piece, state), wanted)

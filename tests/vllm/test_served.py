@@ -1,4 +1,4 @@
-"""Exported folders in vLLM's engine on a CPU, where vLLM is installed: ./launch.sh test tests/vllm --vllm"""
+"""Exported models in vLLM's engine on a CPU: ./launch.sh test tests/vllm --vllm"""
 
 import contextlib
 import gc
@@ -19,7 +19,8 @@ vllm = pytest.importorskip(
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 pytestmark = pytest.mark.e2e
-WIDE = dict(dim=128, n_heads=4, head_dim=32)  # vLLM's softmax on a CPU has no narrower heads
+# vLLM's softmax on a CPU has no narrower heads.
+WIDE = {"dim": 128, "n_heads": 4, "head_dim": 32}
 STEPS = 12
 LENGTHS = (1, 2, 5, 40, 40, 50, 7, 7, 7, 33, 64, 3)
 HYBRID = "hybrid, window"
@@ -27,16 +28,21 @@ HYBRID = "hybrid, window"
 
 def made(exported_model, case):
     condition, options = CASES[case]
-    softmax = condition == "softmax" or {"softmax_every", "layers"} & options.keys()
-    return exported_model(condition, **options, **(WIDE if softmax else {}))
+    if condition == "softmax" or "softmax_every" in options or "layers" in options:
+        options = options | WIDE
+    return exported_model(condition, **options)
 
 
 @contextlib.contextmanager
 def engine(folder, **options):
-    """An engine in this process, with fewer states than requests, whose prompts are read in pieces."""
-    small = dict(
-        max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, dtype="float32", seed=0
-    )
+    """An engine in this process, with fewer states than requests. It reads prompts in pieces."""
+    small = {
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "dtype": "float32",
+        "seed": 0,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -54,9 +60,9 @@ def prompts(lengths=LENGTHS):
 
 
 def outputs(llm, given, **options):
-    options = dict(temperature=0, max_tokens=STEPS, ignore_eos=True) | options
-    asked = [{"prompt_token_ids": prompt} for prompt in given]
-    return llm.generate(asked, vllm.SamplingParams(**options), use_tqdm=False)
+    greedy_options = {"temperature": 0, "max_tokens": STEPS, "ignore_eos": True}
+    requests = [{"prompt_token_ids": prompt} for prompt in given]
+    return llm.generate(requests, vllm.SamplingParams(**greedy_options | options), use_tqdm=False)
 
 
 def texts(llm, given, **options):
@@ -64,27 +70,27 @@ def texts(llm, given, **options):
 
 
 def wanted(model, given):
-    """Each text by the native model, whole again for every token."""
+    """Returns each text by the native model, which reads the whole text for every token."""
     return [greedy(model, torch.tensor([p]), STEPS)[0, len(p) :].tolist() for p in given]
 
 
 def pages(llm):
-    """The memory of all layers with states."""
+    """Returns the memory of all layers with states."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    return [
-        page
-        for mixer in runner.model.mixers
-        for page in getattr(mixer, "kv_cache", ())
-        if torch.is_tensor(page)
-    ]
+    pages = []
+    for mixer in runner.model.mixers:
+        for page in getattr(mixer, "kv_cache", ()):
+            if torch.is_tensor(page):
+                pages.append(page)
+    return pages
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_texts(case, exported_model):
-    """With prefix caching and without, and with memory that held NaN before.
+    """Texts are the native model's with prefix caching and without, and in memory that held NaN.
 
-    Prefix caching is on by default: the second time, the whole blocks of a long prompt, of 16 to 128 tokens, are snapshots of
-    states.
+    Prefix caching is on by default. The second time, the whole blocks of a long prompt, of 16 to
+    128 tokens, are snapshots of states.
     """
     model, folder = made(exported_model, case)
     given = prompts()
@@ -104,25 +110,27 @@ def test_greedy_texts(case, exported_model):
 
 @pytest.mark.parametrize("case", ["interdomain", HYBRID])
 def test_requests_do_not_see_each_other(case, exported_model):
-    """Requests that end in the middle, at any step, and whose memory others get."""
+    """Requests are aborted at any step, and others get their memory."""
     model, folder = made(exported_model, case)
     given = prompts(LENGTHS * 2)
     options = vllm.SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     with engine(folder) as llm:
-        core, answers, steps = llm.llm_engine, {}, 0
+        core = llm.llm_engine
+        answers = {}
+        steps = 0
         for i, prompt in enumerate(given):
             core.add_request(str(i), {"prompt_token_ids": prompt}, options)
         while core.has_unfinished_requests():
-            answers |= {
-                out.request_id: [*out.outputs[0].token_ids] for out in core.step() if out.finished
-            }
+            for out in core.step():
+                if out.finished:
+                    answers[out.request_id] = list(out.outputs[0].token_ids)
             steps += 1
             if steps % 3 == 0 and str(steps) not in answers and steps < len(given):
                 core.abort_request([str(steps)])
-    kept = [i for i in range(len(given)) if str(i) in answers]
-    assert 12 < len(kept) < len(given)
-    every = wanted(model, given)
-    assert [answers[str(i)] for i in kept] == [every[i] for i in kept]
+    assert 12 < len(answers) < len(given)
+    texts_of_all = wanted(model, given)
+    for i, answer in answers.items():
+        assert answer == texts_of_all[int(i)]
 
 
 def test_preempted_requests_are_computed_again(exported_model):
@@ -138,28 +146,35 @@ def test_sampling(exported_model):
     _, folder = made(exported_model, "interdomain")
     with engine(folder) as llm:
         draws = texts(llm, prompts((20,)) * 8, temperature=1.0, top_p=0.9)
-    assert len({tuple(text) for text in draws}) > 1
-    assert all(len(text) == STEPS and max(text) < TOKENS for text in draws)
+    assert any(text != draws[0] for text in draws)
+    for text in draws:
+        assert len(text) == STEPS
+        assert max(text) < TOKENS
 
 
 @pytest.mark.parametrize(
     ("case", "dtype", "near"),
     [
         ("interdomain", "float32", 1e-4),
-        *((case, "bfloat16", 0.2) for case in ("interdomain", "s4d", HYBRID, "mamba2")),
+        ("interdomain", "bfloat16", 0.2),
+        ("s4d", "bfloat16", 0.2),
+        (HYBRID, "bfloat16", 0.2),
+        ("mamba2", "bfloat16", 0.2),
     ],
 )
 def test_log_probabilities(case, dtype, near, exported_model):
-    """They are near those of the native model in float32: a text differs only where two tokens are as near to each other."""
+    """They are near those of the native model in float32.
+
+    A text differs only if two tokens are as near to each other.
+    """
     model, folder = made(exported_model, case)
     given = prompts()
     with engine(folder, dtype=dtype) as llm:
         found = [answer.outputs[0] for answer in outputs(llm, given, logprobs=5)]
     for prompt, text in zip(given, found, strict=True):
         with torch.no_grad():
-            exact = model(torch.tensor([[*prompt, *text.token_ids]]))[
-                0, len(prompt) - 1 : -1, :TOKENS
-            ].log_softmax(-1)
+            logits = model(torch.tensor([[*prompt, *text.token_ids]]))
+        exact = logits[0, len(prompt) - 1 : -1, :TOKENS].log_softmax(-1)
         for token, wanted_here, by_token in zip(text.token_ids, exact, text.logprobs, strict=True):
             assert wanted_here.max() - wanted_here[token] < near
             for other, found_here in by_token.items():
@@ -167,25 +182,24 @@ def test_log_probabilities(case, dtype, near, exported_model):
 
 
 def test_prompts_of_unequal_length_are_read_together():
-    """Those that begin, in as many batches as there are powers of two among their lengths."""
+    """Prompts of 5 to 8 tokens are one batch, and so on by powers of two; the last one continues."""
     from interdomain.vllm.states import Metadata
 
-    lengths = torch.tensor([5, 8, 7, 3, 4, 9])
     metadata = Metadata.__new__(Metadata)
-    vars(metadata).update(state_indices_tensor_d=None, num_decode_tokens=0, num_prefills=6)
     vars(metadata).update(
-        query_start_loc_p=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    )
-    vars(metadata).update(
-        state_indices_tensor_p=torch.arange(6), has_initial_states_p=torch.arange(6) == 5
+        state_indices_tensor_d=None,
+        num_decode_tokens=0,
+        num_prefills=6,
+        query_start_loc_p=torch.tensor([0, 5, 13, 20, 23, 27, 36]),
+        state_indices_tensor_p=torch.arange(6),
+        has_initial_states_p=torch.arange(6) == 5,
     )
     batches = {tuple(batch.pages.tolist()): batch for batch in metadata.batches}
     assert batches.keys() == {(0, 1, 2), (3, 4), (5,)}
     together = batches[0, 1, 2]
-    assert (~together.padding).sum(1).tolist() == [5, 8, 7]
-    assert [row[~pad].tolist() for row, pad in zip(together.tokens, together.padding, strict=True)] == [
-        [*range(5)], [*range(5, 13)], [*range(13, 20)]
-    ]  # fmt: skip
+    for row, (first, end) in enumerate([(0, 5), (5, 13), (13, 20)]):
+        tokens = together.tokens[row][~together.padding[row]]
+        assert tokens.tolist() == list(range(first, end))
     assert batches[5,].padding is None
 
 

@@ -1,4 +1,4 @@
-"""The server as users start it: `vllm serve FOLDER`, asked by OpenAI's client on the loopback address."""
+"""The server as users start it, `vllm serve FOLDER`, with OpenAI's client on loopback."""
 
 import os
 import socket
@@ -52,9 +52,18 @@ def test_sixteen_at_once_in_streams(served):
     more = {"ignore_eos": True, "return_token_ids": True}  # an untrained model's bytes are no text
 
     def ask(prompt):
-        options = dict(max_tokens=STEPS, temperature=0, extra_body=more, stream=True)
-        stream = client.completions.create(model=str(folder), prompt=prompt, **options)
-        return [token for piece in stream for token in piece.choices[0].token_ids]
+        stream = client.completions.create(
+            model=str(folder),
+            prompt=prompt,
+            max_tokens=STEPS,
+            temperature=0,
+            extra_body=more,
+            stream=True,
+        )
+        tokens = []
+        for piece in stream:
+            tokens += piece.choices[0].token_ids
+        return tokens
 
     with ThreadPoolExecutor(len(PROMPTS)) as at_once:
         answers = [*at_once.map(ask, PROMPTS)]
