@@ -117,7 +117,7 @@ def watch_log(trainer, seen):
 def watch_samples(trainer, seen):
     """Records a hash of each sample that this rank gets."""
     seen["samples"] = {}
-    take = getattr(trainer.dataloader, "_take", None)  # TorchTitan's loader has none
+    take = getattr(trainer.dataloader, "_next_batch", None)  # TorchTitan's loader has none
 
     def take_and_record(batches):
         inputs, labels = take(batches)
@@ -127,7 +127,7 @@ def watch_samples(trainer, seen):
             hashes.append(hashlib.sha256(row.tobytes()).hexdigest())
         return inputs, labels
 
-    trainer.dataloader._take = take_and_record
+    trainer.dataloader._next_batch = take_and_record
 
 
 def watch_steps(trainer, probes, seen):

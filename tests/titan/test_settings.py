@@ -86,7 +86,7 @@ REFUSED = [
     (
         f"{PIPELINE} {SCHEDULE} Interleaved1F1B --training.local_batch_size 1 "
         "--training.global_batch_size 7",
-        "gives 7 micro-batch(es) ... needs a multiple of 2",
+        "gives 7 micro-batch(es) ... such as a multiple of 2",
     ),
     (PIPELINE + "--validation.enable", "= 3 must be training.local_batch_size = 4"),
     (f"{PIPELINE} {SCHEDULE} DualPipeV", "must be one of 1F1B, GPipe, ... got DualPipeV"),
