@@ -96,14 +96,15 @@ def step(
     x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, cos: Any = None, sin: Any = None,
     rotated: Any = 0, silu: Any = 0, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Applies the input features to one token of all projections, and overwrites x.
+    """Applies the input features to one token of all projections. It may overwrite x.
 
     Args:
-        x: [B, H R].
+        x: The projections q, k and v side by side, [B, H R].
         head_dim: R.
-        weight: [W, C], or None.
+        weight: The taps of the convolution, the oldest first, [W, C]; or None, and then bias and past
+            are None, too.
         bias: [C], or None.
-        past: [B, W - 1, C], overwritten; or None.
+        past: The inputs of the last W - 1 tokens, [B, W - 1, C], which are overwritten; or None.
         cos: [1, 1, R/2] or [B, 1, 1, R/2], or None.
         sin: Likewise.
         rotated: Number of the first heads that RoPE rotates.

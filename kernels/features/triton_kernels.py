@@ -174,7 +174,8 @@ def _documents(p_doc, t_0, m_n, W: tl.constexpr):
 def _same_document(window, documents, W: tl.constexpr):
     """Sets inputs of other documents to zero.
 
-    Documents never fall along T, so an input of another document never counts again.
+    Documents never fall along T, so an input of another document never counts again: the caller may
+    keep the zeros as the history of the next token.
 
     Args:
         window: The inputs at lags 0 to W - 1.

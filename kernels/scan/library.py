@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 def log_once(line: str) -> None:
     """Logs a line once per process.
 
-    torch.compile runs it while it traces, so that it is in no graph.
+    torch.compile runs it while it traces, because it is marked as constant below: it is in no graph.
 
     Args:
         line: "MODULE: text". The name of the logger is MODULE.

@@ -8,7 +8,8 @@ torch.compile sees one node for each, and activation checkpointing one name.
     torch.ops.interdomain.send_state.default
 
 `backend` says which module runs (`implementation`). What is compiled, listed or checkpointed does
-not change with it. The ops trust their inputs; `interdomain.scan` checks them.
+not change with it. A resolved backend is never `auto`. The ops trust their inputs, which
+`interdomain_scan` and `linear_scan` of the package have checked.
 
 Ops return a fixed number of tensors; optional outputs (no state asked for, nothing saved) are
 empty.
@@ -19,7 +20,8 @@ scan may read it. The state that enters this rank's tokens is an output, which t
 If activation checkpointing keeps the ops' outputs, the exchange runs once.
 
 Shapes: B batch, T time, H state heads, Hq query heads, R key features, D value width,
-P = R + D channels, M basis functions, S segments.
+P = R + D channels, M basis functions, S segments. log_decay is theta = log Lambda, as (Re, Im)
+pairs; (Re | Im) has M real parts and then M imaginary ones.
 """
 
 from collections.abc import Callable
@@ -156,7 +158,7 @@ def send_state(
 
     Args:
         parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda, [H, M, 2].
         backend: A resolved backend.
         documents: The document of each token, [B, T] int32, or None.
         group: Name of the process group.
@@ -420,12 +422,12 @@ def run_linear_scan(
     """Computes the scan of `linear_scan`, whose inputs were checked.
 
     Args:
-        z: [B, T, H, P].
-        log_decay: [H, M, 2].
-        readout: [H, 2M].
+        z: The inputs, [B, T, H, P].
+        log_decay: theta = log Lambda, [H, M, 2].
+        readout: w as (Re | Im), [H, 2M].
         initial_state: [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
-        documents: As in `run_scan`, and so are the next arguments.
+        documents: The document of each token, [B, T] int32, or None.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
         sent: The message of `send_state`.
@@ -441,6 +443,7 @@ def run_linear_scan(
         backend, "linear_forward", z, log_decay, readout, start, documents=documents, need_final=need_final,
         **_segment_states(local),
     )  # fmt: skip
+    # Without a group this is the caller's own tensor, which an op must not return.
     if not group:
         entered = None
     return _empty_for_none(y, final, entered)
@@ -520,7 +523,7 @@ def scan_step_(
         k: [B, H, R].
         v: [B, H, D].
         decay: Lambda, [H, M, 2], from `decay_factor`.
-        mixing: [H, 2M, 2M], or its upper half.
+        mixing: W, [H, 2M, 2M]; or its first M rows, [H, M, 2M], if W is [[V, -Y], [Y, V]].
         state: [B, H, M, P, 2], contiguous.
 
     Returns:

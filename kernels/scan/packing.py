@@ -51,13 +51,13 @@ def checked_documents(
 
 
 def _check_numbers(documents: Tensor) -> None:
-    """Checks that the ids are from 0 to 2^31 - 1 and never fall along T."""
+    """Checks that the numbers of documents are from 0 to 2^31 - 1 (int32) and never fall along T."""
     # A 0 before the first id makes a negative first id an id that falls.
     before = F.pad(documents, (1, 0))[:, :-1]
     wrong = documents < before
     if documents.dtype == torch.int64:
         wrong = wrong | (documents >= 2**31)
-    # The host waits for no GPU, and a graph has no values to read while it is traced.
+    # The host waits for no GPU, and a graph or a subclass such as a fake tensor has no values to read.
     right = ~wrong.any()
     if (
         torch.compiler.is_compiling()

@@ -2,7 +2,9 @@
 
 Shapes as in triton_passes.py: B batch, T time, H state heads, Hq = G H query heads, R key features,
 D value width, P channels of a state, M basis functions, N = 2M, L tokens of a chunk, S segments.
-Tile sizes come from triton_plan.py.
+Tile sizes come from triton_plan.py. Pass 1 contracts (q, k) to a and (do, v) to c. The matrix W of
+the readout makes b~ = E (W a) and e~ = E conj(W^T conj(c)) of them. Pass 2 expands (b~, v) to the
+outputs, and pass 3 is its adjoint. docs/kernels.md derives them.
 
 Tokens come as [B, T, heads, width] with the last dimension dense (`aligned`), all other tensors are
 contiguous (`dense`). Every pointer is a multiple of 16 bytes, or None if there is no tensor. A
@@ -271,22 +273,26 @@ class Launches(NamedTuple):
         """Runs pass 3 of (b~, do), the gradient of v; and with `v` a part of that of log_decay.
 
         Args:
-            b: b~, or e~, [B, Hq, T, 2M]; None for the linear readout.
-            d_o: Rows, [B, T, Hq, D]: the gradient of o, or q.
+            b: b~, or e~ for the gradient of k, [B, Hq, T, 2M]; None for the linear readout.
+            d_o: The side of the queries, [B, T, Hq, D]: the gradient of o; or q, whose width R then
+                takes the place of D.
             costate: Gradients of the states after every segment, [B, H, S, M, P, 2], or None for
                 zeros.
             channels: (the channel of the state at which v begins, P).
             out: Filled with the gradient of v, [B, T, H, D]. If it is None, only gradients of
                 states are computed.
-            initial: Filled with the gradient of the initial state, [B, H, M, P, 2], or None.
-                Without `out` it is [B, H, S, M, P, 2], filled with the gradients of the states
-                before the segments, each from a gradient of zero after it.
-            v: Columns, [B, T, H, D]: v, or k, to compute the gradient of log_decay, too; or None.
+            initial: Its channels from the first of `channels` on are filled with the gradient of the
+                initial state, [B, H, M, P, 2], or None. Two calls share it. Without `out` it is
+                [B, H, S, M, P, 2], filled with the gradients of the states before the segments,
+                each from a gradient of zero after it.
+            v: The side of the keys, [B, T, H, D]: v, or k, to compute the gradient of log_decay, too;
+                or None.
             state: With `v`, the states before every segment, [B, H, S, M, P, 2], or None for zeros.
 
         Returns:
             With `v`, the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k),
-            in parts for `conj_sum`, [B, H, n, 2M] fp32; else None.
+            as n sums over parts of the tokens and channels for `conj_sum`, [B, H, n, 2M] fp32; else
+            None.
         """
         B, T, Hq, D = d_o.shape
         H, _, N = self.E.shape

@@ -297,8 +297,8 @@ def _expand(
 def contract_tiles(R: int, M: int) -> dict[str, int]:
     """Returns the tile sizes and warps of `contract_step_kernel`.
 
-    A program has 16 basis functions if they fit, and all keys of each. It reads 64 contiguous bytes
-    of each row of W.
+    A program has all R key features of 16 basis functions, or of fewer if TILE numbers (real and
+    imaginary parts) do not hold them. Of each row of W it reads as many contiguous fp32 numbers.
 
     Args:
         R: Width of the keys.

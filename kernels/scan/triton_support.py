@@ -21,7 +21,8 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 def missing(device: torch.device | None) -> str | None:
     """Returns the reason why no Triton kernel of this package runs on a device; None if some do.
 
-    If it is None, the kernels of the step run, which take any shape.
+    The kernels for one token (triton_step.py, decoding) take any shape, so they need no more than
+    this. A CPU gives None, too, for Triton's interpreter in tests: callers ask KERNEL_DEVICES first.
 
     Args:
         device: The device. None means a GPU of another machine, which is assumed to have what the
