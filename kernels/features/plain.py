@@ -20,17 +20,17 @@ def features(
     """Applies the input features, as `input_features` does.
 
     Args:
-        x: [B, T, E].
+        x: A projection, [B, T, E].
         head_dim: R.
-        weight: [E, W] or [E, 1, W], or None.
-        bias: [E], or None.
-        past: [B, W - 1, E], or None for zeros.
-        documents: [B, T], or None.
-        cos: [T, 1, R/2] or [B, T, 1, R/2], or None.
-        sin: Likewise.
+        weight: The convolution's taps, [E, W] or [E, 1, W]; None for no convolution.
+        bias: The convolution's bias, [E]. It is given if weight is.
+        past: The inputs of the W - 1 tokens before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None. The convolution stays within one.
+        cos: Cosines of the rotary angles, [T, 1, R/2] or [B, T, 1, R/2]; None for no RoPE.
+        sin: Their sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: [R], or None.
-        shift: [H, R], or None.
+        scale: The weight of the input norm, [R]; None for no norm.
+        shift: The bias of the input norm, [H, R]; None if scale is.
         eps: The eps of the norm.
 
     Returns:

@@ -499,7 +499,10 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
         rows: q, [H, B, N, G L, R].
         S: Key channels of the states before the chunks, [H, B, N, R, M].
         tables: Powers of Lambda.
-        masks: Masks for packed documents, or None.
+        masks: Masks for packed documents, or None. With them, S counts only for rows that read it.
+
+    Returns:
+        a.
     """
     if masks is not None:
         rows = rows * masks.of_rows(rows)
@@ -528,13 +531,13 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
 def _adjoint(
     kernel: Tensor, rows: Tensor, Z: Tensor, tables: Tables, masks: Masks | None
 ) -> Tensor:
-    """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z).
+    """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T conj(Z)).
 
     Args:
-        kernel: D, [H, B, N, G L, L].
+        kernel: The matrix D, [H, B, N, G L, L].
         rows: do, [H, B, N, G L, D].
-        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M], in the
-            frame of `_costates`.
+        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M], multiplied
+            by the powers of Lambda that `_costates` names.
         tables: Powers of Lambda.
         masks: Masks for packed documents, or None.
 
@@ -603,10 +606,10 @@ def _forward(
     """Yields the segments in order, with their states.
 
     Args:
-        parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
-        initial_state: The state before the tokens, or None.
-        documents: As in `scan_forward`.
+        parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
+        log_decay: theta = log Lambda, [H, M, 2].
+        initial_state: The state before the tokens, [B, H, M, P, 2], or None.
+        documents: The document of each token, [B, T] int32, or None.
 
     Yields:
         The chunks of a segment, the states before them as in `_states`, and the state after the

@@ -34,7 +34,7 @@ def scan_fft(
         q: [B, T, Hq, R].
         k: [B, T, H, R].
         v: [B, T, H, D].
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda, as (Re, Im) pairs, [H, M, 2].
         mixing: W, [H, 2M, 2M].
         initial_state: [B, H, M, P, 2], or None for zeros.
         documents: The document of each token, [B, T], or None.

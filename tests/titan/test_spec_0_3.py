@@ -135,6 +135,7 @@ REFUSED = [
     (f"{TITANS} {PIPELINE}_schedule ZBVZeroBubble", NO_ZERO_BUBBLE),
     (f"{TITANS} {PIPELINE}_microbatch_size 8", "a multiple of 16"),
     (f"{TITANS} --mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),
+    ("--module interdomain.titan --config wrong.toml", "must be int"),
     (f"{OURS} --checkpoint.load_only", "no effect in our trainer"),
     (f"{OURS} --parallelism.pipeline_parallel_microbatch_size 4", "no effect in our trainer"),
     (f"{OWN} --training.dtype bfloat16", "Parameters are float32"),
@@ -144,6 +145,7 @@ REFUSED = [
 
 def test_what_torchtitan_0_3_does_not_honour_is_refused(new, corpus, tmp_path):
     toml_of(tmp_path / "run.toml", data__corpus=str(corpus), job__dump_folder=str(tmp_path))
+    toml_of(tmp_path / "wrong.toml", parallelism__pipeline_parallel_microbatch_size="two")
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([os.environ[TITAN03], env["PYTHONPATH"]])
     lines = [given for given, _ in REFUSED]

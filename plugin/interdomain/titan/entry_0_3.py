@@ -12,7 +12,7 @@ import dataclasses
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from .data.dataloader import PackedLoader, open_data
 from .data.folders import data_record, open_tokenizer
@@ -31,6 +31,7 @@ from .host.patches import use_cpu_if_alone
 from .plan.run_plan import in_steps
 from .settings.job_config import (
     apply_step_overrides,
+    check_value,
     job_config_of,
     job_config_of_values,
     mixer_is_chosen,
@@ -46,6 +47,7 @@ from .settings.schema import (
     JobConfig,
     Mixer,
     Model,
+    setting_of,
 )
 from .spec_0_3 import (
     CHECKPOINTING,
@@ -233,9 +235,11 @@ def read_file(file: str) -> tuple[JobConfig, dict[str, dict[str, Any]]]:
     for section, section_class in SECTIONS.items():
         our_section = OUR_SECTION_NAMES.get(section, section)
         values = table.get(our_section, {})
-        for field in dataclasses.fields(section_class):
-            if field.name in values and f"{our_section}.{field.name}" not in SETTINGS:
-                titan_values.setdefault(section, {})[field.name] = values.pop(field.name)
+        for name, annotation in get_type_hints(section_class, include_extras=True).items():
+            if name in values and f"{our_section}.{name}" not in SETTINGS:
+                value = values.pop(name)
+                check_value(f"{section}.{name}", value, setting_of(annotation))
+                titan_values.setdefault(section, {})[name] = value
     job = job_config_of(table).changed({"job.config_file": file})
     return job, titan_values
 

@@ -198,12 +198,14 @@ class CostModel:
         if plan.precision == "bf16-products" and self.checkpointing == "none":
             activations += 2 * share.blocks  # bf16 copies of the weights
 
-        # The head's input before and after its norm, the head's gradients, and a piece of the
-        # logits: as the product gives them, in float32, and after the softmax.
+        # The head's input before its norm (divided among the tensor-parallel ranks), after it, and
+        # its gradient; the head's gradients; and a piece of the logits: as the product gives them,
+        # in float32, and after the softmax.
         loss = 0
         if share.head:
             vocabulary = share.head // plan.config.dim
-            hidden = tokens * plan.config.dim * (self.stored // tensor + 2 * self.width)
+            before_norm = tokens * plan.config.dim * self.stored // tensor
+            hidden = before_norm + 2 * tokens * plan.config.dim * self.width
             logits = min(tokens, piece_tokens(vocabulary)) * vocabulary
             # Bytes of the three copies: 2 + 4 + 4, or two of 4 if the product is float32.
             bytes_per_logit = 8 if self.width == 4 else 10
