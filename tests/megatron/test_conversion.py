@@ -11,7 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from safetensors.torch import load_file
 
-from interdomain.checkpoint.pretrained import BASE, load_model, read_config
+from interdomain.checkpoint.pretrained import MODEL_PREFIX, load_model, read_config
 from interdomain.data import IndexedDataset, TokenCorpus, read_manifest
 from interdomain.megatron.arguments import corpus_files
 from interdomain.megatron.checkpoint import MegatronCheckpoint
@@ -64,7 +64,7 @@ def test_an_exported_model_goes_to_megatron_and_comes_back(case, computed, tmp_p
         assert checkpoint.config == ranks.config_of(case)
         assert_same_tensors(checkpoint.read(list(wanted)), wanted)
     stored = load_file(model / "model.safetensors")
-    assert_same_tensors({name.removeprefix(BASE): x for name, x in stored.items()}, wanted)
+    assert_same_tensors({name.removeprefix(MODEL_PREFIX): x for name, x in stored.items()}, wanted)
 
 
 def test_a_damaged_checkpoint_is_refused(computed, tmp_path, capsys):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from interdomain.checkpoint import step_folder
 from interdomain.checkpoint.index import (
-    overlapping,
+    as_metadata,
     read_index,
     read_tensors,
     tensor_index,
@@ -142,7 +142,7 @@ def test_code_in_a_shard_never_runs(tmp_path):
     length = int(piece["length"])
     code = pickle.dumps(trap).ljust(length, b"\0")
     with open(checkpoint / stored.files[piece["file"]], "r+b") as file:
-        file.seek(int(piece["first"]))
+        file.seek(int(piece["first_byte"]))
         file.write(code[:length])
     with pytest.raises(ValueError, match="could not be read"):
         read_tensors(checkpoint, ["a"])
@@ -232,7 +232,7 @@ def test_a_rank_reads_the_pieces_of_its_tensors(checkpoint, index_file):
 
     last_columns = LocalRows((0, 2), (3, 2))
     on_this_rank = {"a": last_columns, "c": TENSORS["c"], "object": None}
-    part = overlapping(read_index(checkpoint), on_this_rank)
+    part = as_metadata(read_index(checkpoint), on_this_rank)
     assert part.state_dict_metadata.keys() == {"a", "b", "c", "object"}
     files = {(key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()}
     assert files.pop(("c", ())).endswith(".distcp")

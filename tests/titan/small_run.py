@@ -169,7 +169,7 @@ DAMAGE = {
     "index cut": ".metadata is damaged",
     "shard gone": "its shard __0_0.distcp is missing",
     "shard short": "its shard __0_0.distcp has",
-    "shard altered": "do not match their checksum",
+    "shard altered": "are not as they were saved",
     "record cut": "interdomain.json is damaged",
 }
 

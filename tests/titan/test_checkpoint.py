@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from interdomain.checkpoint.index import altered_entry, read_index
+from interdomain.checkpoint.index import find_damage, read_index
 from interdomain.checkpoint.step_folder import finished_steps, half_copies, milestones
 from interdomain.model import build_config
 from interdomain.titan.resume.lock import LOCK_NAME, RunLock
@@ -80,7 +80,7 @@ def test_one_of_five_ranks_finds_an_altered_entry(folder):
     step = folder / "step-3"
     alter_shard(step)
     index = read_index(step)
-    found = [altered_entry(step, index, rank, 5) is not None for rank in range(5)]
+    found = [find_damage(step, index, rank, 5) is not None for rank in range(5)]
     assert found.count(True) == 1
 
 
@@ -302,7 +302,7 @@ def test_the_mark_of_an_unfinished_save_is_removed_last(new, folder, monkeypatch
 
 def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
     damage(folder / "step-2", "shard altered")
-    assert "do not match their checksum" in refusal(capsys, new().load, 2)
+    assert "are not as they were saved" in refusal(capsys, new().load, 2)
     assert "There are: 1, 2, 3" in refusal(capsys, new().load, 4)
     assert names(folder) == ["step-1", "step-2", "step-3"]
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from interdomain.checkpoint import pretrained
 from interdomain.checkpoint import step_folder as checkpoints
 from interdomain.checkpoint.index import read_tensors, tensor_index, write_tensors
-from interdomain.checkpoint.pretrained import BASE, read_config
+from interdomain.checkpoint.pretrained import MODEL_PREFIX, read_config
 from interdomain.checkpoint.run_folder import note_folders
 from interdomain.megatron import checkpoint as megatron
 from interdomain.model import Transformer, cell_of, count_parameters
@@ -54,7 +54,7 @@ def checkpoint(tmp_path, tokenizer):
 
 def exported_tensors(folder):
     tensors = load_file(folder / "model.safetensors")
-    return {name.removeprefix(BASE): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def checkpoint_tensors(folder):
@@ -322,7 +322,7 @@ def another_tokenizer(folder):
         (another_size, "do not fit its config.json"),
         (another_depth, "has no tensor layers.2."),
         (cut_shard, "has 5,000 bytes where"),
-        (altered_shard, "do not match their checksum"),
+        (altered_shard, "are not as they were saved"),
         (shard_elsewhere, "no shard beside it"),
         (another_tokenizer, "checksum differs"),
         (shutil.rmtree, "There is no folder"),

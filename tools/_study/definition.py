@@ -15,8 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from interdomain.checkpoint.run_folder import CHECKPOINTS, checkpoints_of, events_of
-from interdomain.checkpoint.run_folder import EVENTS as EVENTS_FOLDER
+from interdomain.checkpoint.run_folder import (
+    CHECKPOINTS_SETTING,
+    EVENTS_SETTING,
+    checkpoints_of,
+    events_of,
+)
 from interdomain.checkpoint.step_folder import DOCUMENTS, finished_steps
 from interdomain.checkpoint.step_folder import VALIDATION as RESULT
 from interdomain.folders import expand_path, write_atomically
@@ -317,7 +321,7 @@ def _override(settings: Table, layer: Table) -> None:
             # A key outside of all sections: the plan of the run refuses it.
             settings[section] = values
     names = dict(pairs(layer))
-    for name in (CHECKPOINTS, EVENTS_FOLDER):
+    for name in (CHECKPOINTS_SETTING, EVENTS_SETTING):
         parts = Path(names.get(name, "")).parts
         if "/" in parts or ".." in parts:
             raise ValueError(

@@ -27,23 +27,27 @@ HYBRID = "hybrid"
 def to_transformers(config: ModelConfig) -> dict[str, Any]:
     """Returns a model's settings as config.json has them. `from_transformers` is the inverse.
 
-    If all layers have one mixer, its settings stand beside the model's, and its kind is `mixer`. Else
-    `mixer` is "hybrid", and `layer_settings` has the settings of each.
+    If all layers have the same mixer, its settings stand beside the model's, and `mixer` is its
+    kind. Else `mixer` is "hybrid", and `layer_settings` is a list with the mixer's settings of the
+    first layers: the shortest pattern that all layers repeat.
 
     Args:
         config: The model's configuration.
     """
+    # The model's own settings. Those of its mixers follow, layer by layer.
     settings = config.to_dict()
     del settings["mixer"]
-    record = _renamed(settings)
+    record = _with_json_names(settings)
     mixers = []
-    # The mixers are a pattern that the layers repeat.
+    # One repetition of the pattern. `config.layers` describes each layer by the ModelConfig of a
+    # model whose layers are all like it.
     for layer in config.layers[: len(config.mixers)]:
         mixer = asdict(layer.mixer)
-        # A MixerConfig has None for as many heads as query heads. transformers wants the number. It
-        # comes last, where earlier versions wrote it.
+        # A MixerConfig has None for as many heads of keys and values as query heads. transformers
+        # wants the number. n_kv_heads moves to the end, so that config.json is the same file that
+        # earlier versions of this program wrote.
         del mixer["n_kv_heads"]
-        mixers.append(_renamed({**mixer, "n_kv_heads": layer.n_kv_heads}))
+        mixers.append(_with_json_names({**mixer, "n_kv_heads": layer.n_kv_heads}))
     if len(mixers) == 1:
         record |= mixers[0]
     else:
@@ -51,8 +55,8 @@ def to_transformers(config: ModelConfig) -> dict[str, Any]:
     return record | {"intermediate_size": config.ffn_hidden}
 
 
-def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings under their names in config.json."""
+def _with_json_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings under their names in config.json, such as hidden_size for dim."""
     return {NAMES_IN_CONFIG_JSON.get(name, name): value for name, value in settings.items()}
 
 
@@ -71,10 +75,11 @@ def from_transformers(record: dict[str, Any]) -> ModelConfig:
     settings = {}
     for name in ("format_version", *MODEL_SETTINGS):
         settings[name] = record[NAMES_IN_CONFIG_JSON.get(name, name)]
-    # The members of config.json that hold the settings of each mixer. If all layers have the same
-    # mixer, they are among the model's own.
+    # Where the settings of each mixer are. If all layers have the same mixer, they are among the
+    # model's own.
     layers = [record]
     if record["mixer"] == HYBRID:
+        # None is the default of InterdomainConfig. ModelConfig refuses an empty list.
         layers = record["layer_settings"] or []
     mixers = []
     for layer in layers:

@@ -18,12 +18,13 @@ EVENTS = "events.out.tfevents.*"  # the names of event files
 def open_events(folder: Path, first_step: int, max_queue: int = 10) -> "SummaryWriter":
     """Opens a writer whose file TensorBoard reads after all files in the folder.
 
-    This holds whatever the clock says.
+    This holds even if this machine's clock is behind that of an earlier start.
 
     Args:
-        folder: The folder of the run's event files.
-        first_step: The step from which on TensorBoard ignores the events of earlier files.
-        max_queue: The number of events that are written at once.
+        folder: The folder of the run's event files. It need not exist.
+        first_step: The first step of this start. TensorBoard then ignores what earlier files have
+            for this step and later ones.
+        max_queue: The number of events that are collected before they are written together.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -32,6 +33,6 @@ def open_events(folder: Path, first_step: int, max_queue: int = 10) -> "SummaryW
     for path in folder.glob(EVENTS):
         if match := re.match(r"\D+(\d+)", path.name):
             latest = max(latest, int(match.group(1)))
-    # The new file's name begins with a later time.
+    # The new file's name gets a later time.
     with event_files_after(latest):
         return SummaryWriter(folder, max_queue=max_queue, purge_step=first_step)

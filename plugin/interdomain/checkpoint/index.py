@@ -47,8 +47,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 # What a pickled index may refer to: these types themselves, PyTorch's dtypes, and descriptions in
 # place of everything in these modules.
-_TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
-_MODULES = {
+_ALLOWED_TYPES = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
+_DESCRIBED_MODULES = {
     "torch.serialization",
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -67,9 +67,10 @@ class Index(NamedTuple):
         files: The names of the files that hold the pieces, sorted.
         pieces: A structured array of int64, with one row per piece, in the order of the bytes:
             `entry`: number of the entry in `entries`; `file`: number of the file in `files`;
-            `first`: position of the first byte in the file; `length`: number of bytes;
+            `first_byte`: position of the piece in the file; `length`: number of bytes;
             `begin` [D] and `size` [D]: first element and extent of the piece in its tensor. D is the
-            largest number of dimensions; a tensor with fewer has zeros and ones at the end.
+            largest number of dimensions; for a tensor with fewer, `begin` ends with zeros and `size`
+            with ones.
     """
 
     entries: dict[str, Any]
@@ -81,10 +82,12 @@ class _Description:
     """An object of a pickled index: attributes only, whichever class the index names."""
 
     def __new__(cls, *args: Any) -> "_Description":
-        # The arguments of a call are ignored: they belong to paths and to members of enums.
+        # Unpickling calls this class in place of the one that the index names. The arguments are
+        # ignored: they belong to paths and to members of enums, which nobody needs.
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
+        # Unpickling calls this with the attributes of the object that was pickled.
         if isinstance(state, tuple):
             # TensorProperties pickles a tuple, whose first member is the dtype.
             self.dtype = state[0]
@@ -96,19 +99,24 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickles an index without importing, calling or changing anything that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _TYPES:
-            return _TYPES[module, name]
+        # The unpickler asks for each name in the index, and calls what this returns: a harmless
+        # type, or a class of descriptions in place of PyTorch's. Any other name is an error.
+        if (module, name) in _ALLOWED_TYPES:
+            return _ALLOWED_TYPES[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         # Python 3.11.2 pickles a member of an enum as getattr(enum, name).
-        if module in _MODULES or (module, name) == ("builtins", "getattr"):
+        if module in _DESCRIBED_MODULES or (module, name) == ("builtins", "getattr"):
             # A new class each time: an index that sets its attributes changes nothing else.
             return type(name, (_Description,), {})
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
 
 
 def read_index(checkpoint: Path) -> Index:
-    """Reads the index of a checkpoint, which is not trusted.
+    """Reads the index of a checkpoint, which is not trusted: nothing that it names is imported.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
 
     Raises:
         FileNotFoundError: The folder has no index: its save was interrupted, or is going on.
@@ -130,20 +138,27 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def as_arrays(metadata: Any) -> Index:
-    """Converts PyTorch's index to arrays.
+    """Converts PyTorch's index of a checkpoint to arrays, and checks that it is complete.
 
     Args:
-        metadata: A `Metadata` of PyTorch, or a `_Description` of one, which has the same
-            attributes.
+        metadata: The index as `read_index` unpickles it: an object with the attributes of PyTorch's
+            class `Metadata`, whose values may be of any type if the file is damaged.
+
+    Returns:
+        The names of tensors and files, and an array with one row per piece of a tensor. `Index`
+        describes its columns.
 
     Raises:
-        ValueError: Pieces of a tensor are missing, or a piece lies outside of the checkpoint's
-            folder.
+        ValueError: Pieces of a tensor or their places are missing, or a place is not in a file of
+            the checkpoint's folder.
+        AttributeError, KeyError, TypeError: The index is damaged in another way.
     """
+    # The tensors and objects by name, and the place of each of their pieces in the files.
     described = metadata.state_dict_metadata
     places = metadata.storage_data
 
-    # The size of each piece, by its entry and its offset. An object is one piece without an offset.
+    # The size of each piece, by its entry and its offset. An object, such as the step of a
+    # scheduler, is one piece without an offset.
     sizes = {}
     for name, entry in described.items():
         if hasattr(entry, "chunks"):
@@ -157,12 +172,14 @@ def as_arrays(metadata: Any) -> Index:
     if any(Path(file).name != file for file in files):
         raise ValueError("it names a place that is in no shard beside it")
 
-    # One row per piece.
+    # One row per piece. D is the largest number of dimensions. For a tensor with fewer, `begin` is
+    # filled up with zeros and `size` with ones, which leave the number of its elements as it is.
     entry_numbers = {name: number for number, name in enumerate(described)}
     file_numbers = {name: number for number, name in enumerate(files)}
     D = max(map(len, sizes.values()), default=0)
     rows = []
     for key, place in places.items():
+        # A place's key has the entry's name (`fqn`), and for a tensor the offset of the piece.
         offset = getattr(key, "offset", None)
         size = sizes[key.fqn, offset]
         begin = offset or ()
@@ -177,12 +194,14 @@ def as_arrays(metadata: Any) -> Index:
             (*size, *[1] * (D - len(size))),
         )
         rows.append(row)
-    numbers = [(name, np.int64) for name in ("entry", "file", "first", "length")]
-    boxes = [(name, np.int64, (D,)) for name in ("begin", "size")]
-    pieces = np.array(rows, dtype=[*numbers, *boxes])
-    pieces = pieces[np.lexsort((pieces["first"], pieces["file"]))]
+    number_columns = [(name, np.int64) for name in ("entry", "file", "first_byte", "length")]
+    box_columns = [(name, np.int64, (D,)) for name in ("begin", "size")]
+    pieces = np.array(rows, dtype=[*number_columns, *box_columns])
+    # Sort by file, and in a file by position. The last key of lexsort counts first.
+    pieces = pieces[np.lexsort((pieces["first_byte"], pieces["file"]))]
 
-    # Every element must be stored: a load leaves the others as uninitialised memory.
+    # Every element must be stored: a load would leave the others as uninitialised memory. Count the
+    # stored elements of each entry.
     stored = np.zeros(len(described), np.int64)
     np.add.at(stored, pieces["entry"], pieces["size"].prod(axis=1))
     entries = {}
@@ -193,6 +212,7 @@ def as_arrays(metadata: Any) -> Index:
             if elements != math.prod(entry.size) or not isinstance(dtype, torch.dtype):
                 raise ValueError(f"no shards hold all of {name}")
             size = torch.Size(entry.size)
+            # Without chunks: they are PyTorch's objects for the pieces, which the array now has.
             entries[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks=[])
     return Index(entries, files, pieces)
 
@@ -207,9 +227,9 @@ def check_lengths(folder: Path, index: Index) -> None:
     Raises:
         ValueError: A file is missing or too short.
     """
-    # The position behind the last byte of each file's pieces.
+    # The position behind the last byte of each file's pieces: the largest end of any of them.
     ends = np.zeros(len(index.files), np.int64)
-    np.maximum.at(ends, index.pieces["file"], index.pieces["first"] + index.pieces["length"])
+    np.maximum.at(ends, index.pieces["file"], index.pieces["first_byte"] + index.pieces["length"])
     for name, end in zip(index.files, ends.tolist(), strict=True):
         file = folder / name
         if not file.is_file():
@@ -221,25 +241,27 @@ def check_lengths(folder: Path, index: Index) -> None:
             )
 
 
-def altered_entry(
+def find_damage(
     folder: Path, index: Index, part: int = 0, parts: int = 1, names: Collection[str] | None = None
 ) -> str | None:
-    """Compares the bytes of a checkpoint with the checksums that were saved with them.
+    """Looks for bytes of a checkpoint that differ from what was saved.
 
-    torch.save writes a zip archive with a CRC-32 per record, which torch.load does not compare.
+    torch.save writes each piece as a zip archive with a CRC-32 per record, which torch.load does
+    not compare.
 
     Args:
         folder: The checkpoint.
         index: Its index.
-        part: The rank that calls. Each reads its own run of neighbouring pieces, so that it opens
-            few files.
+        part: The rank that calls, from 0 to parts - 1. Each rank reads its own run of neighbouring
+            pieces, so that it opens few files.
         parts: The number of ranks that share the work.
-        names: The entries to compare; None for all.
+        names: The tensors and objects to look at, by name; None for all.
 
     Returns:
-        A sentence about the first piece that differs; None if there is none.
+        A sentence about the first piece whose bytes do not match their checksum or are no zip
+        archive; None if there is none.
     """
-    # The pieces that this rank compares. Neighbours are in the same file.
+    # The pieces that this rank reads. They are sorted by file, so that neighbours share one.
     fqns = list(index.entries)
     pieces = index.pieces
     if names is not None:
@@ -250,18 +272,21 @@ def altered_entry(
         file = folder / index.files[file_number]
         with open(file, "rb") as f:
             for piece in rows:
-                f.seek(piece["first"])
+                f.seek(piece["first_byte"])
                 fault = _archive_fault(f.read(piece["length"]))
                 if fault is not None:
                     name = fqns[piece["entry"]]
-                    return f"{file} is damaged: the bytes of {name} do not match their checksum ({fault})"
+                    return f"{file} is damaged: the bytes of {name} are not as they were saved ({fault})"
     return None
 
 
 def _archive_fault(data: bytes) -> str | None:
-    """Returns what is wrong with a zip archive, such as the name of its first damaged record.
+    """Returns what is wrong with a zip archive, or None if nothing is.
 
-    None means that nothing is.
+    It is the name of the first record whose checksum differs, or what Python says of the headers.
+
+    Args:
+        data: The bytes of the archive.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -274,7 +299,11 @@ def _archive_fault(data: bytes) -> str | None:
 
 
 def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
-    """Checks that the tensors of these names are stored as they were saved.
+    """Checks that tensors are stored as they were saved, and that no file is cut off.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+        names: The names of the tensors whose bytes are compared with their checksums.
 
     Raises:
         FileNotFoundError: The folder is not a complete checkpoint.
@@ -282,19 +311,24 @@ def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
     """
     index = read_index(checkpoint)
     check_lengths(checkpoint, index)
-    if altered := altered_entry(checkpoint, index, names=names):
-        raise ValueError(f"{altered}. Take another step.")
+    if damage := find_damage(checkpoint, index, names=names):
+        raise ValueError(f"{damage}. Take another step.")
 
 
-def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
-    """Converts the pieces that these tensors need back to PyTorch's index.
+def as_metadata(index: Index, tensors: Mapping[str, Any]) -> Metadata:
+    """Converts an index back to PyTorch's, with only the pieces that some tensors need.
 
     Args:
         index: The index of the checkpoint.
-        tensors: Tensors and objects to load, by name. Of a DTensor only this rank's part counts.
+        tensors: Tensors and objects to load, by name. Only this rank's part of a DTensor counts.
+
+    Returns:
+        PyTorch's index. It lists all tensors of the checkpoint, and those pieces that overlap this
+        rank's part of `tensors`.
     """
-    # The box of each entry that this rank needs, from `low` to `high`. The box is empty if this
-    # rank holds no part of the tensor.
+    # The box of each entry that this rank needs: D first elements in `low`, and D ends in `high`,
+    # as an array's row has D numbers for any tensor (`Index`). The box is empty if this rank needs
+    # nothing of the entry.
     D = index.pieces["begin"].shape[1]
     low = np.zeros((len(index.entries), D), np.int64)
     high = np.zeros((len(index.entries), D), np.int64)
@@ -305,8 +339,10 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
             entry = replace(entry, chunks=[])  # the pieces are added to it below
         entries[name] = entry
         if name in tensors:
-            # An object is one element. So are the dimensions that a tensor does not have.
+            # An object is one element in each of the D dimensions. A tensor is one element in the
+            # dimensions that it does not have.
             high[number] = 1
+            # PyTorch's description of this rank's part: one chunk, or none.
             for chunk in _create_chunk_list(tensors[name]) if is_tensor else ():
                 dims = len(chunk.sizes)
                 low[number, :dims] = chunk.offsets
@@ -315,8 +351,8 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
     # Choose the pieces that overlap the box of their entry in every dimension.
     begin = index.pieces["begin"]
     end = begin + index.pieces["size"]
-    number = index.pieces["entry"]
-    overlaps = ((begin < high[number]) & (end > low[number])).all(axis=1)
+    entry_number = index.pieces["entry"]
+    overlaps = ((begin < high[entry_number]) & (end > low[entry_number])).all(axis=1)
 
     # Describe them as PyTorch does.
     names = list(index.entries)
@@ -332,15 +368,16 @@ def overlapping(index: Index, tensors: Mapping[str, Any]) -> Metadata:
             entry.chunks.append(ChunkStorageMetadata(offset, size))
         file = index.files[piece["file"]]
         places[MetadataIndex(name, offset)] = _StorageInfo(
-            file, int(piece["first"]), int(piece["length"])
+            file, int(piece["first_byte"]), int(piece["length"])
         )
     return Metadata(entries, storage_data=places, storage_meta=StorageMeta())
 
 
-class _Reader(FileSystemReader):
+class _ReaderWithoutIndex(FileSystemReader):
     """PyTorch's reader with an empty index, which `_PartialPlanner` fills."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # PyTorch would unpickle the index here. `_PartialPlanner.set_up_planner` fills this one.
         return Metadata({}, storage_data={})
 
 
@@ -358,11 +395,18 @@ class _PartialPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Prepares a load. The arguments are PyTorch's: `metadata` is the index from the reader."""
+        """Prepares a load. PyTorch calls this before it plans what to read.
+
+        Args:
+            state_dict: The tensors and objects to load, by name.
+            metadata: The reader's index, which is empty so far. It is filled in place, because the
+                reader is given the same object after this call.
+            is_coordinator: PyTorch's argument, which is only passed on.
+        """
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        # The part is written into the reader's empty index, because the reader is given the same
-        # object after this call.
-        vars(metadata).update(vars(overlapping(self.index, self.state_dict)))
+        # PyTorch's planner has flattened `state_dict` into self.state_dict. Only the pieces that
+        # this rank's tensors overlap become objects of PyTorch.
+        vars(metadata).update(vars(as_metadata(self.index, self.state_dict)))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Loads an object, which is not trusted.
@@ -374,14 +418,15 @@ class _PartialPlanner(DefaultLoadPlanner):
         Raises:
             pickle.UnpicklingError: It is not made of tensors, numbers, texts and their containers.
         """
-        # PyTorch's planner unpickles objects. This load before it fails for other contents.
+        # PyTorch's planner unpickles objects without weights_only. This load before it fails for
+        # contents that could run code.
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
-    """Loads tensors and objects in place; of a DTensor, this rank's part.
+    """Loads tensors and objects from a checkpoint; this rank's part of each DTensor.
 
     Each rank plans its own load. PyTorch would collect the plans of all ranks on rank 0, and wait
     for all.
@@ -389,17 +434,23 @@ def load_part(checkpoint: Path, index: Index, states: dict[str, Any]) -> None:
     Args:
         checkpoint: The folder of the checkpoint.
         index: Its index.
-        states: Tensors and objects to load, by name.
+        states: What to load, by name. The contents of tensors are overwritten, and objects are
+            replaced by those of the checkpoint.
 
     Raises:
         CheckpointException: The checkpoint could not be read. This is a BaseException.
     """
     planner = _PartialPlanner(index)
-    load(states, storage_reader=_Reader(checkpoint), planner=planner, no_dist=True)
+    load(states, storage_reader=_ReaderWithoutIndex(checkpoint), planner=planner, no_dist=True)
 
 
 def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """Returns the description of every tensor in a checkpoint by its name, without reading any.
+
+    A description has the tensor's size and dtype, and no chunks.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
 
     Raises:
         FileNotFoundError: The folder has no index.
@@ -415,6 +466,10 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
     """Reads tensors by name to the CPU, from however many ranks wrote them. Nothing else is read.
 
+    Args:
+        checkpoint: The folder of the checkpoint.
+        names: The names of the tensors.
+
     Raises:
         FileNotFoundError: The folder has no index, so it is not a complete checkpoint.
         ValueError: A tensor is missing, or the index or a tensor is damaged.
@@ -428,7 +483,7 @@ def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
         entry = index.entries[name]
         tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
-        with _system_errors():
+        with _failures_as_oserror():
             load_part(checkpoint, index, tensors)
     except (OSError, RuntimeError) as e:
         raise ValueError(f"{checkpoint} could not be read ({e}). Take another step.") from e
@@ -438,11 +493,15 @@ def read_tensors(checkpoint: Path, names: Collection[str]) -> dict[str, Tensor]:
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """Writes a checkpoint of these tensors from one process. The index comes last.
 
+    Args:
+        checkpoint: The folder of the checkpoint.
+        tensors: The tensors by name.
+
     Raises:
         OSError: The disk is full, or the folder cannot be written.
     """
     try:
-        with _system_errors():
+        with _failures_as_oserror():
             save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
     except OSError as e:
         raise OSError(
@@ -451,7 +510,7 @@ def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def _system_errors() -> Iterator[None]:
+def _failures_as_oserror() -> Iterator[None]:
     """Context in which an OSError takes the place of CheckpointException.
 
     PyTorch's exception is a BaseException, which would pass every `except Exception`.
@@ -459,8 +518,8 @@ def _system_errors() -> Iterator[None]:
     try:
         yield
     except CheckpointException as e:
-        # The exception of the only rank. If an error of the operating system caused it, that one's
-        # text says more.
+        # The exception of the only rank, 0, and its traceback. If an error of the operating system
+        # caused it, that one's text says more.
         failure = e.failures[0][0]
         error: BaseException | None = failure
         while error is not None and not isinstance(error, OSError):

@@ -11,9 +11,9 @@ from interdomain.data import Tokenizer
 from interdomain.model import ModelConfig, count_parameters, meta_model
 
 TEMPLATE = Path(__file__).parent / "model_card.jinja"
-RECIPE = ("optimizer", "lr_scheduler", "training")  # sections of a run's configuration
+RECIPE_SECTIONS = ("optimizer", "lr_scheduler", "training")  # sections of a run's configuration
 # The one setting of the section [data] that changes what the model computes.
-RESET = "reset_state_at_documents"
+RESET_SETTING = "reset_state_at_documents"
 
 
 def write_card(
@@ -33,19 +33,21 @@ def write_card(
         config: The model's configuration.
         dtype: The name of the weights' data type.
         tokenizer: The model's tokenizer.
-        facts: What is known of the run: the member `facts` of config.json.
+        facts: What is known of the run: the member `facts` of config.json, with the model's size and
+            condition, its step and tokens, the run's data, versions and validation loss.
         configuration: The run's resolved settings by section; empty if they are not recorded.
         license: The licence of the weights as the Hugging Face hub names it, or None.
     """
     run = facts["run"]
     corpora = _corpora(run)
 
-    # The header that the hub reads. A condition is "softmax + interdomain, n_basis 32", for
-    # example.
+    # The header that the hub reads. The kinds of mixers are tags: a condition is "softmax +
+    # interdomain, n_basis 32", for example.
     tags = ["interdomain-attention", *facts["condition"].partition(",")[0].split(" + ")]
     if len(config.mixers) > 1:
         tags.append("hybrid")
     datasets = [name for corpus in corpora for name in corpus["datasets"]]
+    # dict.fromkeys takes each name once, in order.
     header = {
         "license": license,
         "library_name": "transformers",
@@ -54,14 +56,14 @@ def write_card(
         "tags": list(dict.fromkeys(tags)),
     }
 
-    # The last names of the linear layers, which LoRA adapts.
+    # The last part of each linear layer's name, such as wq: so PEFT's LoRA takes them.
     model = meta_model(config)
     linears = set()
     for name, module in model.layers.named_modules():
         if isinstance(module, nn.Linear):
             linears.add(name.rpartition(".")[2])
 
-    # Fill in the template. It fails on a name that is not given.
+    # Fill in the template, model_card.jinja. It fails on a name that is not given.
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
@@ -105,6 +107,8 @@ def _corpora(run: dict[str, Any]) -> list[dict[str, Any]]:
     """
     corpora = []
     begins = 0
+    # `earlier_data` has what the run read before its data changed. Each entry has its own corpora,
+    # and in `ends` the last step that read them.
     for data in [*run.get("earlier_data", []), run]:
         for corpus in data.get("corpora", ()):
             corpora.append(corpus | {"begins": begins})
@@ -113,12 +117,16 @@ def _corpora(run: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the models whose weights the run began with, the latest first.
+    """Returns the models from which the run comes, the latest first.
 
-    Models that `convert` made and that nobody trained, at step 0, are left out.
+    These are the model whose weights the run began with, the one that that model's run began with,
+    and so on. Models at step 0, which `convert` made and nobody trained, are left out.
 
     Args:
         run: The member `run` of the record.
+
+    Returns:
+        The facts of each model, such as its size, condition, step and tokens.
     """
     origins = []
     while origin := run.get("started_from"):
@@ -131,7 +139,10 @@ def _origins(run: dict[str, Any]) -> list[dict[str, Any]]:
 def _settings(
     config: ModelConfig, configuration: dict[str, Any]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns TOML's tables, as (heading, settings), of the model and of the run's recipe.
+    """Returns the settings of the model and of the run's recipe as tables of a TOML file.
+
+    Each is a pair of the table's heading and its settings. The recipe is the optimizer, the
+    learning rates and the training (RECIPE_SECTIONS).
 
     Args:
         config: The model's configuration.
@@ -145,9 +156,12 @@ def _settings(
         tables += [("[[mixer]]", mixer) for mixer in mixers]
     else:
         tables.append(("[mixer]", mixers))
-    # The recipe, as far as it is recorded.
-    tables += [(f"[{name}]", configuration[name]) for name in RECIPE if name in configuration]
+    # The sections of the recipe that are recorded.
+    tables += [
+        (f"[{name}]", configuration[name]) for name in RECIPE_SECTIONS if name in configuration
+    ]
+    # One setting of the section [data] changes what the model computes.
     data = configuration.get("data", {})
-    if RESET in data:
-        tables.append(("[data]", {RESET: data[RESET]}))
+    if RESET_SETTING in data:
+        tables.append(("[data]", {RESET_SETTING: data[RESET_SETTING]}))
     return tables

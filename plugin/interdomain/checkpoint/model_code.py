@@ -13,7 +13,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 PLAIN = "plain_interdomain.py"  # the file that holds the text of MODULES
-MODULES = (  # each needs only those before it
+# The files of this package whose definitions the model needs. Each needs only those before it.
+MODULES = (
     "scan/tables.py",
     "scan/plain.py",
     "scan/step.py",
@@ -35,60 +36,71 @@ MODULES = (  # each needs only those before it
     "model/mixers/softmax.py",
     "model/transformer.py",
 )
-CALLED_BY_TORCH = {"forward", "reset_parameters", "_apply"}  # methods of nn.Module
+# Methods of an nn.Module that PyTorch calls. They are kept even if no text names them.
+CALLED_BY_TORCH = {"forward", "reset_parameters", "_apply"}
 
 
 def write_code(folder: Path) -> None:
     """Writes the Python files of an exported model.
 
-    They are the files `*_interdomain.py` of interdomain/hf and its licence. plain_interdomain.py
-    has the text of MODULES in place of imports.
+    They are copies of the files `*_interdomain.py` of interdomain/hf and of its licence. Only
+    plain_interdomain.py is another: it has definitions of the package where the original imports
+    them.
+
+    Args:
+        folder: The exported model.
     """
     code = PACKAGE / "hf"
     for file in (*code.glob("*_interdomain.py"), code / "LICENSE"):
         shutil.copyfile(file, folder / file.name)
+    # Overwrite the copy of plain_interdomain.py, which imports the package.
     (folder / PLAIN).write_text(text_of_modules())
 
 
 def text_of_modules() -> str:
-    """Returns the source of the definitions in MODULES that the other files need, as one text."""
-    # Begin with the names in the files that are copied.
+    """Returns the text of an exported model's plain_interdomain.py.
+
+    It has the definitions in MODULES, files of this package, that the files `*_interdomain.py` of
+    interdomain/hf use, and those that these definitions use in turn.
+    """
+    # Begin with the names and the attributes (".name") that stand in the files of interdomain/hf.
     texts = {name: (PACKAGE / name).read_text() for name in MODULES}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     used = set()
     for file in (PACKAGE / "hf").glob("*_interdomain.py"):
-        used |= _uses(ast.parse(file.read_text()))
+        used |= _names_used(ast.parse(file.read_text()))
 
-    # Add the names that the definitions of these names use, until there are no more.
+    # Add the names and the attributes that the definitions of these names use, until there are no
+    # more. A class counts without the methods that nobody calls.
     before = 0
     while before != len(used):
         before = len(used)
         for tree in trees.values():
             for statement in tree.body:
-                if _defines(statement) & used:
-                    for part in _parts(statement, used):
-                        used |= _uses(part)
+                if _names_defined(statement) & used:
+                    for part in _needed_parts(statement, used):
+                        used |= _names_used(part)
 
-    # Write what defines these names, file by file.
+    # Write the imports from other packages, and what defines these names, file by file.
     listed = "\n".join(f"    interdomain/{name}" for name in MODULES)
     head = (
         "The model, from these files of the package interdomain, without what is not needed here."
     )
-    parts = [f'"""{head}\n\n{listed}\n"""\n', *_imports(trees.values(), used)]
+    parts = [f'"""{head}\n\n{listed}\n"""\n', *_import_lines(trees.values(), used)]
     for name, tree in trees.items():
         parts += [f"\n# ---- interdomain/{name}", *_kept_lines(texts[name], tree, used)]
     return "\n".join(parts) + "\n"
 
 
-def _parts(statement: ast.AST, used: set[str]) -> list[ast.AST]:
-    """Returns the parts of a statement, without the methods of a class that are not needed.
+def _needed_parts(statement: ast.AST, used: set[str]) -> list[ast.AST]:
+    """Returns the child nodes of a statement, without the methods of a class that are not needed.
 
     A method is needed if any attribute of its name is in use, if PyTorch calls it, or if Python
-    does.
+    does (`__init__`).
 
     Args:
         statement: A statement of a module, such as a class.
-        used: The names in use, and the attributes in use as ".attribute" (`_uses`).
+        used: The names in use, and the attributes in use as ".attribute" (`_names_used`).
     """
     parts = []
     for part in ast.iter_child_nodes(statement):
@@ -101,8 +113,12 @@ def _parts(statement: ast.AST, used: set[str]) -> list[ast.AST]:
     return parts
 
 
-def _defines(statement: ast.AST) -> set[str]:
-    """Returns the names that a top-level statement of a file defines. Imports define none."""
+def _names_defined(statement: ast.AST) -> set[str]:
+    """Returns the names that a top-level statement of a file defines. Imports define none.
+
+    Args:
+        statement: The syntax tree of the statement.
+    """
     match statement:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
@@ -113,12 +129,15 @@ def _defines(statement: ast.AST) -> set[str]:
             return {name}
         # A definition under a condition, such as whether a package can be imported.
         case ast.Try(body=body) | ast.If(body=body):
-            return set().union(*map(_defines, body))
+            return set().union(*map(_names_defined, body))
     return set()
 
 
-def _uses(tree: ast.AST) -> set[str]:
-    """Returns the names in a syntax tree, and the attributes in it as ".attribute"."""
+def _names_used(tree: ast.AST) -> set[str]:
+    """Returns the names in a syntax tree, and the attributes in it as ".attribute".
+
+    Names include those that the tree imports.
+    """
     used = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -130,11 +149,14 @@ def _uses(tree: ast.AST) -> set[str]:
     return used
 
 
-def _imports(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
+def _import_lines(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
     """Returns the lines that import the names in use from other packages, one name per line.
 
+    Only top-level imports count. Those within a function, a `try` or an `if` are copied together
+    with it.
+
     Args:
-        trees: The syntax trees of MODULES.
+        trees: The syntax trees of the files whose definitions are copied.
         used: The names in use.
     """
     lines = set()
@@ -145,7 +167,9 @@ def _imports(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
             elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
                 source = f"from {statement.module} import"
             else:
+                # No import, or a relative one: `from .layers import`.
                 continue
+            # Definitions of this package stand in the same text.
             if not source.startswith("from interdomain"):
                 for alias in statement.names:
                     if (alias.asname or alias.name) in used:
@@ -156,23 +180,28 @@ def _imports(trees: Iterable[ast.Module], used: set[str]) -> list[str]:
 def _kept_lines(text: str, tree: ast.Module, used: set[str]) -> list[str]:
     """Returns the lines of a file that define names in use, with the comments above them.
 
+    Methods that are not needed are left out (`_needed_parts`).
+
     Args:
         text: The contents of the file.
         tree: Its syntax tree.
-        used: The names in use, and the attributes in use as ".attribute" (`_uses`).
+        used: The names in use, and the attributes in use as ".attribute" (`_names_used`).
     """
     lines = text.splitlines()
     kept = []
+    # The first line behind the last statement or member: comments above the next one begin there.
     begin = 0
     for statement in tree.body:
-        if _defines(statement) & used:
-            # A class is kept by its members, any other statement as a whole.
+        if _names_defined(statement) & used:
+            # A statement is kept as a whole, but a class member by member: first its head, then
+            # those members that are needed.
             members = [statement]
             if isinstance(statement, ast.ClassDef):
                 kept += lines[begin : statement.lineno]
                 begin = statement.lineno
                 members = statement.body
-            needed = [statement, *_parts(statement, used)]
+            # A statement is needed itself; members of a class are if they are among its parts.
+            needed = [statement, *_needed_parts(statement, used)]
             for member in members:
                 if member in needed:
                     kept += lines[begin : member.end_lineno]

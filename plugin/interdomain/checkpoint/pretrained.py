@@ -33,6 +33,7 @@ from .step_folder import TOKENIZER
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"  # names the files of the weights if there are several
+# The data types of exported weights, by their names in config.json.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The classes of the exported model's own Python files, which transformers' Auto classes load.
 AUTO_MAP = {
@@ -41,23 +42,31 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
     "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
 }
-BASE = "model."  # transformers' base_model_prefix, before the name of every tensor but the head's
+# transformers' base_model_prefix, which begins the name of every tensor but the head's.
+MODEL_PREFIX = "model."
 
 
 def stored_name(name: str) -> str:
-    """Returns a tensor's name in an exported model. `name.removeprefix(BASE)` is the inverse."""
+    """Returns a tensor's name in an exported model.
+
+    transformers' classes have the decoder as `model` and the head beside it, as `output`. The
+    inverse is `name.removeprefix(MODEL_PREFIX)`.
+
+    Args:
+        name: The tensor's name in the package's own model.
+    """
     if name.startswith("output."):
         return name
-    return BASE + name
+    return MODEL_PREFIX + name
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the data type in which a tensor is stored.
 
     Args:
-        name: The tensor's name.
-        dtype: The data type of the model. SSM parameters and random frequencies are float32 if it
-            is less precise.
+        name: The tensor's name in the package's model or in an exported one.
+        dtype: The data type of the model. SSM parameters, and the random frequencies of feature
+            maps, are stored as float32 if it is less precise.
     """
     if ".attention.ssm." in name or ".feature_map." in name:
         return torch.promote_types(dtype, torch.float32)
@@ -72,10 +81,10 @@ def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
         max_bytes: Largest number of bytes per file. A larger tensor has a file of its own.
 
     Returns:
-        The names of the tensors in each file.
+        The names of the tensors in each file. There is always a file: without tensors it is empty.
     """
     files: list[list[str]] = [[]]
-    filled = 0
+    filled = 0  # bytes in the last file
     for name, size in sizes.items():
         if files[-1] and filled + size > max_bytes:
             files.append([])
@@ -99,7 +108,8 @@ def write_weights(
         config: The model's configuration, which gives the tensors' names and sizes.
         dtype: The data type to store. If it is less precise than float32, SSM parameters and random
             frequencies are stored in float32.
-        read: Returns the tensors of the names that it is given. It is called once per file.
+        read: read(names) -> tensors by name. It is called once per file, with the names of the
+            tensors in it, which are those of the package's own model.
         max_shard_bytes: Largest number of bytes per file.
 
     Returns:
@@ -114,8 +124,8 @@ def write_weights(
     sizes = {name: x.numel() * dtypes[name].itemsize for name, x in expected.items()}
     shards = shard_names(sizes, max_shard_bytes)
 
-    # Write them one by one, so that only the tensors of one file are in memory. Their names are
-    # those of the transformers model, with its prefix.
+    # Write them one by one, so that only the tensors of one file are in memory. Their names in the
+    # file are those of the transformers model. `weight_map` has the file of each.
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = folder / WEIGHTS
@@ -124,7 +134,8 @@ def write_weights(
         tensors = {}
         for name, tensor in read(names).items():
             tensors[stored_name(name)] = tensor.to(dtypes[name]).contiguous()
-        # safetensors makes files that only their owner can read. Take the mode of a usual file.
+        # safetensors makes files that only their owner can read. Give this one the permissions of
+        # a usual new file.
         file.touch()
         mode = file.stat().st_mode
         try:
@@ -156,12 +167,12 @@ def write_config(
     Args:
         folder: The folder of the exported model.
         config: The model's configuration.
-        dtype: The name of the weights' data type, a key of DTYPES.
+        dtype: The name of the weights' data type: float32, bfloat16 or float16.
         tokenizer: The model's tokenizer.
         facts: What is known of the run, such as its step and its data.
     """
     record = {
-        # What transformers' Auto classes read.
+        # What transformers reads. `auto_map` names the classes in the exported model's own code.
         "model_type": "interdomain",
         "architectures": ["InterdomainForCausalLM"],
         "auto_map": AUTO_MAP,
@@ -175,6 +186,7 @@ def write_config(
         # What this package compares when it loads the model.
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "weights": checksums(sorted(folder.glob("*.safetensors"))),
+        # Where the model comes from.
         "facts": facts,
     }
     (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
@@ -182,6 +194,9 @@ def write_config(
 
 def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads config.json of an exported model.
+
+    Args:
+        folder: The exported model.
 
     Returns:
         The model's configuration, and all of config.json.
@@ -207,9 +222,12 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def weight_files(folder: Path | str) -> list[Path]:
-    """Returns the files of the weights.
+    """Returns the files of an exported model's weights.
 
     They are model.safetensors, or the files that model.safetensors.index.json names.
+
+    Args:
+        folder: The exported model.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -218,7 +236,7 @@ def weight_files(folder: Path | str) -> list[Path]:
     names = {WEIGHTS}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        # Only files of this folder.
+        # Take their last names only: the index cannot lead out of this folder.
         names = {Path(file).name for file in weight_map.values()}
     files = [folder / name for name in sorted(names)]
     for file in files:
@@ -230,7 +248,10 @@ def weight_files(folder: Path | str) -> list[Path]:
 
 
 def read_tensors(folder: Path | str) -> dict[str, Tensor]:
-    """Reads the tensors of an exported model to the CPU, as they are stored.
+    """Reads the tensors of an exported model to the CPU, in the data types that are stored.
+
+    Args:
+        folder: The exported model.
 
     Returns:
         The tensors by the names that the package's own model has for them.
@@ -243,7 +264,7 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (a safetensors file cannot be iterated)
-                    tensors[name.removeprefix(BASE)] = file.get_tensor(name)
+                    tensors[name.removeprefix(MODEL_PREFIX)] = file.get_tensor(name)
         except SafetensorError as e:
             raise ValueError(
                 f"{path} is truncated or damaged ({e}); copy the folder again or convert again."
@@ -256,10 +277,11 @@ def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
 
     Args:
         folder: The exported model.
-        record: The contents of config.json. One that transformers wrote has no checksums, and
-            passes.
+        record: The contents of config.json. One that transformers wrote, when it saved a model
+            anew, has no checksums, and passes.
 
     Raises:
+        FileNotFoundError: A file is missing.
         ValueError: A checksum differs.
     """
     recorded = record.get("weights")
@@ -287,8 +309,10 @@ def load_model(
         device: The device of the weights.
         dtype: The data type of the weights; None for the one that is stored. SSM parameters are
             float32, or float64 in a model of that type.
-        backend: The backend of the scan, one of `interdomain.scan.BACKENDS`.
-        verify: Compares the checksums of the weights, which reads them once more.
+        backend: The backend of the scan, one of `interdomain.scan.BACKENDS`. "auto" chooses the
+            fastest that runs on the device.
+        verify: True to compare the checksums of the weights with those in config.json. This reads
+            the files once more.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -296,7 +320,7 @@ def load_model(
     """
     config, record = read_config(folder)
     tensors = read_tensors(folder)
-    # The model takes the tensors as they are: nothing is allocated and initialised before.
+    # The model takes over the tensors themselves (`assign`), so it is made without memory.
     with torch.device("meta"):
         model = Transformer(config, Execution(backend))
     placed = {}
@@ -342,11 +366,13 @@ def load_checked_tokenizer(
 
     Raises:
         FileNotFoundError: The folder lacks the tokenizer's file.
-        ValueError: The file is another tokenizer than the record's.
+        ValueError: The file is another tokenizer than the record's, or has more ids than the
+            model's vocabulary.
     """
     folder = Path(folder)
+    # The name and the checksum of the tokenizer's file.
     described = record.get("tokenizer", {})
-    # A folder may have other tokenizers beside it, which were made of it for other programs.
+    # The folder may have other tokenizers, too, which were made from this one for other programs.
     file = folder / Path(described.get("file", TOKENIZER)).name
     if not file.is_file():
         raise FileNotFoundError(
@@ -358,7 +384,8 @@ def load_checked_tokenizer(
             f"{file} is not the tokenizer of this model: its checksum differs from the record's."
         )
     check_vocab(tokenizer.vocab_size, config.vocab_size)
-    # interdomain.json has "run" itself, config.json has it among the facts.
+    # The description of the run, whose "documents" are the tokens around documents. It stands in
+    # interdomain.json itself, and in config.json among the facts.
     run = record.get("run") or record.get("facts", {}).get("run", {})
     tokenizer.documents = recorded_documents(run, tokenizer)
     return tokenizer

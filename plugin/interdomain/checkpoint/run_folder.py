@@ -10,27 +10,30 @@ from pathlib import Path
 
 from interdomain.folders import write_atomically
 
-NOTE = "folders.json"
-# The settings that folders.json holds, and their defaults.
-CHECKPOINTS = "checkpoint.folder"
-EVENTS = "metrics.save_tb_folder"
-DEFAULTS = {CHECKPOINTS: "checkpoint", EVENTS: "tb"}
+FOLDERS_FILE = "folders.json"
+# The names of the settings that folders.json holds, and their defaults.
+CHECKPOINTS_SETTING = "checkpoint.folder"
+EVENTS_SETTING = "metrics.save_tb_folder"
+DEFAULTS = {CHECKPOINTS_SETTING: "checkpoint", EVENTS_SETTING: "tb"}
 
 
 def note_folders(run: Path, checkpoints: str, events: str) -> None:
-    """Writes folders.json into a run's folder.
+    """Writes folders.json into a run's folder: where its checkpoints and its events are.
 
     Args:
         run: The run's folder.
-        checkpoints: The setting checkpoint.folder.
-        events: The setting metrics.save_tb_folder.
+        checkpoints: The value of the setting checkpoint.folder, relative to `run` or absolute.
+        events: The value of the setting metrics.save_tb_folder, relative to `run` or absolute.
     """
-    folders = {CHECKPOINTS: checkpoints, EVENTS: events}
-    write_atomically(run / NOTE, (json.dumps(folders) + "\n").encode())
+    folders = {CHECKPOINTS_SETTING: checkpoints, EVENTS_SETTING: events}
+    write_atomically(run / FOLDERS_FILE, (json.dumps(folders) + "\n").encode())
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Returns the folder of a run's checkpoints: the one in folders.json, or its default.
+    """Returns the folder of a run's checkpoints.
+
+    The run writes it to its folders.json at each start. Without that file it is the default,
+    `checkpoint` in the run's folder.
 
     Args:
         run: The folder of the run.
@@ -38,11 +41,14 @@ def checkpoints_of(run: Path) -> Path:
     Raises:
         ValueError: folders.json is damaged.
     """
-    return _noted_folder(run, CHECKPOINTS)
+    return _noted_folder(run, CHECKPOINTS_SETTING)
 
 
 def events_of(run: Path) -> Path:
-    """Returns the folder of a run's TensorBoard events: the one in folders.json, or its default.
+    """Returns the folder of a run's TensorBoard events.
+
+    The run writes it to its folders.json at each start. Without that file it is the default, `tb`
+    in the run's folder.
 
     Args:
         run: The folder of the run.
@@ -50,7 +56,7 @@ def events_of(run: Path) -> Path:
     Raises:
         ValueError: folders.json is damaged.
     """
-    return _noted_folder(run, EVENTS)
+    return _noted_folder(run, EVENTS_SETTING)
 
 
 def _noted_folder(run: Path, setting: str) -> Path:
@@ -58,9 +64,13 @@ def _noted_folder(run: Path, setting: str) -> Path:
 
     Args:
         run: The run's folder.
-        setting: CHECKPOINTS or EVENTS.
+        setting: The name of the setting, CHECKPOINTS_SETTING or EVENTS_SETTING.
+
+    Raises:
+        ValueError: folders.json is damaged.
     """
-    path = run / NOTE
+    # Without folders.json, which earlier versions did not write, the setting has its default.
+    path = run / FOLDERS_FILE
     folders = DEFAULTS
     try:
         if path.is_file():

@@ -30,19 +30,22 @@ METADATA = ".metadata"  # PyTorch's index of a checkpoint, which is written last
 # the index was put there by somebody else, such as half a copy: no run removes it or writes into
 # it.
 INCOMPLETE = ".incomplete"
-RECORD_VERSION = 1
+RECORD_VERSION = 1  # `format_version` in interdomain.json
 # The members of interdomain.json that an exported model keeps.
 RECORD_FACTS = ("size", "condition", "step", "tokens", "run", "versions")
 
 
 def step_of(folder: Path | str) -> int | None:
-    """Returns the step whose checkpoint a folder is, by its name; None for other folders."""
+    """Returns N for a folder that is named step-N, None for any other name."""
     match = re.fullmatch(r"step-(\d+)", Path(folder).name)
     return int(match.group(1)) if match else None
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Returns the entries of a folder that are named step-N, sorted by N, complete or not."""
+    """Returns the entries of a folder that are named step-N, sorted by N.
+
+    They may be complete checkpoints or not. The list is empty if there is no such folder.
+    """
     if not folder.is_dir():
         return []
     steps = []
@@ -54,7 +57,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def finished_steps(folder: Path) -> dict[int, Path]:
-    """Returns the complete checkpoints in a folder by their steps."""
+    """Returns the complete checkpoints in a folder by their steps: those that have an index."""
     finished = {}
     for path in step_folders(folder):
         step = step_of(path)
@@ -66,24 +69,33 @@ def finished_steps(folder: Path) -> dict[int, Path]:
 def is_unfinished(folder: Path) -> bool:
     """Returns whether a folder is what a run left when its save or its removal was interrupted.
 
-    Such a folder has no index. It has the file `.incomplete`, or it is empty but for KEEP.
+    Such a folder has no index `.metadata`. It has the file `.incomplete`, which a run puts there
+    while it saves or removes a checkpoint; or it is empty but for the file KEEP.
+
+    Args:
+        folder: A folder that is named step-N.
     """
     if folder.is_symlink() or not folder.is_dir() or (folder / METADATA).is_file():
         return False
-    # A milestone's KEEP may be there before the first file of the save.
+    # KEEP, which marks a checkpoint that is never removed, may be there before the save begins.
     names = {path.name for path in folder.iterdir()}
     return INCOMPLETE in names or names <= {KEEP}
 
 
 def half_copies(folder: Path) -> list[Path]:
-    """Returns the step folders that look like half a copy of a checkpoint.
+    """Returns the checkpoints that somebody seems to have copied only in part.
 
-    Such a folder has no index, and no run left it so (`is_unfinished`). But it has an
-    interdomain.json or a rank's file (*.distcp). A link that leads nowhere is one of them, too:
+    Such a folder step-N has an interdomain.json or a rank's file (*.distcp), but no index
+    `.metadata`. A save or a removal that was interrupted leaves such folders, too: these have the
+    file `.incomplete`, and are left out. A link step-N that leads nowhere counts as half a copy:
     perhaps a disk is not mounted.
+
+    Args:
+        folder: The folder of a run's checkpoints.
     """
     copies = []
     for path in step_folders(folder):
+        # Leave out complete checkpoints, and what a run left that was interrupted.
         if (path / METADATA).is_file() or is_unfinished(path):
             continue
         leads_nowhere = path.is_symlink() and not path.exists()
@@ -93,9 +105,12 @@ def half_copies(folder: Path) -> list[Path]:
 
 
 def milestones(folder: Path) -> dict[int, Path]:
-    """Returns the complete checkpoints that are never removed, by step.
+    """Returns the milestones by step: the complete checkpoints that are never removed.
 
-    `touch step-400/KEEP` makes one.
+    They have an empty file KEEP: `touch step-400/KEEP` makes a milestone of step 400.
+
+    Args:
+        folder: The folder of a run's checkpoints.
     """
     return {step: path for step, path in finished_steps(folder).items() if (path / KEEP).exists()}
 
@@ -104,10 +119,12 @@ def latest_checkpoint(folder: Path | str) -> Path:
     """Returns `folder` itself if it is a checkpoint, else the newest complete one in it.
 
     Args:
-        folder: A checkpoint, a folder of checkpoints, or a run's folder.
+        folder: A checkpoint, a folder of checkpoints, or a run's folder. A folder that is named
+            step-N is returned even if it is not complete: reading it then says what is missing.
 
     Raises:
         FileNotFoundError: There is no such folder, or no complete checkpoint in it.
+        ValueError: The folder's folders.json, which says where a run's checkpoints are, is damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -116,7 +133,8 @@ def latest_checkpoint(folder: Path | str) -> Path:
         )
     if (folder / METADATA).is_file() or step_of(folder) is not None:
         return folder
-    # A folder of checkpoints has them itself, a run's folder in the folder that it notes.
+    # A folder of checkpoints has them itself. A run has them in the folder that its folders.json
+    # names, by default `checkpoint`.
     steps = finished_steps(folder) | finished_steps(checkpoints_of(folder))
     if not steps:
         raise FileNotFoundError(
@@ -129,7 +147,8 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Tokenizer) -> 
     """Writes interdomain.json and the tokenizer into a folder, which is made if it is not there.
 
     Args:
-        folder: The checkpoint, or the run's folder under TorchTitan's own trainer.
+        folder: The checkpoint. Under TorchTitan's own trainer it is the run's folder, which has one
+            record for all its checkpoints.
         record: The contents of interdomain.json.
         tokenizer: The model's tokenizer.
     """
@@ -141,8 +160,15 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Tokenizer) -> 
 def record_folder(checkpoint: Path) -> Path:
     """Returns the folder of a checkpoint's interdomain.json and tokenizer.
 
-    This is the checkpoint itself. TorchTitan's own trainer writes them once into the run's folder,
-    and the checkpoints into a folder in it, which may be several levels down.
+    This is the checkpoint itself, or the run's folder: a run of TorchTitan's own trainer has them
+    once for all its checkpoints, which may be several levels down. If neither has an
+    interdomain.json, this is the checkpoint.
+
+    Args:
+        checkpoint: The checkpoint, a folder that is named step-N.
+
+    Raises:
+        ValueError: The folders.json of a run's folder is damaged.
     """
     if (checkpoint / RECORD_FILE).is_file():
         return checkpoint
@@ -150,8 +176,8 @@ def record_folder(checkpoint: Path) -> Path:
     for run in (checkpoints, *checkpoints.parents):
         if not (run / RECORD_FILE).is_file():
             continue
-        # By default the run's folder is the next one. Else the run's folders.json names the folder
-        # of checkpoints.
+        # By default the run's folder is the one above the folder of checkpoints. Else the run's
+        # folders.json says which folder has its checkpoints.
         if run == checkpoints.parent or checkpoints_of(run) == checkpoints:
             return run
     return checkpoint
@@ -160,12 +186,15 @@ def record_folder(checkpoint: Path) -> Path:
 def read_run_record(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads interdomain.json of a checkpoint.
 
+    Args:
+        checkpoint: The checkpoint, a folder that is named step-N.
+
     Returns:
         The model's configuration, and all of interdomain.json.
 
     Raises:
         FileNotFoundError: There is no interdomain.json.
-        ValueError: It is damaged or of another version.
+        ValueError: It or the run's folders.json is damaged, or it is of another version.
     """
     path = record_folder(checkpoint) / RECORD_FILE
     if not path.is_file():
@@ -175,7 +204,7 @@ def read_run_record(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     try:
         record = json.loads(path.read_text())
         if path.parent != checkpoint:
-            # A record of the run, which does not name a step.
+            # A record for all checkpoints of the run. It does not say at which step this one is.
             step = step_of(checkpoint) or 0
             record["step"] = step
             record["tokens"] = step * record["run"]["tokens_per_step"]

@@ -31,11 +31,25 @@ class TrainingCheckpoint:
         self.config, self.record = step_folder.read_run_record(folder)
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Reads tensors of the model by name."""
+        """Reads tensors of the model to the CPU.
+
+        Args:
+            names: The tensors' names in the package's model.
+
+        Raises:
+            FileNotFoundError, ValueError: The checkpoint is not complete, or damaged.
+        """
         return read_tensors(self.folder, names)
 
     def check_bytes(self, names: list[str]) -> None:
-        """Raises ValueError unless these tensors are stored as they were saved."""
+        """Checks that tensors are stored as they were saved, and that no file is cut off.
+
+        Args:
+            names: The tensors' names in the package's model.
+
+        Raises:
+            FileNotFoundError, ValueError: The checkpoint is not complete, or damaged.
+        """
         check_bytes(self.folder, names)
 
 
@@ -43,12 +57,13 @@ def open_checkpoint(source: Path) -> tuple[TrainingCheckpoint, Tokenizer]:
     """Opens a checkpoint, or a run's newest complete one, and its tokenizer.
 
     Args:
-        source: The folder of a checkpoint, or of a run.
+        source: The folder of a checkpoint, of checkpoints, or of a run.
 
     Raises:
         FileNotFoundError, ValueError: There is no complete checkpoint, or it is damaged.
     """
-    # TorchTitan's own trainer writes the tokenizer once for all checkpoints of a run.
+    # The tokenizer is beside interdomain.json: in the checkpoint, or in the folder of a run of
+    # TorchTitan's own trainer.
     checkpoint = TrainingCheckpoint(step_folder.latest_checkpoint(source))
     folder = step_folder.record_folder(checkpoint.folder)
     return checkpoint, load_checked_tokenizer(folder, checkpoint.config, checkpoint.record)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from interdomain.checkpoint.pretrained import BASE, stored_name
+from interdomain.checkpoint.pretrained import MODEL_PREFIX, stored_name
 from interdomain.checkpoint.run_folder import note_folders
 from interdomain.checkpoint.step_folder import write_record
 from interdomain.model import Transformer
@@ -252,7 +252,7 @@ class ExportedNames(StateDictAdapter):
         return {stored_name(name): tensor for name, tensor in state_dict.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
+        return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in hf_state_dict.items()}
 
 
 @user_errors

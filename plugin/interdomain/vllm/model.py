@@ -23,7 +23,7 @@ from vllm.model_executor.models.interfaces import (
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from interdomain.checkpoint.pretrained import BASE, storage_dtype
+from interdomain.checkpoint.pretrained import MODEL_PREFIX, storage_dtype
 from interdomain.features import input_features
 from interdomain.model import Transformer
 from interdomain.model.config import ModelConfig
@@ -305,7 +305,7 @@ class Served(nn.Module):
         """
         stored = {}
         for name, tensor in weights:
-            name = name.removeprefix(BASE)
+            name = name.removeprefix(MODEL_PREFIX)
             # Ranks divide the tensors of layers only.
             if name.startswith("layers."):
                 dim = split_dimension(self.model, name.rpartition(".")[0])

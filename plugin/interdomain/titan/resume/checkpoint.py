@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 import interdomain
-from interdomain.checkpoint.index import altered_entry, load_part
+from interdomain.checkpoint.index import find_damage, load_part
 from interdomain.checkpoint.step_folder import (
     DOCUMENTS,
     INCOMPLETE,
@@ -436,7 +436,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
         # Each rank reads a part of the files. All ranks must agree on the outcome.
         damage_by_rank: list[str | None] = [None] * dist.get_world_size()
-        own_damage = altered_entry(point.folder, point.files, dist.get_rank(), len(damage_by_rank))
+        own_damage = find_damage(point.folder, point.files, dist.get_rank(), len(damage_by_rank))
         dist.all_gather_object(damage_by_rank, own_damage)
         for damage in damage_by_rank:
             if damage:
