@@ -177,7 +177,7 @@ def test_graphs_of_transformers_exporters(there, case, backend):
     graphs = exporter.export_for_generation(model, inputs, config).runners
 
     tokens, mask = padded([random_texts(1, n, seed=n) for n in (150, 70, 3)], "left")
-    name_of_cache = code_of(model).CACHE
+    name_of_cache = code_of(model).CACHE_NAME
     cache = None
     graph_cache = code_of(model).InterdomainCache()
     for name, new in (("prefill", tokens), ("decode", tokens[:, :1]), ("decode", tokens[:, 1:2])):

@@ -47,9 +47,10 @@ def save_pretrained(self: PretrainedConfig, save_directory: str | Path, **option
     Args:
         self: The configuration, an InterdomainConfig.
         save_directory: The folder of the exported model.
-        options: The arguments of `PretrainedConfig.save_pretrained`. With push_to_hub = True the
-            files are uploaded before they are overwritten: upload with the model's own
-            `save_pretrained` or `push_to_hub` instead.
+        options: The arguments of `PretrainedConfig.save_pretrained`. With push_to_hub = True it
+            would upload the files before they are overwritten. Upload with the `save_pretrained` or
+            the `push_to_hub` of the model instead: they call this without that option, and upload
+            when all files are written.
     """
     PretrainedConfig.save_pretrained(self, save_directory, **options)
     write_code(Path(save_directory))

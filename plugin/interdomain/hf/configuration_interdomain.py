@@ -67,17 +67,19 @@ class InterdomainConfig(PretrainedConfig):
         layer_types: list | None = None,
         **settings: Any,
     ) -> None:
-        # Every setting is an attribute, under transformers' names.
+        # Every setting is an attribute, under transformers' names. DEFAULTS has those that have a
+        # default. `weights`, `facts` and `layer_types` of a config.json are dropped: they are facts
+        # about the files beside it, or follow from the mixers.
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.head_dim = head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         super().__init__(**{"tie_word_embeddings": False, **settings})
-        # They are always there, because transformers 5 has no defaults for them.
+        # These attributes are always there: transformers 5 has no defaults for them.
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
 
-        # What follows from the settings.
+        # What follows from the settings, once they are checked.
         model = self.checked()
         self.intermediate_size = intermediate_size or model.ffn_hidden
         # transformers' names of layers: with a state of fixed size, with the keys and values of all
@@ -92,17 +94,21 @@ class InterdomainConfig(PretrainedConfig):
                 self.layer_types.append("sliding_attention")
 
     def checked(self) -> ModelConfig:
-        """Returns the configuration as the package's `ModelConfig`, which checks it.
+        """Checks the configuration, and returns it as the package's `ModelConfig`.
 
-        A model calls this again when it is made, because `from_pretrained` sets options after
-        __init__.
+        It turns tie_word_embeddings off, with a warning. A model calls this again when it is made,
+        because `from_pretrained` sets options after __init__.
 
         Raises:
-            ValueError: A choice is unknown, sizes do not fit, or the mixer does not have a setting.
+            ValueError: A choice is unknown, sizes do not fit, or a setting is not one of the
+                model's mixer (`mixer` and `layer_settings`).
+            TypeError: A setting has a value of another type.
         """
+        # transformers 4 would make the embedding and the head one matrix.
         if self.tie_word_embeddings:
             logging.get_logger(__name__).warning(
                 "tie_word_embeddings is off: the head has a matrix of its own."
             )
             self.tie_word_embeddings = False
+        # The attributes have the names of config.json. `ModelConfig` checks their values.
         return from_transformers(vars(self))

@@ -37,7 +37,9 @@ from .plain_interdomain import (
 logger = logging.get_logger(__name__)
 NO_PACKED_SEQUENCES = "no packed sequences"  # in errors
 # transformers' name of a cache, in arguments and outputs: `cache` since 5.24. The model takes both.
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+CACHE_NAME = (
+    "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+)
 # By this table Trainer's label smoothing knows that labels are shifted.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"
 INITIAL_STD = 0.02  # standard deviation of linear layers from `initial_value`
@@ -53,6 +55,8 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
     """
 
     def __init__(self, config: ModelConfig, hidden: int, layer_idx: int) -> None:
+        # `config` describes a model all of whose layers are like this one; `hidden` is the width of
+        # the feed-forward layer; the cache knows the layer's state by `layer_idx`.
         super().__init__()
         self.layer_idx = layer_idx
         self.attention = mixer_class(config.mixer)(config)
@@ -69,8 +73,9 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
             hidden: The hidden states.
             rope: The cosines and sines of the tokens in the order of `rows`; None if no layer
                 rotates.
-            rows: The padding of the batch: how the tokens of each row are ordered for the mixer,
-                what it must mask, and the slots that stay in the cache.
+            rows: The padding of the batch: how the tokens of each row are ordered for the mixer and
+                back (`order`, `inverse`), what it must mask (`packing`), and which keys and values
+                the cache keeps (`kept_slots`).
             past_key_values: The cache, which has the state of every layer. None: each row begins
                 without a state, and none is kept.
         """
@@ -86,9 +91,9 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
         else:
             state, ssm_tensors = past_key_values.state_of(self.layer_idx, self.attention, x)
             y = self.attention(x, rope, ssm_tensors, state, rows.packing)
-            past_key_values.take_over(self.layer_idx, state, rows.stay)
-        if rows.back is not None:
-            y = take(y, rows.back)
+            past_key_values.keep_state(self.layer_idx, state, rows.kept_slots)
+        if rows.inverse is not None:
+            y = take(y, rows.inverse)
         hidden = hidden + y
         return hidden + self.feed_forward(self.ffn_norm(hidden))
 
@@ -109,16 +114,21 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _is_stateful = True
 
     def post_init(self) -> None:
-        """Draws initial values, and names the modules that stay float32 in any model."""
-        # `_init_weights` draws by the module's name in the package's model. It is set through
-        # `vars`: type checkers allow only modules and tensors as attributes of a module.
+        """Draws initial values, and names the modules that stay float32 in any model.
+
+        The constructors of the classes below call it at their end, when all modules are there.
+        """
+        # Note each module's name in the package's model as its attribute `path`: `_init_weights`
+        # draws by this name. It is set through `vars`, because type checkers allow only modules and
+        # tensors as attributes of a module.
         modules = dict(self.named_modules())
         for name, module in modules.items():
             vars(module)["path"] = name.removeprefix("model.")
         super().post_init()
-        # These are set after transformers' own post_init. transformers 4 refuses names of modules
-        # without parameters there, and feature_map has only buffers. It also refuses modules that a
-        # model lacks.
+        # A mixer's module `ssm` has the parameters of its recurrence, and `feature_map` the random
+        # frequencies of the features. They are named after transformers' own post_init: there
+        # transformers 4 refuses modules without parameters, and feature_map has only buffers. It
+        # also refuses modules that a model lacks.
         last_names = {name.rpartition(".")[2] for name in modules}
         self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & last_names
 
@@ -128,18 +138,22 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         return False
 
     def float32_modules(self) -> list[nn.Module]:
-        """Returns the modules of SSM parameters, which must not be rounded.
+        """Returns the modules of SSM parameters, which must not be rounded to fewer than 32 bits.
 
-        With FSDP2, shard them first and without a `param_dtype`.
+        With FSDP2, call `fully_shard` on them first, before the layers, and without a
+        `param_dtype`.
         """
+        # The function of this name finds them in any model of the package.
         return float32_modules(self)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the package's initial values for a module's tensors, unless they were loaded.
 
+        transformers calls this for every module.
+
         Args:
-            module: Any module of the model. Only tensors of its own are drawn, not those of its
+            module: A module of the model. Only tensors of its own are drawn, not those of its
                 children.
         """
         # The module's name in the package's model, which post_init has set. A module that was added
@@ -157,6 +171,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
             if getattr(tensor, "_is_hf_initialized", False):
                 continue
             value = initial_value(f"{path}.{name}", tensor.shape, self.config.checked(), seed)
+            # `initial_value` draws matrices with the standard deviation INITIAL_STD.
             if is_matrix:
                 value = value * (self.config.initializer_range / INITIAL_STD)
             tensor.copy_(value)
@@ -166,24 +181,26 @@ class InterdomainModel(InterdomainPreTrainedModel):
     """The decoder without a head: tokens to the output of the last norm.
 
     Attributes:
-        own: The configuration as the package's `ModelConfig`.
+        package_config: The configuration as the package's `ModelConfig`.
         windows: For each layer None if it is a recurrence, else the window of its softmax
             attention; 0 for no window. Layers with the same window need to know the same about the
             rows of a batch.
-        rotated: True if some layer rotates queries and keys.
+        has_rope: True if some layer rotates queries and keys.
     """
 
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__(config)
-        self.own = config.checked()
+        # Each entry of `package_config.layers` is itself a ModelConfig, of a model whose layers are
+        # all like this one. `windows` has None for a recurrence, 0 for softmax without a window.
+        self.package_config = config.checked()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
         self.windows: list[int | None] = []
-        for layer_idx, layer in enumerate(self.own.layers):
+        for layer_idx, layer in enumerate(self.package_config.layers):
             self.layers.append(InterdomainDecoderLayer(layer, config.intermediate_size, layer_idx))
             is_softmax = layer.mixer.kind == "softmax"
             self.windows.append((layer.mixer.window or 0) if is_softmax else None)
-        self.rotated = any(layer.mixer.rope for layer in self.own.layers)
+        self.has_rope = any(layer.mixer.rope for layer in self.package_config.layers)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -206,14 +223,16 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         Args:
             input_ids: Tokens [B, T], or None with inputs_embeds.
-            attention_mask: [B, T] or [B, tokens read + T], 0 for padding: before, after or between
-                the tokens of a row, also in a turn that continues a cache. Padding leaves no trace.
+            attention_mask: [B, T], or with a cache [B, tokens read + T], 0 for padding. Padding may
+                stand before, after or between the tokens of a row, also in a turn that continues a
+                cache, and leaves no trace.
             position_ids: Accepted if they count a row's tokens, with or without padding. The model
                 counts by itself.
             past_key_values: The cache, which the pass advances.
             inputs_embeds: Embeddings [B, T, dim] in place of input_ids.
-            use_cache: None for the configuration's value in evaluation. In training, None means
-                that value if a cache is given, else False.
+            use_cache: Returns the cache, a new one if none is given. None for the configuration's
+                value in evaluation. In training, None means that value if a cache is given, else
+                False.
             output_hidden_states: Returns the inputs of all layers and the output of the last norm
                 as well.
             output_attentions: True is an error: there are no attention matrices.
@@ -266,8 +285,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
 
         # Embed the tokens, and pass them through the layers.
         hidden: Tensor = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        # `prepared` has RoPE's tables and the rows by a layer's window; `position` is the number of
-        # tokens of each row after this pass.
+        # `prepared` has RoPE's tables and the rows of the batch, by a layer's window (None for a
+        # recurrence). `position` is the number of tokens of each row after this pass.
         prepared, position = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -303,8 +322,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
             cache: The cache that the pass advances, or None.
 
         Returns:
-            RoPE's cosines and sines and the `Rows` (where padding stands and how layers move it), by
-            window (None: layers without one); and the tokens of each row after this pass, [B].
+            RoPE's cosines and sines and the `Rows` (where padding stands and how layers move it),
+            by the layers' window (`windows`: None for recurrences, 0 for softmax without one); and
+            the tokens of each row after this pass, [B].
 
         Raises:
             ValueError: The cache holds another number of rows, or mask or positions do not fit.
@@ -326,7 +346,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         mask = None
         if attention_mask is not None:
             mask = self._mask_of_new_tokens(attention_mask, B, T, cache).to(device)
-            # While a graph is traced, values decide nothing. A single token then counts as no padding.
+            # A graph that is traced cannot depend on the mask's values, so it always computes with
+            # the mask; but a single token, a step of `generate`, is never padding.
             if torch.compiler.is_compiling():
                 is_without_padding = T == 1
             else:
@@ -336,16 +357,19 @@ class InterdomainModel(InterdomainPreTrainedModel):
             elif cache is not None and not is_exporting():
                 cache.masks.append((before, mask))
 
-        # The number of each token in its row: `counted` if padding stands between the tokens,
-        # `ordered` if it stands behind them, where recurrent layers move it (`Rows.padded`).
+        # The number of each token in its row, without padding: `counted` in the order that is
+        # given, where padding may stand between the tokens; `ordered` in that of recurrent layers,
+        # which move padding behind the tokens (`Rows.padded`).
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and not is_exporting():
             # A compiled graph breaks here, because values decide.
             check_position_ids(position_ids, ones, start, before)
+        # Padding before the first token would have -1.
         counted = counted.clamp_min(0)
         ordered = start[:, None] + torch.arange(T, device=device)
 
+        # Layers of the same window share their tables and rows. `dict.fromkeys` takes each once.
         prepared = {}
         for window in dict.fromkeys(self.windows):
             positions = counted
@@ -355,7 +379,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
             elif mask is not None:
                 positions = ordered
                 rows = Rows.padded(mask)
-            rope = rope_of(self.own, positions, embeds.dtype) if self.rotated else None
+            rope = rope_of(self.package_config, positions, embeds.dtype) if self.has_rope else None
             prepared[window] = rope, rows
         return prepared, start + ones.sum(1)
 
@@ -365,23 +389,27 @@ class InterdomainModel(InterdomainPreTrainedModel):
         """Returns the mask [B, T] of the new tokens, False for padding.
 
         Args:
-            attention_mask: The mask that the user gave, 0 for padding.
+            attention_mask: The mask that the user gave, 0 for padding: of the new tokens, [B, T],
+                or of the cache's tokens, too, [B, cache.length + T].
             B: The number of rows of the batch.
             T: The number of new tokens.
             cache: The cache of the tokens before, or None.
 
         Raises:
-            ValueError: The mask has another shape, or other padding than the cache has read.
+            ValueError: The mask has another shape, or other padding than the cache has read. Under
+                torch.compile the cache's padding is not compared. Under torch.export neither is
+                compared, only that the mask has two dimensions.
         """
+        # An exported graph does not know how many tokens its cache has read.
         before = 0 if cache is None else cache.length
         fits = is_exporting() or attention_mask.shape in ((B, T), (B, before + T))
         if attention_mask.ndim != 2 or not fits:
             raise ValueError(
                 f"attention_mask is {list(attention_mask.shape)}; expected {[B, T]} or {[B, before + T]}."
             )
-        # While a graph is traced, values decide nothing.
-        is_whole = attention_mask.shape[1] > T and not torch.compiler.is_compiling()
-        if is_whole and cache is not None and not cache.has_read(attention_mask):
+        # A graph that is traced cannot depend on the mask's values.
+        has_earlier_tokens = attention_mask.shape[1] > T and not torch.compiler.is_compiling()
+        if has_earlier_tokens and cache is not None and not cache.has_read(attention_mask):
             raise ValueError(
                 "attention_mask and past_key_values disagree about the tokens before these: a state cannot take tokens "
                 "back that it has read as text. Leave past_key_values out, and give the whole text; `generate` does so."
@@ -393,16 +421,18 @@ def check_position_ids(position_ids: Tensor, mask: Tensor, start: Tensor, before
     """Checks that positions count the tokens of each row, or its tokens and padding.
 
     Args:
-        position_ids: [T], [1, T] or [B, T].
+        position_ids: The positions that the user gave, [T], [1, T] or [B, T].
         mask: [B, T], False for padding.
-        start: The tokens of each row before these, [B].
-        before: The tokens before these, padding included.
+        start: The number of tokens that each row has in the cache, without padding, [B].
+        before: The number of tokens in the cache, padding included.
 
     Raises:
         ValueError: They count something else.
     """
     B, T = mask.shape
     ids = position_ids.to(mask.device)
+    # Two ways to count are allowed: `counted` leaves padding out, and `places` counts it. With the
+    # first, positions of padding may be anything.
     counted = start[:, None] + mask.long().cumsum(1) - 1
     places = torch.arange(T, device=mask.device) + before
     fits = ids.shape in ((T,), (1, T), (B, T))
@@ -431,7 +461,10 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        """Resizes the embedding and the head. `generate` never chooses rows that are no tokens.
+        """Resizes the embedding and the head, as transformers does.
+
+        Their number of rows may be rounded up. `generate` never chooses rows that are no tokens:
+        generation_config.suppress_tokens has their ids.
 
         Args:
             new_num_tokens: The number of tokens of the new vocabulary; None for no change.
@@ -439,7 +472,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         """
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         if new_num_tokens is not None and self.generation_config is not None:
-            # The number of rows may be rounded up: rows from new_num_tokens on are no tokens.
+            # Rows from new_num_tokens on are no tokens. transformers has updated config.vocab_size.
             padding = [*range(new_num_tokens, self.config.vocab_size)]
             self.generation_config.suppress_tokens = padding or None
         return embeddings
@@ -464,11 +497,13 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: Tokens [B, T], or None with inputs_embeds.
-            attention_mask: [B, T] or [B, tokens read + T], 0 for padding; None for no padding.
+            attention_mask: [B, T], or with a cache [B, tokens read + T], 0 for padding; None for no
+                padding.
             position_ids: Accepted if they count a row's tokens. The model counts by itself.
             past_key_values: The cache, which the pass advances; or None.
             inputs_embeds: Embeddings [B, T, dim] in place of input_ids.
-            use_cache: True to return a cache, False for none. None: as the configuration has it.
+            use_cache: True to return a cache, False for none. None: as the configuration has it,
+                but none in training unless a cache is given.
             cache: Another name of past_key_values.
             labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which
                 follows nothing, are never predicted.
@@ -484,13 +519,14 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         T = hidden.shape[1]
 
+        # Compute the logits of the positions that are asked for.
         kept = logits_to_keep
         if isinstance(logits_to_keep, int):
             kept = slice(-logits_to_keep, None)  # all of them for 0
             if logits_to_keep == 1 and attention_mask is not None:
                 order, _, lengths = token_order(attention_mask[:, -T:].to(hidden.device).bool())
-                # The last token of each row in token_order; the last place for a row without
-                # tokens.
+                # The place of each row's last token in this order, in which tokens come first. A
+                # row without tokens has -1, and takes the last place.
                 last = (lengths[:, None] - 1) % T
                 hidden = take(hidden, order.gather(1, last))
         logits = self.output(hidden[:, kept])
@@ -498,14 +534,15 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             if attention_mask is not None:
-                # Predict no padding, and nothing after padding.
+                # Predict no padding, and nothing after padding: -100 is transformers' label for
+                # that.
                 mask = attention_mask[:, -T:].to(labels.device).bool()
                 predicted = mask & F.pad(mask, (1, 0))[:, :-1]
                 kept_labels = labels.masked_fill(~predicted, -100)
                 items = kwargs.get("num_items_in_batch")
                 if items is not None:
-                    # Trainer divides the loss by this number, and counts the labels without the
-                    # mask.
+                    # Trainer divides the loss by this number, which it counts without the mask.
+                    # Reduce it to the share of labels that are left.
                     given = (labels[:, 1:] != -100).sum()
                     left = (kept_labels[:, 1:] != -100).sum()
                     kwargs["num_items_in_batch"] = items * left / given.clamp_min(1)
@@ -513,7 +550,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE_NAME), outputs.hidden_states)
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
@@ -523,31 +560,38 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         Args:
             input_ids: All tokens so far, [B, tokens].
             inputs_embeds: Embeddings of the prompt, in place of its tokens.
-            kwargs: transformers' other arguments, such as the cache.
+            kwargs: transformers' other arguments, such as the cache, under the name CACHE_NAME
+                (past_key_values, or cache since transformers 5.24).
 
         Raises:
             ValueError: The cache has read all tokens, and no token is new.
         """
-        # The number of new tokens. transformers 4 gives their positions instead.
+        # The number of new tokens, or None if transformers does not say. transformers 4 gives their
+        # positions instead.
         new = kwargs.get("next_sequence_length")
         if new is None and "cache_position" in kwargs:
             new = len(kwargs["cache_position"])
-        if new is not None and new < 1 and kwargs.get(CACHE) is not None:
+        if new is not None and new < 1 and kwargs.get(CACHE_NAME) is not None:
             raise ValueError(
                 "input_ids must have at least one token more than past_key_values has read."
             )
         prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids, inputs_embeds=inputs_embeds, **kwargs
         )
-        # The model counts by itself. With padding on the right transformers counts otherwise.
+        # Leave out transformers' positions. With padding on the right it counts them otherwise than
+        # the model, which counts by itself.
         prepared.pop("position_ids", None)
         return prepared
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: there are no pages of keys and values."""
+        """Raises NotImplementedError: this model has no pages of keys and values.
+
+        Args:
+            args, kwargs: transformers' settings of continuous batching. They are ignored.
+        """
         raise NotImplementedError(
-            "transformers' continuous batching keeps pages of keys and values, and this model has a state of fixed size: call "
-            "generate with a padded batch."
+            "transformers' continuous batching keeps pages of keys and values, which this model's "
+            "cache does not have: call generate with a padded batch."
         )
 
     def _prepare_cache_for_generation(
@@ -555,9 +599,14 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
     ) -> None:
         """Prepares the cache before the first pass of `generate`, by which transformers calls this.
 
+        If the user gives a cache whose tokens have other padding than the mask, the cache is
+        emptied in place, with a warning, and `generate` reads the whole text.
+
         Args:
             generation_config: transformers' GenerationConfig.
-            model_kwargs: The arguments of the model's passes. The cache is put among them.
+            model_kwargs: The arguments of the model's passes. They have the user's cache, if there
+                is one; else a new one is put among them. Its name is CACHE_NAME: past_key_values,
+                or cache since transformers 5.24.
             args: transformers' other arguments.
 
         Raises:
@@ -569,9 +618,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
                 f"cache_implementation is {kind!r}, and this model has its own: leave it out."
             )
         # The cache may have read as text what is padding in the mask, such as the padding behind
-        # the answer of a row that ended early. No token can be taken back, so the whole text is
-        # read again.
-        cache = model_kwargs.get(CACHE)
+        # the answer of a row that ended early. No token can be taken back. `generate` gives the
+        # model what comes after the cache's tokens, so an empty cache reads the whole text again.
+        cache = model_kwargs.get(CACHE_NAME)
         mask = model_kwargs.get("attention_mask")
         if isinstance(cache, InterdomainCache) and mask is not None and not cache.has_read(mask):
             logger.warning_once(
@@ -581,9 +630,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             generation_config, model_kwargs, *args
         )
-        # transformers makes none for this model (`_supports_default_dynamic_cache`).
-        if generation_config.use_cache and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = InterdomainCache()
+        # transformers makes no cache for this model (`_supports_default_dynamic_cache`).
+        if generation_config.use_cache and model_kwargs.get(CACHE_NAME) is None:
+            model_kwargs[CACHE_NAME] = InterdomainCache()
 
 
 class InterdomainForSequenceClassification(
@@ -595,9 +644,10 @@ class InterdomainForSequenceClassification(
     """
 
     def __init__(self, config: InterdomainConfig) -> None:
-        # Not transformers' own __init__: its AutoModel does not know the classes of an exported
-        # model.
+        # transformers' GenericForSequenceClassification would make the decoder by AutoModel, which
+        # does not know the classes of an exported model. So its __init__ is not called.
         InterdomainPreTrainedModel.__init__(self, config)
+        # None if the configuration has no labels. The head then has no outputs.
         self.num_labels = int(config.num_labels or 0)
         self.model = InterdomainModel(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
