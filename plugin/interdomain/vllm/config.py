@@ -27,10 +27,14 @@ class ServedConfig(InterdomainConfig):
         settings: The contents of config.json.
     """
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        # `settings` are the contents of config.json. Every exported model names one architecture
+        # there, InterdomainForCausalLM, which is transformers' class for all of them. vLLM needs to
+        # know whether there are states, so the name is corrected by the layers.
         states_only, hybrid, softmax_only = ARCHITECTURES
-        # The kinds of layers as transformers calls them: "linear_attention" for those with states.
+        # The base class has set the kinds of layers as transformers calls them: "linear_attention"
+        # for those with states.
         kinds = set(self.layer_types)
         if kinds == {"linear_attention"}:
             self.architectures = [states_only]
@@ -41,7 +45,11 @@ class ServedConfig(InterdomainConfig):
 
 
 def model_config(config: PretrainedConfig) -> ModelConfig:
-    """Returns the package's configuration of a model, for transformers' configuration of it."""
+    """Returns the package's configuration of a model.
+
+    Args:
+        config: transformers' configuration of it, with the contents of config.json.
+    """
     return from_transformers(config.to_dict())
 
 
@@ -49,12 +57,14 @@ def state_shapes(config: ModelConfig, ranks: int) -> tuple[tuple[int, ...], tupl
     """Returns the shapes of a request's state in a layer on one rank.
 
     Args:
-        config: The layer, an entry of `ModelConfig.layers`.
-        ranks: Number of tensor-parallel ranks.
+        config: The layer, an entry of `ModelConfig.layers`: the configuration of a model whose
+            layers are all like it.
+        ranks: Number of tensor-parallel ranks, which divide the heads and channels.
     Returns:
         The shape of the convolutions' last inputs, and that of the recurrence's state. vLLM has no
         state of size 0: without convolutions the first is that of one number, which is never read.
     """
+    # The mixer's class knows the shapes, without a dimension for the requests.
     shapes = mixer_class(config.mixer).state_shapes(config, ranks)
     conv = shapes["conv"]
     if 0 in conv:
@@ -78,11 +88,12 @@ def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        config: The model's configuration.
+        config: The package's configuration of the model.
     Raises:
         ValueError: The model would ignore a setting, or the tensor-parallel ranks do not divide its
-            heads.
+            heads or its feed-forward's width.
     """
+    # Settings that the model would ignore, as "name = value".
     cache = vllm_config.cache_config
     wrong = []
     if vllm_config.quant_config is not None:
@@ -90,7 +101,8 @@ def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
     has_softmax = any(layer.mixer.kind == "softmax" for layer in config.layers)
     if cache.cache_dtype != "auto" and not has_softmax:
         wrong.append(f"kv_cache_dtype = {cache.cache_dtype}")
-    # `state_dtypes` sets both.
+    # `state_dtypes` chooses the data types of both parts of a state. float32 is what it chooses for
+    # the recurrence.
     if cache.mamba_cache_dtype != "auto":
         wrong.append(f"mamba_cache_dtype = {cache.mamba_cache_dtype}")
     if cache.mamba_ssm_cache_dtype not in ("auto", "float32"):
@@ -100,6 +112,7 @@ def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
     if wrong:
         raise ValueError(f"this model has no {', '.join(wrong)} under vLLM. Leave that out.")
 
+    # The numbers of heads that the ranks divide: of queries, of keys, and of a baseline's state.
     ranks = vllm_config.parallel_config.tensor_parallel_size
     heads = {config.n_heads}
     for layer in config.layers:
@@ -114,7 +127,12 @@ def check_vllm_settings(vllm_config: Any, config: ModelConfig) -> None:
 
 
 def register_states() -> None:
-    """Tells vLLM how to page states of fixed size beside keys and values."""
+    """Tells vLLM how to page states of fixed size beside keys and values.
+
+    vLLM pages Mamba's states already, and these go the same way. MODELS_CONFIG_MAP has, by
+    architecture, how vLLM adapts its settings to a model, such as the size of pages. The backend
+    describes a step to the layers with states.
+    """
     from vllm.model_executor.models.config import (
         MODELS_CONFIG_MAP,
         HybridAttentionMambaModelConfig,
@@ -122,10 +140,11 @@ def register_states() -> None:
     )
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
-    # A model of softmax only has no states.
+    # A model of softmax only has no states, and needs no entry.
     states_only, hybrid, _ = ARCHITECTURES
     MODELS_CONFIG_MAP[states_only] = MambaModelConfig
     MODELS_CONFIG_MAP[hybrid] = HybridAttentionMambaModelConfig
+    # CUSTOM is vLLM's place for a backend from outside. `model.Recurrent` asks for it.
     register_backend(
         MambaAttentionBackendEnum.CUSTOM, "interdomain.vllm.states.Backend", is_mamba=True
     )
