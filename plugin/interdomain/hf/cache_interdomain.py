@@ -393,8 +393,8 @@ class Rows(NamedTuple):
 
         Args:
             window: The number of tokens that a query attends to, itself included; 0 for all.
-            numbers: The number of each new token in its row, [B, T]: of the tokens that the row has
-                read before it, in this pass and earlier ones, without padding. Those of padding do
+            numbers: The number of each new token in its row, [B, T]: how many tokens the row has
+                before it, in this pass and earlier ones, without padding. The numbers of padding do
                 not matter.
             mask: [B, T], False for padding; None for no padding.
             cache: The cache that the layers read and advance; None without one.
