@@ -17,6 +17,7 @@ Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,8 @@ def check_folder(
 ) -> None:
     """Reads the folder back as a user would, and compares it with the checkpoint.
 
-    The model's configuration and every value must be the same.
+    The model's configuration and every value must be the same. Of the folder, one tensor is in
+    memory at a time; of the checkpoint, the tensors of one file of the folder.
 
     Args:
         folder: The exported model.
@@ -219,21 +221,54 @@ def check_folder(
     Raises:
         ValueError: Something differs, or a value is not finite.
     """
-    # Loading compares the files with their checksums, and the tensors' shapes with the
-    # configuration.
-    model, _ = pretrained.load_pretrained(folder)
-    if model.config != checkpoint.config:
+    config, record = pretrained.read_config(folder)
+    pretrained.load_checked_tokenizer(folder, config, record)
+    pretrained.check_weights(folder, record)
+    if config != checkpoint.config:
         raise ValueError(
-            f"the folder holds {model.config}, and the checkpoint {checkpoint.config}. Nothing was kept."
+            f"the folder holds {config}, and the checkpoint {checkpoint.config}. Nothing was kept."
         )
-    for name, tensor in model.state_dict().items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{checkpoint.folder}: {name} holds values that are not finite, or too large for {tensor.dtype}. "
-                "Nothing was kept. Convert with --dtype float32, or take an earlier step."
-            )
-        source = checkpoint.read([name])[name]
-        check_same(name, tensor, source.to(pretrained.storage_dtype(name, dtype)))
+
+    missing = set(meta_model(config).state_dict())
+    with tqdm(total=len(missing), desc="checking", unit=" tensors", disable=None) as bar:
+        for path in pretrained.weight_files(folder):
+            for name in compare_file(path, checkpoint, dtype):
+                missing.remove(name)
+                bar.update()
+    if missing:
+        raise ValueError(f"{folder} lacks {min(missing)}: this machine's disk or memory is faulty.")
+
+
+def compare_file(
+    path: Path, checkpoint: TrainingCheckpoint | megatron.MegatronCheckpoint, dtype: torch.dtype
+) -> Iterator[str]:
+    """Compares the tensors of one file of the folder with the checkpoint's.
+
+    Args:
+        path: The file.
+        checkpoint: The checkpoint that it was made from.
+        dtype: The data type of the weights in the file.
+
+    Yields:
+        The name of each tensor that is the same.
+
+    Raises:
+        ValueError: A tensor differs, or a value is not finite.
+    """
+    with pretrained.open_weights(path) as file:
+        stored = {name.removeprefix(pretrained.MODEL_PREFIX): name for name in file.keys()}  # noqa: SIM118
+        sources = checkpoint.read(list(stored))
+        for name, stored_name in stored.items():
+            tensor = file.get_tensor(stored_name)
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{checkpoint.folder}: {name} holds values that are not finite, or too large "
+                    f"for {tensor.dtype}. Nothing was kept. Convert with --dtype float32, or take "
+                    "an earlier step."
+                )
+            expected = sources.pop(name).to(pretrained.storage_dtype(name, dtype))
+            check_same(name, tensor, expected)
+            yield name
 
 
 def check_same(name: str, tensor: Tensor, expected: Tensor) -> None:
@@ -291,8 +326,10 @@ def to_megatron(source: Path, output: Path, args: argparse.Namespace) -> str:
         documents = documents_of(tokenizer)
         megatron.write_checkpoint(folder, config, tensors, tokenizer.sha256, hybrid, documents)
         written = megatron.MegatronCheckpoint(folder / "release")
-        for name, tensor in tensors.items():
-            check_same(name, written.read([name])[name], tensor)
+        # Tensors that the checkpoint stores as one are read together.
+        for names in written.stored_together(list(tensors)):
+            for name, tensor in written.read(names).items():
+                check_same(name, tensor, tensors[name])
     return f"{len(tensors)} tensors; start with Megatron's --load {args.output}{pattern}"
 
 

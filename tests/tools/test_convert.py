@@ -319,7 +319,7 @@ def another_tokenizer(folder):
         (remove_record, "no interdomain.json"),
         (empty_record, "interdomain.json is damaged"),
         (newer_model, "reads version 2"),
-        (another_size, "do not fit its config.json"),
+        (another_size, "do not fit the configuration"),
         (another_depth, "has no tensor layers.2."),
         (cut_shard, "has 5,000 bytes where"),
         (altered_shard, "are not as they were saved"),

@@ -12,7 +12,8 @@ and renames it when it is complete.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def write_weights(
 
     Raises:
         OSError: The disk is full, or the folder cannot be written.
+        ValueError: A tensor has another shape than the model's.
     """
     # Plan the files before any tensor is read.
     expected = meta_model(config).state_dict()
@@ -131,9 +133,17 @@ def write_weights(
         file = folder / WEIGHTS
         if len(shards) > 1:
             file = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        sources = read(names)
         tensors = {}
-        for name, tensor in read(names).items():
-            tensors[stored_name(name)] = tensor.to(dtypes[name]).contiguous()
+        for name in names:
+            # A source is let go of when it is converted: the file is not in memory twice.
+            source = sources.pop(name)
+            if source.shape != expected[name].shape:
+                raise ValueError(
+                    f"the weights do not fit the configuration: {name} is {list(source.shape)}, and "
+                    f"the model needs {list(expected[name].shape)}. Take another checkpoint."
+                )
+            tensors[stored_name(name)] = source.to(dtypes[name]).contiguous()
         # safetensors makes files that only their owner can read. Give this one the permissions of
         # a usual new file.
         file.touch()
@@ -247,6 +257,25 @@ def weight_files(folder: Path | str) -> list[Path]:
     return files
 
 
+@contextmanager
+def open_weights(path: Path) -> Iterator[safe_open]:
+    """Opens a file of weights, of which tensors are read one by one.
+
+    Args:
+        path: The file, one of `weight_files`.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as e:
+        raise ValueError(
+            f"{path} is truncated or damaged ({e}); copy the folder again or convert again."
+        ) from e
+
+
 def read_tensors(folder: Path | str) -> dict[str, Tensor]:
     """Reads the tensors of an exported model to the CPU, in the data types that are stored.
 
@@ -261,14 +290,9 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
     """
     tensors = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (a safetensors file cannot be iterated)
-                    tensors[name.removeprefix(MODEL_PREFIX)] = file.get_tensor(name)
-        except SafetensorError as e:
-            raise ValueError(
-                f"{path} is truncated or damaged ({e}); copy the folder again or convert again."
-            ) from e
+        with open_weights(path) as file:
+            for name in file.keys():  # noqa: SIM118 (a safetensors file cannot be iterated)
+                tensors[name.removeprefix(MODEL_PREFIX)] = file.get_tensor(name)
     return tensors
 
 

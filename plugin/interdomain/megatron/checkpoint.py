@@ -329,6 +329,17 @@ class MegatronCheckpoint:
                     "run had these, the checkpoint is damaged: take another step."
                 )
 
+    def stored_together(self, names: list[str]) -> list[list[str]]:
+        """Divides tensors of the model by the tensor of the checkpoint that holds them.
+
+        Args:
+            names: Their names in the plain model.
+        """
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(place_of(name, self.form)[0], []).append(name)
+        return list(groups.values())
+
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Reads tensors of the model.
 
