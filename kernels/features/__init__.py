@@ -56,15 +56,15 @@ def input_features(
         eps: The eps of the norm.
         backend: `triton` is one kernel, on CUDA only. `torch` is plain PyTorch. `auto` is `triton`
             if that can run, else `torch`. An explicit backend never falls back.
-        check_documents: As in the scan.
+        check_documents: False leaves out the check of the values of `documents`.
 
     Returns:
         [B, T, H, R] in x's dtype; a view of x if nothing is asked for. Differentiable in x, conv,
         past and norm. The backward keeps only the inputs.
 
     Raises:
-        ValueError: Shapes, dtypes, devices, backend or documents are not as above (documents as in
-            the scan).
+        ValueError: Shapes, dtypes, devices, backend or documents are not as above. On CUDA, and
+            compiled, wrong values of `documents` fail an asynchronous assertion instead.
     """
     if x.ndim != 3 or head_dim < 1 or x.shape[2] % head_dim:
         raise ValueError(
@@ -101,11 +101,12 @@ def input_features(
         _check("norm", norm, ((R,), (H, R)), x)
 
     # If nothing is asked for, the result is a view.
-    backend = _choose(backend, x, head_dim, W, rope)
+    backend = _choose_backend(backend, x, head_dim, W, rope)
     if not (conv or rope or norm or silu):
         return x.unflatten(-1, (H, R))
 
-    # An op with a backward of its own, or plain PyTorch, which autograd records.
+    # An op with a backward of its own, or plain PyTorch, which autograd records. Both choose their
+    # own precision, so that autocast must not change it.
     weight, bias = conv or (None, None)
     cos, sin = rope or (None, None)
     scale, shift = norm or (None, None)
@@ -132,28 +133,32 @@ def input_features_step(
 ) -> Tensor:
     """Applies `input_features` to one token, for all projections of a layer at once.
 
-    It is one kernel on CUDA, and records no gradients.
+    `backend` chooses between one kernel, on CUDA, and plain PyTorch. Neither records gradients.
 
     Args:
-        x: The projections' outputs one after the other (q, k, v), [B, E] with E = H R. It may be
-            OVERWRITTEN by the result.
+        x: The projections' outputs one after the other (q, k, v), [B, E] with E = H R, in a dtype
+            of `input_features`. It may be OVERWRITTEN by the result.
         head_dim: R, the channels of a head.
-        conv: (weight [W, C], bias [C]) of the first C channels. The weight is transposed; its last
-            row is that of the token itself.
+        conv: (weight [W, C], bias [C]) of the first C channels, C a multiple of R. The weight is
+            transposed; its last row is that of the token itself. conv and past are given together
+            or not at all.
         past: The W - 1 inputs of these channels before x, [B, W - 1, C]. It is OVERWRITTEN with the
             last W - 1 inputs, x among them.
-        rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2].
+        rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2]; given if
+            and only if `rotated` is above 0.
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
         norm: (scale, shift), each [N, R], of the last N heads.
         eps: The eps of the norm.
-        backend: As in `input_features`.
+        backend: `triton` is one kernel, on CUDA only. `torch` is plain PyTorch. `auto` is `triton`
+            if that can run, else `torch`. An explicit backend never falls back.
 
     Returns:
         [B, H, R] in x's dtype.
 
     Raises:
-        ValueError: As in `input_features`, or a gradient would be recorded.
+        ValueError: Shapes, dtypes, devices or backend are not as above, the arguments do not fit
+            together, or a gradient would be recorded.
     """
     weight, bias = conv or (None, None)
     cos, sin = rope or (None, None)
@@ -165,13 +170,14 @@ def input_features_step(
         )
     _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
 
-    # One kernel, or plain PyTorch.
+    # One kernel, or plain PyTorch. Both choose their own precision, so that autocast must not
+    # change it.
     W = 0
     if weight is not None:
         W = weight.shape[0]
     args = (x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps)
     with torch.autocast(x.device.type, enabled=False):
-        if _choose(backend, x, head_dim, W, rope) == "triton":
+        if _choose_backend(backend, x, head_dim, W, rope) == "triton":
             return ops.features_step(*args)
         return plain.step(*args)
 
@@ -186,7 +192,11 @@ def _check_step(
     silu: int,
     norm: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Checks the arguments of `input_features_step`, which have the same names; R is head_dim."""
+    """Checks the arguments of `input_features_step`, which have the same names; R is head_dim.
+
+    Raises:
+        ValueError: They do not fit together.
+    """
     if x.ndim != 2 or x.shape[1] % R:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {R}")
     _check_dtype(x.dtype)
@@ -222,13 +232,22 @@ def _check_step(
 
 
 def _rope_shape(rope: tuple[Tensor, Tensor], B: int, T: int, R: int) -> tuple[int, ...]:
-    """Returns the shape of rotary tables that sequences share, or (4 axes) have for each."""
+    """Returns the shape that rotary tables must have.
+
+    Args:
+        rope: (cos, sin). With four axes each sequence has tables of its own, with three all share
+            them.
+        B: Sequences.
+        T: Tokens of a sequence.
+        R: Channels of a head.
+    """
     if rope[0].ndim == 4:
         return (B, T, 1, R // 2)
     return (T, 1, R // 2)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
+    """Checks the dtype of x."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"x is {dtype}; allowed: bfloat16, float16, float32 or float64")
 
@@ -254,17 +273,20 @@ def _check(
             )
 
 
-def _choose(
+def _choose_backend(
     backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None
 ) -> str:
     """Returns the backend that runs: `auto` resolved, an explicit one checked.
 
     Args:
-        backend: As in `input_features`.
+        backend: One of BACKENDS.
         x: The input.
-        head_dim: R.
+        head_dim: R, the channels of a head.
         W: The convolution's width; 0 for none.
-        rope: As in `input_features`.
+        rope: The rotary tables (cos, sin), or None. The kernels have no gradient for them.
+
+    Raises:
+        ValueError: There is no such backend, or an explicit one cannot run these inputs.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
@@ -289,7 +311,9 @@ def resolve_backend(
     dtype: torch.dtype = torch.bfloat16,
     rope_gradient: bool = False,
 ) -> tuple[str, str]:
-    """Returns the backend that `auto` runs, and logs it as `interdomain.scan.resolve_backend` does.
+    """Returns the backend that `auto` runs.
+
+    A process logs each answer for its own devices once, also if torch.compile asks.
 
     Args:
         device: The device of x. None means a GPU of another machine, of compute capability 8.0 or

@@ -30,16 +30,16 @@ def features(
     """Applies the input features to whole sequences, as `input_features` does.
 
     Args:
-        x: A projection's output, [B, T, E].
-        head_dim: R.
-        weight: The convolution's weight, [E, W], or None.
+        x: A projection's output, [B, T, E] with E = H R channels.
+        head_dim: R, the channels of a head.
+        weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
-        past: The inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None.
+        scale: The norm's scale, [R], or None for no norm.
         shift: The norm's shift, [H, R], or None.
         eps: The eps of the norm.
 
@@ -55,6 +55,7 @@ def features(
 
 @features.register_fake
 def _(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps):
+    """Makes results of `features` for tracing: only shapes and dtypes count."""
     B, T, E = x.shape
     return x.new_empty(B, T, E // head_dim, head_dim)
 
@@ -69,22 +70,23 @@ def features_backward(
 
     Args:
         dy: The gradient of the result, [B, T, H, R].
-        x: A projection's output, [B, T, E].
-        head_dim: R.
-        weight: The convolution's weight, [E, W], or None.
+        x: A projection's output, [B, T, E] with E = H R channels.
+        head_dim: R, the channels of a head.
+        weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
-        past: The inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None.
+        scale: The norm's scale, [R], or None for no norm.
         eps: The eps of the norm.
         need_past: True if the gradient of `past` is wanted.
 
     Returns:
-        dx; the gradients of weight, bias, scale and shift as the rows of [H, K, R] in fp32; dpast,
-        or an empty tensor.
+        The gradient of x; the gradients of weight, bias, scale and shift as the K rows of [H, K, R]
+        in fp32 (W for the weight, one each for the others); and the gradient of past, or an empty
+        tensor.
     """
     from . import triton_launch
 
@@ -95,6 +97,7 @@ def features_backward(
 
 @features_backward.register_fake
 def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
+    """Makes results of `features_backward` for tracing: only shapes and dtypes count."""
     B, _, E = x.shape
     # Rows of sums: W taps and the bias, then scale and shift.
     W = 0
@@ -111,8 +114,8 @@ def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps
     return x.new_empty(x.shape), sums, dpast
 
 
-def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Saves the inputs of `features` for the backward."""
+def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Saves what the backward of `features` needs: all of its inputs but the shift."""
     x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps = inputs
     ctx.head_dim = head_dim
     ctx.silu = silu
@@ -120,9 +123,10 @@ def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(x, weight, bias, past, documents, cos, sin, scale, shift)
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the arguments of `features`, None for those without one."""
     x, weight, bias, past, documents, cos, sin, scale, shift = ctx.saved_tensors
+    # `past` is argument 4 of `features`.
     need_past = past is not None and ctx.needs_input_grad[4]
     dx, sums, dpast = features_backward(
         dy,
@@ -159,7 +163,7 @@ def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, d_weight, d_bias, dpast, None, None, None, None, d_scale, d_shift, None
 
 
-features.register_autograd(_gradient, setup_context=_setup)
+features.register_autograd(_gradients, setup_context=_save_for_backward)
 no_second_derivative(features_backward)
 
 
@@ -171,11 +175,11 @@ def features_step(
     """Applies the input features to one token, as `input_features_step` does.
 
     Args:
-        x: The projections' outputs one after the other, [B, E].
-        head_dim: R.
-        weight: The convolution's weight, [W, C], or None.
+        x: The projections' outputs one after the other, [B, E] with E = H R.
+        head_dim: R, the channels of a head.
+        weight: The weight of the convolution of the first C channels, [W, C], or None.
         bias: Its bias, [C], or None.
-        past: Its inputs before x, [B, W - 1, C], overwritten; or None.
+        past: Its W - 1 inputs before x, [B, W - 1, C], overwritten with the last ones; or None.
         cos: The rotary cosines, [1, 1, R/2] or [B, 1, 1, R/2], or None.
         sin: The rotary sines, likewise.
         rotated: Number of the first heads that RoPE rotates.
@@ -196,6 +200,7 @@ def features_step(
 
 @features_step.register_fake
 def _(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps):
+    """Makes results of `features_step` for tracing: only shapes and dtypes count."""
     return x.new_empty(x.shape[0], x.shape[1] // head_dim, head_dim)
 
 

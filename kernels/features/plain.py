@@ -20,8 +20,8 @@ def features(
     """Applies the input features, as `input_features` does.
 
     Args:
-        x: A projection, [B, T, E].
-        head_dim: R.
+        x: A projection's output, [B, T, E] with E = H R channels.
+        head_dim: R, the channels of a head.
         weight: The convolution's taps, [E, W] or [E, 1, W]; None for no convolution.
         bias: The convolution's bias, [E]. It is given if weight is.
         past: The inputs of the W - 1 tokens before x, [B, W - 1, E], or None for zeros.
@@ -45,7 +45,7 @@ def features(
     if weight is not None:
         y = _convolved(y, weight.flatten(1).to(dtype), bias.to(dtype), past, documents)
     y = y.unflatten(-1, (-1, head_dim))
-    # RoPE: the halves (a, b) become (a cos - b sin, b cos + a sin).
+    # RoPE: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). `other` is (b, a).
     if cos is not None:
         other = y.roll(head_dim // 2, dims=-1)
         y = y * torch.cat([cos, cos], dim=-1) + other * torch.cat([-sin, sin], dim=-1)
@@ -64,9 +64,9 @@ def _convolved(
     """Applies the causal depthwise convolution, in the dtype of x.
 
     Args:
-        x: [B, T, E].
-        weight: [E, W], the oldest lag first.
-        bias: [E].
+        x: The inputs, [B, T, E] with E channels.
+        weight: The taps of each channel, [E, W], the oldest lag first.
+        bias: The bias of each channel, [E].
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
         documents: The document of each token, [B, T], or None.
     """
@@ -100,17 +100,17 @@ def step(
 
     Args:
         x: The projections q, k and v side by side, [B, H R].
-        head_dim: R.
-        weight: The taps of the convolution, the oldest first, [W, C]; or None, and then bias and past
-            are None, too.
-        bias: [C], or None.
+        head_dim: R, the channels of a head.
+        weight: The taps of the convolution of the first C channels, the oldest first, [W, C]; or
+            None, and then bias and past are None, too.
+        bias: The convolution's bias, [C], or None.
         past: The inputs of the last W - 1 tokens, [B, W - 1, C], which are overwritten; or None.
-        cos: [1, 1, R/2] or [B, 1, 1, R/2], or None.
-        sin: Likewise.
+        cos: The rotary cosines, [1, 1, R/2] or [B, 1, 1, R/2], or None.
+        sin: The rotary sines, likewise.
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
-        scale: [N, R], of the last N heads, or None.
-        shift: Likewise.
+        scale: The norm's scale, [N, R], of the last N heads, or None.
+        shift: The norm's shift, likewise.
         eps: The eps of the norm.
 
     Returns:
@@ -128,20 +128,21 @@ def step(
         past.copy_(window[:, 1:])
         u.copy_((window * weight).sum(1).add_(bias))
     y = y.view(x.shape[0], -1, head_dim)
-    # RoPE of the first heads: the halves (a, b) become (a cos - b sin, b cos + a sin).
+    # RoPE of the first heads: the halves (a, b) become (a cos - b sin, b cos + a sin). `other` is
+    # (-b, a).
     if rotated:
         u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)
         other = u.flip(2)
         other[:, :, 0].neg_()
         u.mul_(cos).addcmul_(other, sin)
-    # SiLU and the l2 norm of the first heads.
+    # SiLU and the l2 norm of the first heads, as in `features`.
     if silu:
         u = F.silu(y[:, :silu], inplace=True)
         u.div_(torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(1e-6))
     # RMSNorm of the last heads: 1 / sqrt(mean(u^2) + eps), scale and shift.
     if scale is not None:
         u = y[:, -len(scale) :]
-        n = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
-        factor = torch.addcmul(n.new_full((1,), eps), n, n, value=1 / head_dim).rsqrt_()
+        norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+        factor = torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1 / head_dim).rsqrt_()
         u.mul_(factor).mul_(scale).add_(shift)
     return y.to(x.dtype)

@@ -7,10 +7,11 @@ import torch
 
 from interdomain.scan.triton_support import missing
 
-# A tap costs 32 registers per thread in the backward: weight, its gradient, the input and its
-# pending gradient.
+# The widest convolution. A tap costs 32 registers per thread in the backward: weight, its gradient,
+# the input and its pending gradient.
 MAX_WIDTH = 4
-MAX_HEAD_DIM = 256  # half a head per warp
+# The widest head: a warp has half of it.
+MAX_HEAD_DIM = 256
 
 
 def unsupported(
@@ -25,7 +26,7 @@ def unsupported(
     Args:
         device: The device of the input; None for a GPU of another machine, as in the scan.
         dtype: The dtype of the input.
-        head_dim: R.
+        head_dim: R, the channels of a head.
         width: The width of the convolution; 0 for none.
         rope_gradient: True if the rotary tables require a gradient.
     """

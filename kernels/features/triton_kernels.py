@@ -43,24 +43,24 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(T, H, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
-    """Returns the tokens, rows and channels of this program.
+def _tile_of_program(T, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
+    """Returns the tokens, rows and channels of this program. A row is one head of one sequence.
 
     Args:
         T: Tokens of a sequence.
-        H: Heads (not used here).
-        N: Rows, B H.
+        N: Rows: the heads of all sequences.
         BT: Tokens of a program.
         R: Channels of a head.
         BN: Rows of a program.
-        BH: Width of a tile: R/2, rounded up to a power of two.
+        BH: Width of a tile, which holds half the channels: a power of two, at least R/2.
 
     Returns:
         The index of the program's stretch of time, its first token, the end of its tokens (not
         included), its rows [BN, 1], the channels of the first half [1, BH], and the mask of the
         elements that exist, [BN, BH].
     """
-    # Programs of one block of rows have consecutive ids. int64: an offset may exceed 2^31.
+    # The stretches of time of one block of rows have consecutive program ids. int64: an offset may
+    # exceed 2^31.
     NT = tl.cdiv(T, BT)
     i_t = tl.cast(tl.program_id(0) % NT, tl.int64)
     o_n = tl.cast(tl.program_id(0) // NT, tl.int64) * BN + tl.arange(0, BN)[:, None]
@@ -70,61 +70,79 @@ def _place(T, H, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def _load(p, m, HALF: tl.constexpr):
-    """Loads the two halves of R at p and p + HALF, in the dtype of the memory; 0 outside of m."""
+    """Loads the two halves of heads as a pair of tiles [BN, BH], in the dtype of the memory.
+
+    Args:
+        p: Pointers to the channels of the first half, [BN, BH].
+        m: Mask of the elements that exist, [BN, BH]; the others are 0.
+        HALF: Elements in memory from a channel of the first half to its partner in the second.
+    """
     return tl.load(p, mask=m, other=0.0), tl.load(p + HALF, mask=m, other=0.0)
 
 
 @triton.jit
-def _wide(x):
-    """Converts both halves to fp32."""
+def _to_fp32(x):
+    """Converts a pair of tiles, one for each half of the channels, to fp32."""
     return x[0].to(tl.float32), x[1].to(tl.float32)
 
 
 @triton.jit
 def _store(p, x, m, HALF: tl.constexpr):
-    """Stores the two halves x at p and p + HALF, in the dtype of the memory, where m is true."""
+    """Stores a pair of tiles x, the counterpart of `_load`.
+
+    Args:
+        p: Pointers to the channels of the first half, [BN, BH].
+        x: The pair. It is converted to the dtype of the memory.
+        m: Mask of the elements that exist, [BN, BH].
+        HALF: Elements in memory from a channel of the first half to its partner in the second.
+    """
     tl.store(p, x[0].to(p.dtype.element_ty), mask=m)
     tl.store(p + HALF, x[1].to(p.dtype.element_ty), mask=m)
 
 
 @triton.jit
 def _times(x, y):
-    """Returns x y, both halves."""
+    """Returns x y. x, y and the result are pairs of tiles, one for each half of the channels."""
     return x[0] * y[0], x[1] * y[1]
 
 
 @triton.jit
 def _add(x, y):
-    """Returns x + y, both halves."""
+    """Returns x + y for pairs of tiles, one for each half of the channels."""
     return x[0] + y[0], x[1] + y[1]
 
 
 @triton.jit
 def _add_product(z, x, y):
-    """Returns z + x y, both halves."""
+    """Returns z + x y for pairs of tiles, one for each half of the channels."""
     return z[0] + x[0] * y[0], z[1] + x[1] * y[1]
 
 
 @triton.jit
 def _taps(p_weight, m, HALF: tl.constexpr, W: tl.constexpr):
-    """Loads the taps of the convolution, (w_0, ..., w_(W-1)), ordered by lag.
+    """Loads the taps of the convolution in fp32, (w_0, ..., w_(W-1)), ordered by lag.
+
+    The tap w_j at lag j is column W - 1 - j of the weight, [channels, W]. Each tap is a pair of
+    tiles, one for each half of a head's channels.
 
     Args:
-        p_weight: Pointers to weight[channel, 0] of the first half, [BN, BH]; weight is [E, W].
-        m: Mask, [BN, BH].
-        HALF: R/2.
+        p_weight: Pointers to column 0 of the weight for the channels of the first half, [BN, BH].
+        m: Mask of the elements that exist, [BN, BH].
+        HALF: Half the channels of a head.
         W: Width of the convolution.
     """
-    # The two halves of R are HALF rows of the weight apart.
+    # The two halves of a head are HALF rows of the weight apart.
     taps = ()
     for j in tl.static_range(W):
-        taps = taps + (_wide(_load(p_weight + (W - 1 - j), m, HALF * W)),)
+        taps = taps + (_to_fp32(_load(p_weight + (W - 1 - j), m, HALF * W)),)
     return taps
 
 
 @triton.jit
 def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: tl.constexpr):
-    """Loads the inputs before token t_0, (x_(t_0-1), ..., x_(t_0-W+1)), in fp32.
+    """Loads the W - 1 inputs before token t_0, (x_(t_0-1), ..., x_(t_0-W+1)), in fp32.
+
+    Each input is a pair of tiles, one for each half of a head's channels.
 
     Args:
         p_x: Pointers to x at token 0, [BN, BH].
@@ -132,17 +150,17 @@ def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: t
         t_0: The program's first token.
         stride_xt: Stride of x over tokens.
         stride_pt: Stride of past over tokens.
-        m: Mask, [BN, BH].
-        HALF: R/2.
+        m: Mask of the elements that exist, [BN, BH].
+        HALF: Half the channels of a head.
         W: Width of the convolution.
     """
     history = ()
     for j in tl.static_range(1, W):
         t = t_0 - j
-        x = _wide(_load(p_x + t * stride_xt, m & (t >= 0), HALF))
+        x = _to_fp32(_load(p_x + t * stride_xt, m & (t >= 0), HALF))
         if p_past is not None:
             # One of the two loads is masked, and gives 0. past[W - 1 + t] is the input of t < 0.
-            x = _add(x, _wide(_load(p_past + (t + W - 1) * stride_pt, m & (t < 0), HALF)))
+            x = _add(x, _to_fp32(_load(p_past + (t + W - 1) * stride_pt, m & (t < 0), HALF)))
         history = history + (x,)
     return history
 
@@ -163,7 +181,14 @@ def _document(p_doc, t, m_n):
 
 @triton.jit
 def _documents(p_doc, t_0, m_n, W: tl.constexpr):
-    """Loads the documents of the W - 1 tokens before t_0, the latest token first."""
+    """Loads the documents of the W - 1 tokens before t_0, the latest token first.
+
+    Args:
+        p_doc: Pointers to the document of each row's token 0, [BN, 1].
+        t_0: The program's first token.
+        m_n: Mask of the rows that exist, [BN, 1].
+        W: Width of the convolution.
+    """
     documents = ()
     for j in tl.static_range(1, W):
         documents = documents + (_document(p_doc, t_0 - j, m_n),)
@@ -171,15 +196,15 @@ def _documents(p_doc, t_0, m_n, W: tl.constexpr):
 
 
 @triton.jit
-def _same_document(window, documents, W: tl.constexpr):
-    """Sets inputs of other documents to zero.
+def _without_other_documents(window, documents, W: tl.constexpr):
+    """Sets inputs of the window that are of another document than its newest one to zero.
 
     Documents never fall along T, so an input of another document never counts again: the caller may
     keep the zeros as the history of the next token.
 
     Args:
-        window: The inputs at lags 0 to W - 1.
-        documents: Their documents, likewise.
+        window: The inputs at lags 0 to W - 1, each a pair of tiles.
+        documents: The documents of these inputs, likewise from lag 0, [BN, 1] each.
         W: Width of the convolution.
     """
     same = (window[0],)
@@ -191,7 +216,14 @@ def _same_document(window, documents, W: tl.constexpr):
 
 @triton.jit
 def _convolved(window, taps, bias, W: tl.constexpr):
-    """Returns u = bias + sum_j taps[j] window[j], the causal convolution (SC of paper eq. 10)."""
+    """Returns u = bias + sum_j taps[j] window[j], the causal convolution (SC of paper eq. 10).
+
+    Args:
+        window: The inputs at lags 0 to W - 1, each a pair of tiles.
+        taps: The weights of these inputs, likewise, from `_taps`.
+        bias: The bias, a pair of tiles.
+        W: Width of the convolution.
+    """
     u = bias
     # The oldest input comes first.
     for i in tl.static_range(W):
@@ -203,15 +235,16 @@ def _convolved(window, taps, bias, W: tl.constexpr):
 def _norms(b_S, R: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):
     """Returns the factor g(S) of the l2 norm and the RMSNorm, and 2 g'(S) / g(S) for the backward.
 
-    The l2 norm divides by n with n^2 = max(S, 1e-12). The RMSNorm of its result divides by sqrt(m)
-    with m = S / (R n^2) + EPS. So g is 1 / n (SILU), 1 / sqrt(m) (NORM, with n = 1) or
+    Both norms multiply a head's channels s by one factor, which depends only on S, the sum of their
+    squares. The l2 norm divides by n with n^2 = max(S, 1e-12). The RMSNorm of its result divides by
+    sqrt(m) with m = S / (R n^2) + EPS. So g is 1 / n (SILU), 1 / sqrt(m) (NORM, with n = 1) or
     1 / (n sqrt(m)) (both).
 
     Args:
-        b_S: S = |s|^2 over R, [BN, 1].
+        b_S: S, [BN, 1].
         R: Channels of a head.
         SILU: True for the l2 norm.
-        NORM: True for the RMSNorm.
+        NORM: True for the RMSNorm. At least one of SILU and NORM is true.
         EPS: The eps of the RMSNorm.
     """
     if SILU:
@@ -234,7 +267,10 @@ def forward_kernel(
     R: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
     AHEAD: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Computes the input features of BN rows over BT tokens.
+    """Computes the input features of BN rows over BT tokens. A row is one head of one sequence.
+
+    Shapes: B sequences of T tokens, H heads of R channels, E = H R channels. Tiles hold half a
+    head's channels, [BN, BH], and come in pairs: the first half and the second.
 
     Grid: ceil(T / BT) ceil(N / BN) programs.
 
@@ -261,10 +297,10 @@ def forward_kernel(
         R: Channels of a head.
         W: Width of the convolution; 0 for none.
         BN: Rows of a program.
-        BH: Width of a tile, at least R/2.
+        BH: Width of a tile, a power of two, at least R/2.
         SILU: True for SiLU and the l2 norm.
         EPS: The eps of the RMSNorm.
-        AHEAD: Tokens that are loaded before they are needed.
+        AHEAD: Number of tokens that are loaded before they are needed, at least 1.
         UNROLL: Tokens in one iteration of the compiled loop.
     """
     # Which stages there are is known when the kernel is compiled.
@@ -273,7 +309,7 @@ def forward_kernel(
     NORM: tl.constexpr = p_scale is not None
     HALF: tl.constexpr = R // 2
     # Move every pointer to this program's rows and channels; the loop adds the token's offset.
-    _, t_0, t_1, o_n, o_r, m = _place(T, H, N, BT, R, BN, BH)
+    _, t_0, t_1, o_n, o_r, m = _tile_of_program(T, N, BT, R, BN, BH)
     i_b = o_n // H
     o_e = o_n % H * R + o_r
     p_x += i_b * stride_xb + o_e
@@ -285,34 +321,37 @@ def forward_kernel(
         p_sin += i_b * stride_rb + o_r
     if DOCS:
         p_doc += i_b * T
-    # Load what all tokens share, and the inputs and documents of the W - 1 tokens before the first.
+    # Load what all tokens share. `history` has the inputs of the W - 1 tokens before the current
+    # one, the latest first, and `documents` their documents.
     taps, bias, history, documents, scale, shift = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
-        bias = _wide(_load(p_bias + o_e, m, HALF))
+        bias = _to_fp32(_load(p_bias + o_e, m, HALF))
         history = _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF, W)
         if DOCS:
             documents = _documents(p_doc, t_0, o_n < N, W)
     if NORM:
-        scale = _wide(_load(p_scale + o_r, m, HALF))
-        shift = _wide(_load(p_shift + o_e, m, HALF))
-    # Start to load the first AHEAD tokens, so that arithmetic hides the latency of the memory.
+        scale = _to_fp32(_load(p_scale + o_r, m, HALF))
+        shift = _to_fp32(_load(p_shift + o_e, m, HALF))
+    # `ahead` has the inputs of the current token and the AHEAD - 1 after it, as they are in memory.
+    # They are loaded early, so that arithmetic hides the latency of the memory.
     ahead = ()
     for i in tl.static_range(AHEAD):
         ahead = ahead + (_load(p_x + (t_0 + i) * stride_xt, m & (t_0 + i < t_1), HALF),)
 
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
-        # Take token t, and start to load token t + AHEAD.
-        s = _wide(ahead[0])
+        # Take token t, and start to load token t + AHEAD in its place.
+        s = _to_fp32(ahead[0])
         t_n = t + AHEAD
         ahead = ahead[1:] + (_load(p_x + t_n * stride_xt, m & (t_n < t_1), HALF),)
-        # Convolve this input and those of the W - 1 inputs before it that are of its document.
+        # Convolve this input and those of the W - 1 inputs before it that are of its document. The
+        # newest W - 1 of the window are the history of the next token.
         if W:
             window = (s,) + history
             if DOCS:
-                near = (_document(p_doc, t, o_n < N),) + documents
-                window = _same_document(window, near, W)
-                documents = near[: W - 1]
+                window_documents = (_document(p_doc, t, o_n < N),) + documents
+                window = _without_other_documents(window, window_documents, W)
+                documents = window_documents[: W - 1]
             s = _convolved(window, taps, bias, W)
             history = window[: W - 1]
         # Rotate the pairs of the two halves.
@@ -323,7 +362,7 @@ def forward_kernel(
         # SiLU(x) = x sigmoid(x).
         if SILU:
             s = (s[0] / (1.0 + tl.exp(-s[0])), s[1] / (1.0 + tl.exp(-s[1])))
-        # Both norms are one factor.
+        # Both norms are one factor; its derivative is for the backward only.
         if SILU or NORM:
             b_g = _norms(tl.sum(s[0] * s[0] + s[1] * s[1], axis=1)[:, None], R, SILU, NORM, EPS)[0]
             s = (s[0] * b_g, s[1] * b_g)
@@ -339,17 +378,20 @@ def _cotangent(
 ):  # fmt: skip
     """Computes the gradient of u, the result of the convolution, at one token.
 
-    It recomputes RoPE and SiLU from u, and then goes back through the stages. With e = scale dy:
-    ds = g e + g c (e . s) s, where c = 2 g'(S) / g(S); du = RoPE^T (ds SiLU'(RoPE(u))).
+    The forward is s = SiLU(RoPE(u)), S = sum of s^2 over a head's channels, and y = scale s g(S) +
+    shift, where the factor g holds both norms (`_norms`). This function recomputes s from u, and
+    then goes back through the stages. With e = scale dy, the gradient of s is ds = g e + k g (e .
+    s) s, where k = 2 g'(S) / g(S), and that of u is du = RoPE^T (ds SiLU'(RoPE(u))).
 
     Args:
-        u: The result of the convolution, or x if there is none; two halves, as all pairs here.
+        u: The result of the convolution, or x if there is none. It is a pair of tiles [BN, BH], the
+            halves of a head's channels; so are dy, scale and the results.
         dy: The gradient of y.
         p_cos: Pointers to the rotary cosines of token 0, [BN, BH], or None.
         p_sin: Pointers to the rotary sines of token 0, likewise.
         o_t: Offset of the token in these tables.
-        scale: The norm's scale.
-        m: Mask, [BN, BH].
+        scale: The norm's scale; () without NORM.
+        m: Mask of the elements that exist, [BN, BH].
         R: Channels of a head.
         ROPE: True for RoPE.
         SILU: True for SiLU and the l2 norm.
@@ -359,6 +401,7 @@ def _cotangent(
     Returns:
         du, and s g(S): its product with dy is the gradient of scale.
     """
+    # The first half of the channels is a, the second b; da and db are the gradients.
     b_a, b_b = u
     b_da, b_db = dy
     # Forward once more: s, and for the derivative of SiLU its sigmoids.
@@ -371,16 +414,17 @@ def _cotangent(
         b_gb = 1.0 / (1.0 + tl.exp(-b_b))
         b_a *= b_ga
         b_b *= b_gb
-    # Back through scale and both norms.
+    # Back through scale (da and db become e) and both norms (they become ds = g e + w s, where w =
+    # k g (e . s)).
     if NORM:
         b_da *= scale[0]
         b_db *= scale[1]
     if SILU or NORM:
         b_g, b_k = _norms(tl.sum(b_a * b_a + b_b * b_b, axis=1)[:, None], R, SILU, NORM, EPS)
-        b_k *= b_g * tl.sum(b_da * b_a + b_db * b_b, axis=1)[:, None]
-        b_da = b_g * b_da + b_k * b_a
-        b_db = b_g * b_db + b_k * b_b
-    # SiLU' = sigmoid + s (1 - sigmoid).
+        b_w = b_k * (b_g * tl.sum(b_da * b_a + b_db * b_b, axis=1)[:, None])
+        b_da = b_g * b_da + b_w * b_a
+        b_db = b_g * b_db + b_w * b_b
+    # SiLU' = sigmoid + s (1 - sigmoid). After it, a and b become s g for the gradient of scale.
     if SILU:
         b_da *= b_ga + b_a * (1.0 - b_ga)
         b_db *= b_gb + b_b * (1.0 - b_gb)
@@ -395,13 +439,16 @@ def _cotangent(
 
 @triton.jit
 def _add_to_pending(pending, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
-    """Adds du_t to the incomplete gradients of the last inputs.
+    """Adds the gradients of the last W inputs that come from token t.
+
+    The input x_(t-j) went into u_t with the tap w_j, so its gradient gets w_j du_t. It is complete
+    when it has those of W tokens.
 
     Args:
         pending: pending[j] is the part of dx_(t-1-j) that comes from tokens before t, for j from 0
             to W - 2.
-        du: The gradient of the convolution's result at token t.
-        taps: (w_0, ..., w_(W-1)).
+        du: The gradient of the convolution's result u at token t.
+        taps: The weights of the convolution by lag, (w_0, ..., w_(W-1)).
         documents: The documents of tokens t, t - 1, ..., t - W + 1 with DOCS, else ().
         W: Width of the convolution.
         DOCS: True for packed documents.
@@ -429,18 +476,21 @@ def backward_kernel(
 ):  # fmt: skip
     """Computes the gradients of `forward_kernel` for BN rows over BT tokens.
 
+    Shapes: B sequences of T tokens, H heads of R channels, E = H R channels, N = B H rows. Tiles
+    are those of `forward_kernel`.
+
     Grid: ceil(T / BT) ceil(N / BN) programs.
 
     Args:
         p_dy: The gradient of y, [B, T, H, R], its last dimension dense.
-        p_x: As in `forward_kernel`, and so are the next arguments.
-        p_past: [B, W - 1, E], or None for zeros.
-        p_doc: [B, T] int32, or None.
-        p_weight: [E, W], or None.
-        p_bias: [E], or None.
-        p_cos: [T, R/2] or [B, T, R/2] fp32, or None.
-        p_sin: Likewise.
-        p_scale: [R], or None.
+        p_x: The projection's output, [B, T, E], its last dimension dense.
+        p_past: The W - 1 inputs before x, [B, W - 1, E], its last dimension dense; None for zeros.
+        p_doc: The document of each token, [B, T] int32, or None.
+        p_weight: The convolution's weight, [E, W], or None.
+        p_bias: The convolution's bias, [E], or None.
+        p_cos: The rotary cosines, [T, R/2] or [B, T, R/2] fp32, or None.
+        p_sin: The rotary sines, likewise.
+        p_scale: The norm's scale, [R], or None.
         p_dx: The gradient of x, [B, T, E].
         p_dpast: The gradient of past, [B, W - 1, E], or None if it is not wanted.
         p_sums: The sums over this program's tokens, [ceil(T / BT), N, K, R] fp32. The K rows are
@@ -453,21 +503,22 @@ def backward_kernel(
         stride_db: Stride of dy over sequences.
         stride_dt: Stride of dy over tokens.
         stride_dh: Stride of dy over heads.
-        stride_xb: As in `forward_kernel`, and so are all further arguments.
+        stride_xb: Stride of x over sequences.
         stride_xt: Stride of x over tokens.
         stride_pb: Stride of past over sequences.
         stride_pt: Stride of past over tokens.
-        stride_rb: Stride of the rotary tables over sequences, or 0.
+        stride_rb: Stride of the rotary tables over sequences; 0 if all sequences share them.
         R: Channels of a head.
         W: Width of the convolution; 0 for none.
         BN: Rows of a program.
-        BH: Width of a tile, at least R/2.
+        BH: Width of a tile, a power of two, at least R/2.
         SILU: True for SiLU and the l2 norm.
         EPS: The eps of the RMSNorm.
-        AHEAD: Tokens that are loaded before they are needed.
+        AHEAD: Number of tokens that are loaded before they are needed, at least 1.
         UNROLL: Tokens in one iteration of the compiled loop.
     """
-    # LAG: dx of a token is complete LAG tokens later.
+    # Which stages there are is known when the kernel is compiled. dx of a token is complete LAG
+    # tokens later. There are K gradients of parameters for each channel.
     DOCS: tl.constexpr = p_doc is not None
     ROPE: tl.constexpr = p_cos is not None
     NORM: tl.constexpr = p_scale is not None
@@ -475,7 +526,7 @@ def backward_kernel(
     LAG: tl.constexpr = W - 1 if W else 0
     K: tl.constexpr = (W + 1 if W else 0) + (2 if NORM else 0)
     # Move every pointer to this program's rows and channels; the loop adds the token's offset.
-    i_t, t_0, t_1, o_n, o_r, m = _place(T, H, N, BT, R, BN, BH)
+    i_t, t_0, t_1, o_n, o_r, m = _tile_of_program(T, N, BT, R, BN, BH)
     i_b = o_n // H
     o_e = o_n % H * R + o_r
     p_dy += i_b * stride_db + o_n % H * stride_dh + o_r
@@ -490,23 +541,25 @@ def backward_kernel(
         p_sin += i_b * stride_rb + o_r
     if DOCS:
         p_doc += i_b * T
-    # Load what all tokens share, and the inputs and documents of the W - 1 tokens before the first.
-    # No token of this program adds to dx of those: `pending` starts at zero.
+    # Load what all tokens share. `history` has the inputs of the W - 1 tokens before the current
+    # one, the latest first, `documents` their documents, and `pending` their incomplete gradients.
+    # No token of this program adds to dx of tokens before it: `pending` starts at zero.
     b_zero = tl.zeros([BN, BH], dtype=tl.float32)
     zero = (b_zero, b_zero)
     taps, bias, history, documents, pending, scale = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
-        bias = _wide(_load(p_bias + o_e, m, HALF))
+        bias = _to_fp32(_load(p_bias + o_e, m, HALF))
         history = _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF, W)
         pending = (zero,) * LAG
         if DOCS:
             documents = _documents(p_doc, t_0, o_n < N, W)
     if NORM:
-        scale = _wide(_load(p_scale + o_r, m, HALF))
+        scale = _to_fp32(_load(p_scale + o_r, m, HALF))
+    # The gradients of the parameters, in the order of the rows of p_sums.
     sums = (zero,) * K
-    # Start to load x and dy of the first AHEAD tokens. Tokens up to T are loaded, not up to t_1:
-    # the last loop reads W - 1 tokens of the next program.
+    # `ahead` has x and dy of the current token and the AHEAD - 1 after it. Tokens up to T are
+    # loaded, not up to t_1: the last loop reads W - 1 tokens of the next program.
     ahead = ()
     for i in tl.static_range(AHEAD):
         t_n = t_0 + i
@@ -517,21 +570,21 @@ def backward_kernel(
 
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
         # Take x and dy of token t, and start to load those of token t + AHEAD.
-        u = _wide(ahead[0][0])
-        dy = _wide(ahead[0][1])
+        u = _to_fp32(ahead[0][0])
+        dy = _to_fp32(ahead[0][1])
         t_n = t + AHEAD
         m_n = m & (t_n < T)
         ahead = ahead[1:] + (
             (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
         )
-        # The convolution once more, as in the forward.
+        # The convolution once more, as in the forward: u of token t.
         window = (u,) + history
-        near = documents
+        window_documents = documents
         if W:
             if DOCS:
-                near = (_document(p_doc, t, o_n < N),) + documents
-                window = _same_document(window, near, W)
-                documents = near[:LAG]
+                window_documents = (_document(p_doc, t, o_n < N),) + documents
+                window = _without_other_documents(window, window_documents, W)
+                documents = window_documents[:LAG]
             u = _convolved(window, taps, bias, W)
         # Back through norms, SiLU and RoPE, and then through the convolution.
         du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m, R, ROPE, SILU, NORM, EPS)
@@ -540,7 +593,7 @@ def backward_kernel(
         # bias, scale and shift.
         added = ()
         if W:
-            dx, pending = _add_to_pending(pending, du, taps, near, W, DOCS)
+            dx, pending = _add_to_pending(pending, du, taps, window_documents, W, DOCS)
             history = window[:LAG]
             for i in tl.static_range(W):
                 added = added + (_add_product(sums[i], du, window[W - 1 - i]),)
@@ -559,27 +612,27 @@ def backward_kernel(
     # gradients of parameters. From T on, dy is zero.
     if W:
         for t in tl.range(t_1, t_1 + LAG):
-            u = _wide(ahead[0][0])
-            dy = _wide(ahead[0][1])
+            u = _to_fp32(ahead[0][0])
+            dy = _to_fp32(ahead[0][1])
             t_n = t + AHEAD
             m_n = m & (t_n < T)
             ahead = ahead[1:] + (
                 (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
             )
             window = (u,) + history
-            near = documents
+            window_documents = documents
             if DOCS:
                 # The window is not masked here. If token t has the document of the program's last
                 # token, the loop above has set the inputs of earlier documents to zero. If it has a
                 # later document, u is wrong, but its du does not reach this program's tokens.
-                near = (_document(p_doc, t, (o_n < N) & (t < T)),) + documents
-                documents = near[:LAG]
+                window_documents = (_document(p_doc, t, (o_n < N) & (t < T)),) + documents
+                documents = window_documents[:LAG]
             u = _convolved(window, taps, bias, W)
             m_t = m & (t < T)
             du, feature = _cotangent(
                 u, dy, p_cos, p_sin, t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS
             )
-            dx, pending = _add_to_pending(pending, du, taps, near, W, DOCS)
+            dx, pending = _add_to_pending(pending, du, taps, window_documents, W, DOCS)
             history = window[:LAG]
             _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)
             if p_dpast is not None:

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from .triton_kernels import backward_kernel, forward_kernel
 
-# The most elements in half a tile, which is one half of R: 4 in each of 128 threads. 8 would need
-# more than 255 registers.
-HALF_TILE = 512
-# AHEAD: tokens that are loaded before they are needed. UNROLL: tokens in one iteration of the
-# compiled loop. At W = 4, an iteration of four tokens moves the last inputs on without copies of
-# registers. These are the largest values that registers allow, found by compilation: the forward
-# takes 148 registers, the backward 255, and larger values would spill.
-FORWARD = dict(AHEAD=2, UNROLL=4)
-# Without documents, and with them.
-BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)
+# The most elements of a tile, which holds half the channels of its rows: 4 in each of 128 threads.
+# 8 would need more than 255 registers.
+MAX_TILE = 512
+# Constants of the kernels' loops over tokens. AHEAD: tokens that are loaded before they are needed.
+# UNROLL: tokens in one iteration of the compiled loop. At W = 4, an iteration of four tokens moves
+# the last inputs on without copies of registers. These are the largest values that registers allow,
+# found by compilation: the forward takes 148 registers, the backward 255, and larger values would
+# spill.
+FORWARD_LOOP = dict(AHEAD=2, UNROLL=4)
+# The first is without documents, the second with them.
+BACKWARD_LOOPS = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)
 
 
 def forward(
@@ -33,16 +34,16 @@ def forward(
     """Applies the input features.
 
     Args:
-        x: A projection's output, [B, T, E].
-        head_dim: R.
-        weight: The convolution's weight, [E, W], or None.
+        x: A projection's output, [B, T, E] with E = H R channels.
+        head_dim: R, the channels of a head.
+        weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
-        past: The inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None.
+        scale: The norm's scale, [R], or None for no norm.
         shift: The norm's shift, [H, R], or None.
         eps: The eps of the norm.
 
@@ -53,14 +54,14 @@ def forward(
     R = head_dim
     H = E // R
     y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
-    tensors, strides, constants = _arguments(
+    tensors, strides, constants = _shared_arguments(
         x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
     )
     if shift is not None:
         shift = shift.contiguous()
     # A program computes BN rows (heads of sequences) over BT tokens.
     blocks = triton.cdiv(B * H, constants["BN"])
-    BT = _tokens(T, blocks, 1024)
+    BT = _tokens_per_program(T, blocks, programs=1024)
     with torch.cuda.device_of(x):
         forward_kernel[(triton.cdiv(T, BT) * blocks,)](
             *tensors,
@@ -72,7 +73,7 @@ def forward(
             BT,
             *strides,
             **constants,
-            **FORWARD,
+            **FORWARD_LOOP,
         )
     return y
 
@@ -86,42 +87,44 @@ def backward(
 
     Args:
         dy: The gradient of y, [B, T, H, R].
-        x: A projection's output, [B, T, E].
-        head_dim: R.
-        weight: The convolution's weight, [E, W], or None.
+        x: A projection's output, [B, T, E] with E = H R channels.
+        head_dim: R, the channels of a head.
+        weight: The convolution's weight, [E, W], or None for no convolution.
         bias: Its bias, [E], or None.
-        past: The inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: The norm's scale, [R], or None.
+        scale: The norm's scale, [R], or None for no norm.
         eps: The eps of the norm.
         need_past: True if the gradient of `past` is wanted.
 
     Returns:
-        dx: [B, T, E].
-        sums: Gradients as rows of [H, K, R] in fp32: weight[:, 0] to weight[:, W-1], bias, scale by
-            head and shift, if they are there.
-        dpast: [B, W - 1, E], or empty.
+        dx: The gradient of x, [B, T, E].
+        sums: Gradients as the K rows of [H, K, R] in fp32: weight[:, 0] to weight[:, W-1], bias,
+            scale by head and shift, if they are there.
+        dpast: The gradient of past, [B, W - 1, E], or empty.
     """
     B, T, E = x.shape
     R = head_dim
     H = E // R
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
-    tensors, strides, constants = _arguments(
+    tensors, strides, constants = _shared_arguments(
         x, R, weight, bias, past, documents, cos, sin, silu, scale, eps
     )
     W = constants["W"]
+    # The number of gradients of parameters for each channel.
     K = 0
     if weight is not None:
         K += W + 1
     if scale is not None:
         K += 2
-    # Each of NT stretches of time has sums of its own; they are added here, in a fixed order.
+    # A program computes BN rows (heads of sequences) over BT tokens. Each of NT stretches of time
+    # has sums of its own; they are added here, in a fixed order.
     blocks = triton.cdiv(B * H, constants["BN"])
-    BT = _tokens(T, blocks, 512)
+    BT = _tokens_per_program(T, blocks, programs=512)
     NT = triton.cdiv(T, BT)
     dx = torch.empty(B, T, E, dtype=x.dtype, device=x.device)
     dpast = None
@@ -133,35 +136,35 @@ def backward(
     with torch.cuda.device_of(x):
         backward_kernel[(NT * blocks,)](
             dy, *tensors, dx, dpast, sums, T, H, B * H, BT,
-            *_strides(dy), *strides, **constants, **BACKWARD[with_documents],
+            *_leading_strides(dy), *strides, **constants, **BACKWARD_LOOPS[with_documents],
         )  # fmt: skip
     if dpast is None:
         dpast = x.new_empty(0)
     return dx, sums.sum((0, 1)), dpast
 
 
-def _arguments(
+def _shared_arguments(
     x: Tensor, R: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, documents: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
 ) -> tuple[tuple, tuple, dict]:  # fmt: skip
     """Makes the arguments that both kernels share.
 
     Args:
-        x: As in `forward`, and so are all other arguments.
+        x: A projection's output, [B, T, E] with E = H R channels.
         R: Channels of a head.
-        weight: [E, W], or None.
-        bias: [E], or None.
-        past: [B, W - 1, E], or None.
-        documents: [B, T], or None.
-        cos: [T, 1, R/2] or [B, T, 1, R/2], or None.
-        sin: Likewise.
+        weight: The convolution's weight, [E, W], or None.
+        bias: Its bias, [E], or None.
+        past: The W - 1 inputs before x, [B, W - 1, E], or None.
+        documents: The document of each token, [B, T], or None.
+        cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
+        sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.
-        scale: [R], or None.
+        scale: The norm's scale, [R], or None.
         eps: The eps of the norm.
 
     Returns:
-        The tensors from x to scale (None for those that are not there), the strides of x, past and
-        the rotary tables, and the constants.
+        The tensors in the order of the kernels, from x to scale (None for those that are not
+        there); the strides of x, past and the rotary tables; and the constants and launch options.
     """
     # The kernels need a dense last dimension of x and past, and contiguous tables.
     if x.stride(-1) != 1:
@@ -170,7 +173,7 @@ def _arguments(
     if past is not None:
         if past.stride(-1) != 1:
             past = past.contiguous()
-        past_strides = _strides(past)
+        past_strides = _leading_strides(past)
     # Documents matter to the convolution only.
     if weight is None:
         documents = None
@@ -190,12 +193,13 @@ def _arguments(
     W = 0
     if weight is not None:
         W = weight.shape[-1]
+    # A tile has half the channels of a head, and as many rows as fit.
     BH = max(16, triton.next_power_of_2(R // 2))
-    constants = dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4)
-    return (x, past, *tables), (*_strides(x), *past_strides, rope_stride), constants
+    constants = dict(R=R, W=W, BN=max(1, MAX_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4)
+    return (x, past, *tables), (*_leading_strides(x), *past_strides, rope_stride), constants
 
 
-def _tokens(T: int, blocks: int, programs: int) -> int:
+def _tokens_per_program(T: int, blocks: int, programs: int) -> int:
     """Returns the tokens of a program, from 16 to 128.
 
     It is the largest number that leaves at least `programs` programs. It depends on the shape only,
@@ -204,7 +208,7 @@ def _tokens(T: int, blocks: int, programs: int) -> int:
     Args:
         T: Tokens of a sequence.
         blocks: Programs for one stretch of time.
-        programs: The number of programs that fills a GPU.
+        programs: The number of programs of this kernel that fills a GPU.
     """
     BT = 128
     while BT > 16 and triton.cdiv(T, BT) * blocks < programs:
@@ -212,7 +216,7 @@ def _tokens(T: int, blocks: int, programs: int) -> int:
     return BT
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
+def _leading_strides(x: Tensor) -> tuple[int, ...]:
     """Returns the strides of x without the last one.
 
     The stride of a dimension of one may be anything: 0 avoids another compilation.

@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_kernels import _load, _store, _wide
+from .triton_kernels import _load, _store, _to_fp32
 
-# The most elements in half a tile, which is one half of R for BB sequences: 4 in each of 128
-# threads.
-HALF_TILE = 512
+# The most elements of a tile of `step_kernel`, which holds half a head for BB sequences: 4 in each
+# of 128 threads.
+MAX_TILE = 512
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -42,8 +42,9 @@ def step_kernel(
 
     Args:
         p_x: The projections' outputs one after the other, [B, H R], the last dimension dense.
-        p_past: The W - 1 inputs before x, [B, W - 1, C], the oldest first, the last dimension
-            dense; overwritten with the last W - 1 inputs, x included. None without a convolution.
+        p_past: The W - 1 inputs of the convolved channels before x, [B, W - 1, C], the oldest
+            first, the last dimension dense; overwritten with the last W - 1 inputs, x included.
+            None without a convolution.
         p_weight: The convolution's weight, transposed: [W, C], the oldest lag first; or None.
         p_bias: The convolution's bias, [C], or None.
         p_cos: The rotary cosines, [R/2] or [B, R/2] fp32, or None.
@@ -65,7 +66,7 @@ def step_kernel(
         NORMED: Number of the last heads with the RMSNorm.
         EPS: The eps of the RMSNorm.
         BB: Sequences of a program.
-        BH: Width of a tile: R/2, rounded up to a power of two.
+        BH: Width of a tile, a power of two, at least R/2.
     """
     HALF: tl.constexpr = R // 2
     # This program's head, sequences and channels.
@@ -76,7 +77,8 @@ def step_kernel(
     m_r = o_r < HALF
     m = (o_b < B) & m_r
     x = _load(p_x + o_b * stride_xb + o_e, m, HALF)
-    b_a, b_b = _wide(x)
+    # The first half of the channels is a, the second b.
+    b_a, b_b = _to_fp32(x)
     # Convolution: the past and x are the window. Its last W - 1 inputs are the past of the next
     # token.
     if C > 0:
@@ -86,12 +88,12 @@ def step_kernel(
             for i in tl.static_range(W - 1):
                 window = window + (_load(p_window + i * stride_pt, m, HALF),)
             window = window + (x,)
-            bias = _wide(_load(p_bias + o_e, m_r, HALF))
+            bias = _to_fp32(_load(p_bias + o_e, m_r, HALF))
             b_a, b_b = bias[0], bias[1]
             # The oldest input comes first.
             for i in tl.static_range(W):
-                w = _wide(_load(p_weight + i * C + o_e, m_r, HALF))
-                u = _wide(window[i])
+                w = _to_fp32(_load(p_weight + i * C + o_e, m_r, HALF))
+                u = _to_fp32(window[i])
                 b_a += w[0] * u[0]
                 b_b += w[1] * u[1]
             # All threads have read the past before any thread overwrites it.
@@ -118,8 +120,8 @@ def step_kernel(
     if NORMED > 0:
         if i_h >= H - NORMED:
             o_n = o_e - (H - NORMED) * R
-            scale = _wide(_load(p_scale + o_n, m_r, HALF))
-            shift = _wide(_load(p_shift + o_n, m_r, HALF))
+            scale = _to_fp32(_load(p_scale + o_n, m_r, HALF))
+            shift = _to_fp32(_load(p_shift + o_n, m_r, HALF))
             b_g = tl.rsqrt(tl.sum(b_a * b_a + b_b * b_b, axis=1) / R + EPS)[:, None]
             b_a = b_a * b_g * scale[0] + shift[0]
             b_b = b_b * b_g * scale[1] + shift[1]
@@ -134,15 +136,17 @@ def step(
 
     Args:
         x: The projections' outputs one after the other, [B, E] with E = H R.
-        head_dim: R.
-        weight: The convolution's weight, transposed: [W, C], or None.
+        head_dim: R, the channels of a head.
+        weight: The weight of the convolution of the first C channels, transposed: [W, C], the
+            oldest lag first, or None.
         bias: The convolution's bias, [C], or None.
-        past: The W - 1 inputs before x, [B, W - 1, C], overwritten with the last W - 1; or None.
+        past: The W - 1 inputs of these channels before x, [B, W - 1, C], overwritten with the last
+            W - 1; or None.
         cos: The rotary cosines, [1, 1, R/2] or [B, 1, 1, R/2], or None.
         sin: The rotary sines, likewise.
         rotated: Number of the first heads that RoPE rotates.
         silu: Number of the first heads with SiLU and the l2 norm.
-        scale: The norm's scale of the last heads, [NORMED, R], or None.
+        scale: The norm's scale, [N, R], of the last N heads, or None.
         shift: The norm's shift, likewise.
         eps: The eps of the norm.
 
@@ -154,7 +158,8 @@ def step(
     H = E // R
     y = torch.empty(B, H, R, dtype=x.dtype, device=x.device)
 
-    # The kernel reads rows whose last dimension is dense. A copy of the past is written back below.
+    # The kernel reads rows whose last dimension is dense. If the past is copied for that, the copy
+    # is written back below.
     x = x if x.stride(-1) == 1 else x.contiguous()
     window = past if past is None or past.stride(-1) == 1 else past.contiguous()
     past_strides = (0, 0)
@@ -166,16 +171,19 @@ def step(
     rope_stride = 0
     if cos is not None and cos.ndim == 4 and cos.shape[0] > 1:
         rope_stride = R // 2
-    tables = (None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale, shift))
+    parameters = (
+        None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale, shift)
+    )
     W, C = (0, 0) if weight is None else weight.shape
     normed = 0 if scale is None else scale.shape[0]
 
-    # A warp for every 64 elements of half a tile, at most four.
+    # A program computes one head of BB sequences, with a warp for every 64 elements of a tile, at
+    # most four.
     BH = max(16, triton.next_power_of_2(R // 2))
-    BB = min(triton.next_power_of_2(B), max(1, HALF_TILE // BH))
+    BB = min(triton.next_power_of_2(B), max(1, MAX_TILE // BH))
     with torch.cuda.device_of(x):
         step_kernel[(H * triton.cdiv(B, BB),)](
-            x, window, *tables, y, B, x.stride(0), *past_strides, rope_stride,
+            x, window, *parameters, y, B, x.stride(0), *past_strides, rope_stride,
             H=H, R=R, W=W, C=C, ROTATED=rotated, SILU=silu, NORMED=normed,
             EPS=eps, BB=BB, BH=BH, num_warps=max(1, min(4, BB * BH // 64)),
         )  # fmt: skip

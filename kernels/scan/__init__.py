@@ -162,7 +162,7 @@ def interdomain_scan(
     )
     documents = checked_documents(documents, k, check_documents)
 
-    backend = _choose(backend, (q, k, v), M)
+    backend = _choose_backend(backend, (q, k, v), M)
     _check_group(group, backend, k.device, initial_state)
     inputs = q, k, v, log_decay, mixing, initial_state
     runs_as = ops.runs_as(backend, k.device)
@@ -180,7 +180,7 @@ def interdomain_scan(
         run = ops.scan
         if runs_as == "plain" and only_values(*inputs):
             run = ops.run_scan
-        group_name, message, local = _sent(group, (k, v), log_decay, backend, documents)
+        group_name, message, local = _sent_state(group, (k, v), log_decay, backend, documents)
         if triton_support.operand_dtype(q, k, v) != triton_support.operand_dtype(k, v):
             # The states of segments are of no use: with q, the operands have another dtype, and the
             # segments another length.
@@ -207,19 +207,23 @@ def linear_scan(
         log_decay: theta, [H, M, 2], as in `interdomain_scan`.
         readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
         initial_state: X before the first token, [B, H, M, P, 2]. None means zeros.
-        documents: As in `interdomain_scan`.
-        final_state: As in `interdomain_scan`.
-        backend: As in `interdomain_scan`.
-        check_documents: As in `interdomain_scan`.
-        group: As in `interdomain_scan`; a sent state is that of z.
+        documents: The document of each token, [B, T] integers, as in `interdomain_scan`. None means
+            one document.
+        final_state: False if only y is wanted, as in training. Then no final state is written.
+        backend: One of BACKENDS, as in `interdomain_scan`.
+        check_documents: False leaves out the check of the values of `documents`.
+        group: Name of a process group for context parallelism, "" for none, or the result of
+            `send_state` for z; as in `interdomain_scan`.
 
     Returns:
         y: Outputs, [B, T, H, P] in z's dtype.
         state: X after the last token, as initial_state. None without `final_state`.
 
     Raises:
-        ValueError: As in `interdomain_scan`.
-        NotImplementedError: As in `interdomain_scan`.
+        ValueError: Shapes, dtypes, devices, backend, documents or group are not as above. On CUDA,
+            and compiled, wrong values of `documents` fail an asynchronous assertion instead.
+        NotImplementedError: A derivative of `chunkwise` by forward mode or torch.func, or a second
+            one.
     """
     # Check that the inputs fit together.
     B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
@@ -231,7 +235,7 @@ def linear_scan(
     )
     documents = checked_documents(documents, z, check_documents)
 
-    backend = _choose(backend, (z,), M)
+    backend = _choose_backend(backend, (z,), M)
     _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
     runs_as = ops.runs_as(backend, z.device)
@@ -248,7 +252,7 @@ def linear_scan(
         run = ops.linear_scan
         if runs_as == "plain" and only_values(*inputs):
             run = ops.run_linear_scan
-        sent = _sent(group, (z,), log_decay, backend, documents)
+        sent = _sent_state(group, (z,), log_decay, backend, documents)
         y, final, _ = run(*inputs, backend, documents, final_state, *sent)
     if not final_state:
         return y, None
@@ -266,17 +270,17 @@ def send_state(
 
     Args:
         *parts: k and v of `interdomain_scan`, or z of `linear_scan`.
-        log_decay: theta, [H, M, 2], as in the scan.
+        log_decay: theta = log Lambda as real pairs, [H, M, 2], the same as in the call of the scan.
         group: Name of the process group.
-        documents: The same as in the call of the scan.
-        backend: The same as in the call of the scan.
-        check_documents: As in the scan.
+        documents: The document of each token, the same as in the call of the scan.
+        backend: One of BACKENDS, the same as in the call of the scan.
+        check_documents: False leaves out the check of the values of `documents`.
 
     Returns:
         The state on its way, which the scan takes as its `group`.
 
     Raises:
-        ValueError: As in the scan.
+        ValueError: Shapes, dtypes, devices, backend, documents or group are not as in the scan.
     """
     B, T, H, _ = _sizes("k or z", parts[0], "B", "T", "H", "R")
     for x in parts[1:]:
@@ -284,7 +288,7 @@ def send_state(
     M = _basis_size(log_decay, H)
     _check_tensors({"k or z": parts[0], "v": parts[-1]}, {"log_decay": log_decay})
     documents = checked_documents(documents, parts[0], check_documents)
-    backend = _choose(backend, parts, M)
+    backend = _choose_backend(backend, parts, M)
     _check_group(group, backend, log_decay.device, None)
 
     # The scan's own op computes the gradients of the exchange.
@@ -293,7 +297,7 @@ def send_state(
     return SentState(group, message, local)
 
 
-def _sent(
+def _sent_state(
     group: str | SentState,
     parts: tuple[Tensor, ...],
     log_decay: Tensor,
@@ -310,8 +314,8 @@ def _sent(
         documents: The checked documents.
 
     Returns:
-        The last arguments of an op: group, message and states of segments; ("", None, None) without
-        a group.
+        The last arguments of an op: the group's name, the message on its way and the states of
+        segments; ("", None, None) without a group.
     """
     if isinstance(group, str) and group:
         return send_state(
@@ -350,7 +354,7 @@ def interdomain_step(
 
     Returns:
         o: The output, [B, Hq, D] in v's dtype.
-        state: The new state. Without `inplace` the given one is left as it was.
+        state: The new state. Without `inplace` the one given is not changed.
 
     Raises:
         ValueError: Shapes, dtypes or devices are not as above, or there is no state.
@@ -384,18 +388,19 @@ def linear_step(
 
     Args:
         z: Inputs, [B, H, P].
-        log_decay: theta, [H, M, 2], as in `interdomain_scan`.
-        readout: w, [H, 2M].
-        state: X before the token, [B, H, M, P, 2].
-        decay: As in `interdomain_step`.
-        inplace: As in `interdomain_step`.
+        log_decay: theta = log Lambda as real pairs, [H, M, 2], as in `interdomain_scan`.
+        readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
+        state: X before the token, [B, H, M, P, 2], from the scan; zeros at the start of a sequence.
+        decay: `decay_factor(log_decay)`, to compute it once for many steps. None computes it here.
+        inplace: True to write the new state over `state`, which must be contiguous; for CUDA
+            graphs.
 
     Returns:
         y: The output, [B, H, P] in z's dtype.
-        state: The new state, as in `interdomain_step`.
+        state: The new state. Without `inplace` the one given is not changed.
 
     Raises:
-        ValueError: As in `interdomain_step`.
+        ValueError: Shapes, dtypes or devices are not as above, or there is no state.
     """
     B, H, P = _sizes("z", z, "B", "H", "P")
     M = _basis_size(log_decay, H)
@@ -424,10 +429,13 @@ def _step(
         tables: log_decay, decay and the mixing matrix or readout vector, by name and in this order.
         state: The state before the token.
         shape: The shape that the state must have.
-        inplace: As in `interdomain_step`.
+        inplace: True to write the new state over `state`.
 
     Returns:
         The output, and the new state.
+
+    Raises:
+        ValueError: There is no state, or a tensor has another shape, dtype or device than expected.
     """
     if state is None:
         raise ValueError(
@@ -493,13 +501,16 @@ def resolve_backend(
     return backend, description
 
 
-def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
+def _choose_backend(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
     """Returns the backend that runs: `auto` resolved, an explicit one checked.
 
     Args:
-        backend: The argument of a scan.
+        backend: One of BACKENDS, the argument of a scan.
         inputs: q, k and v, or k and v, or z.
         M: Number of basis functions.
+
+    Raises:
+        ValueError: There is no such backend, or an explicit one cannot run these inputs.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
@@ -524,7 +535,14 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
 def _check_group(
     group: str | SentState, backend: str, device: torch.device, initial_state: Tensor | None
 ) -> None:
-    """Checks the argument `group` of a scan against its backend and its initial state."""
+    """Checks the argument `group` of a scan against its backend and its initial state.
+
+    Args:
+        group: A name, "" for none, or the result of `send_state`.
+        backend: The resolved backend.
+        device: The device of the inputs.
+        initial_state: The scan's initial state, or None.
+    """
     if group and initial_state is not None:
         raise ValueError(
             "initial_state with a group: the state comes from the ranks before this one; give None"
@@ -536,7 +554,7 @@ def _check_group(
 
 
 def _basis_size(log_decay: Tensor, H: int) -> int:
-    """Checks log_decay for H heads. Returns M."""
+    """Checks the shape of log_decay, [H, M, 2], for H state heads. Returns M."""
     if log_decay.ndim != 3 or log_decay.shape[0] != H or log_decay.shape[2] != 2:
         raise ValueError(
             f"log_decay has shape {tuple(log_decay.shape)}; expected [H, M, 2] with H = {H}, "
@@ -594,7 +612,7 @@ def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
 
 
 def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...]) -> None:
-    """Checks the shape of the argument `name`, if it is there."""
+    """Checks the shape of the argument `name`; None passes."""
     if x is not None and x.shape != expected:
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected {tuple(expected)} from k and log_decay (or z)"
@@ -602,7 +620,14 @@ def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...]) -> None
 
 
 def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
-    """Checks q, [*leading, Hq, R] with Hq a multiple of H."""
+    """Checks the shape of q, [*leading, Hq, R] with Hq a multiple of H.
+
+    Args:
+        q: Query features.
+        leading: (B, T), or (B,) for a step.
+        H: State heads.
+        R: Key features.
+    """
     if (
         q.ndim != len(leading) + 2
         or q.shape[:-2] != leading

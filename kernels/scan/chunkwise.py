@@ -3,7 +3,8 @@
 Derivation: docs/kernels.md.
 
 Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head,
-Hq = G H, R key features, D value width, P = R + D channels, M basis functions.
+Hq = G H, R key features, D value width, P channels of a state (R + D, or the width of z in the
+linear readout), M basis functions.
 
 The three passes are those that a kernel for an accelerator runs. Each serves forward and backward:
     pass 1 (`_contract`)  a = pass1(q, k)   c = pass1(do, v)   reads a state of keys: M numbers
@@ -88,7 +89,8 @@ class _QueryReadout(NamedTuple):
         S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
         rows: q as rows, [H, B, N, G L, R].
         d_rows: The gradient of o as rows, [H, B, N, G L, D].
-        b: conj(E b), zeros for rows that do not read the state before the chunk.
+        b: conj(E b) as pairs, [H, B N G L, 2M], zeros for rows that do not read the state before
+            the chunk.
         e: conj(E e), likewise.
         kernel_b: The scores of b, [H, B, N, G L, L], as in `_kernel`.
         kernel_e: The scores of e, likewise.
@@ -119,7 +121,7 @@ class _LinearReadout(NamedTuple):
             L].
         E_conj: conj(E) as pairs, [H, L, 2M].
         sums: sum_i conj(E_i) dy_i of each chunk, [H, B, N, P, M] complex.
-        added: What each chunk adds to the gradient of the state before it, conj(w) sums.
+        added: What each chunk adds to the gradient of the state before it: conj(w) times `sums`.
     """
 
     chunks: Chunks
@@ -141,28 +143,30 @@ def scan_forward(
         q: Query features, [B, T, Hq, R].
         k: Key features, [B, T, H, R].
         v: Values, [B, T, H, D].
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         mixing: W, [H, 2M, 2M].
-        initial_state: The state before the tokens, or a function that waits for it.
-        documents: The document of each token, [B, T] int32, as in `interdomain_scan`, or None.
+        initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or a
+            function that waits for it. None means zeros.
+        documents: The document of each token, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
 
     Returns:
-        o: [B, T, Hq, D] in v's dtype.
-        final_state: [B, H, M, P, 2], or None.
+        o: The outputs, [B, T, Hq, D] in v's dtype.
+        final_state: The state after the tokens, [B, H, M, P, 2], or None.
         initial_state: The state before the tokens, or None.
     """
     B, T, H, R = k.shape
     D = v.shape[3]
-    weights = _bilinear(mixing)
+    # It turns a into conj(b).
+    weights = _conjugated_mixing(mixing)
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
 
     # First everything that needs no state, so that an exchange with other ranks can go on
     # meanwhile: the part of pass 1 within the chunks.
     loaded = []
-    for chunks, local in _loaded((k, v), log_decay, documents):
+    for chunks, local in _load_segments((k, v), log_decay, documents):
         rows = load_rows(q, H, chunks.segment, log_decay.dtype)
-        a = _within(_scores(rows, chunks.z[..., :R, :], chunks.masks), chunks.tables)
+        a = _part_within_chunks(_scores(rows, chunks.z[..., :R, :], chunks.masks), chunks.tables)
         loaded.append((chunks, local, rows, a))
 
     # Then the states before the chunks, and with them a (pass 1), b = W a, and o (pass 2).
@@ -171,12 +175,14 @@ def scan_forward(
     X = load_state(initial_state, B, R + D, log_decay)
     for chunks, local, rows, a in loaded:
         segment, tables, masks, z = chunks
+        # The first R channels of a state are the keys', the others the values'.
         S, X = _states(local, X, tables, masks)
         a = _contract(a, rows, S[..., :R, :], tables, masks)
-        b = _scale(a @ weights.mT, conj_physical(tables.E))
+        # b is stored as conj(E b).
+        b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
             _kernel(b, tables, rows.shape, masks),
-            _reading(b, rows, masks),
+            _zero_unless_reading(b, rows, masks),
             z[..., R:, :],
             S[..., R:, :],
         )
@@ -200,11 +206,11 @@ def scan_backward(
         q: Query features, [B, T, Hq, R].
         k: Key features, [B, T, H, R].
         v: Values, [B, T, H, D].
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         mixing: W, [H, 2M, 2M].
-        initial_state: The state before the tokens, [B, H, M, P, 2], or None. With context
-            parallelism, the state that came from the ranks before.
-        documents: The document of each token, [B, T] int32, or None.
+        initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None
+            for zeros. With context parallelism, the state that came from the ranks before.
+        documents: The document of each token, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -213,14 +219,15 @@ def scan_backward(
     """
     H, R = k.shape[2:]
     dtype = log_decay.dtype
-    weights = _bilinear(mixing)
+    # It turns a into conj(b), and transposed it turns c into conj(e).
+    weights = _conjugated_mixing(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_weights = torch.zeros_like(weights)
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
 
     # Compute the states before all chunks once more. Then go through the segments in reverse, and
     # do first everything that needs no gradient of a state.
-    forward = [*_forward((k, v), log_decay, initial_state, documents)]
+    forward = [*_segments_with_states((k, v), log_decay, initial_state, documents)]
     parts = []
     for chunks, S, _ in reversed(forward):
         segment, tables, masks, z = chunks
@@ -231,12 +238,12 @@ def scan_backward(
         rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k = _scores(rows, keys, masks)
         scores_v = _scores(d_rows, values, masks)
-        a = _contract(_within(scores_k, tables), rows, S[..., :R, :], tables, masks)
-        c = _contract(_within(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
+        a = _contract(_part_within_chunks(scores_k, tables), rows, S[..., :R, :], tables, masks)
+        c = _contract(_part_within_chunks(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
 
-        # b and e, and the gradient of the one matrix that gives both.
-        b = _scale(a @ weights.mT, conj_physical(tables.E))
-        e = _scale(c @ weights, conj_physical(tables.E))
+        # conj(E b) and conj(E e), and the gradient of the one matrix that gives both.
+        b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
+        e = _multiply_by_power(c @ weights, conj_physical(tables.E))
         d_weights.baddbmm_(c.mT, a)
         del a, c
 
@@ -248,9 +255,9 @@ def scan_backward(
         )
 
         # What the chunks add to the gradient of the state before them.
-        b = _reading(b, d_rows, masks)
-        e = _reading(e, rows, masks)
-        added = _outer(rows, e, d_rows, b)
+        b = _zero_unless_reading(b, d_rows, masks)
+        e = _zero_unless_reading(e, rows, masks)
+        added = _added_by_chunks(rows, e, d_rows, b)
         parts.append(
             _QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added)
         )
@@ -274,15 +281,23 @@ def scan_backward(
         store_columns(
             dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment
         )
-        # The positions 1 to L, once for each of the G query heads.
+        # The positions 1 to L, once for each of the G query heads: the weights of the gradient of
+        # log_decay.
         heads = part.rows.shape[3] // segment.length
         position = tables.position.repeat(heads)[:, None]
-        weighted = _outer(position * part.rows, part.e, position * part.d_rows, part.b)
+        weighted = _added_by_chunks(position * part.rows, part.e, position * part.d_rows, part.b)
         d_theta += part.d_theta + _decay_gradient_states(z, part.S, Z, weighted, tables, masks)
     d_initial = None
     if initial_state is not None:
         d_initial = store_state(d_X)
-    return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
+    return (
+        dq,
+        dk,
+        dv,
+        torch.view_as_real(d_theta),
+        _conjugated_mixing_gradient(d_weights),
+        d_initial,
+    )
 
 
 def linear_forward(
@@ -293,21 +308,22 @@ def linear_forward(
 
     Args:
         z: Inputs, [B, T, H, P].
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         readout: w as (Re w | Im w), [H, 2M].
-        initial_state: As in `scan_forward`.
-        documents: As in `scan_forward`.
-        need_final: As in `scan_forward`.
+        initial_state: The state before the tokens, [B, H, M, P, 2], or a function that waits for
+            it. None means zeros.
+        documents: The document of each token, [B, T] int32, or None for one document.
+        need_final: False if no final state is wanted.
 
     Returns:
-        y: [B, T, H, P] in z's dtype.
-        final_state: As in `scan_forward`.
-        initial_state: As in `scan_forward`.
+        y: The outputs, [B, T, H, P] in z's dtype.
+        final_state: The state after the tokens, [B, H, M, P, 2], or None.
+        initial_state: The state before the tokens, or None.
     """
     # First the part within the chunks, which needs no state: a product with the kernel D.
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     loaded = []
-    for chunks, local in _loaded((z,), log_decay, documents):
+    for chunks, local in _load_segments((z,), log_decay, documents):
         _, tables, masks, columns = chunks
         w, kernel = _linear_kernel(readout, tables)
         if masks is None:
@@ -344,11 +360,12 @@ def linear_backward(
         d_y: The gradient of y, [B, T, H, P].
         d_final: The gradient of the final state, [B, H, M, P, 2], or None.
         z: Inputs, [B, T, H, P].
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         readout: w as (Re w | Im w), [H, 2M].
-        initial_state: As in `scan_backward`.
-        documents: The document of each token, [B, T] int32, or None.
-        exchange: As in `scan_backward`.
+        initial_state: The state before the tokens, [B, H, M, P, 2], or None for zeros. With context
+            parallelism, the state that came from the ranks before.
+        documents: The document of each token, [B, T] int32, or None for one document.
+        exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
         The gradients of z, log_decay, readout and initial_state; None for a state that is not
@@ -359,11 +376,11 @@ def linear_backward(
     d_theta, d_w = (
         log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2)
     )
-    w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
+    w_conj = conj_physical(_as_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
     # Compute the states before all chunks once more. Then go through the segments in reverse, and
     # do first everything that needs no gradient of a state.
-    forward = [*_forward((z,), log_decay, initial_state, documents)]
+    forward = [*_segments_with_states((z,), log_decay, initial_state, documents)]
     parts = []
     for chunks, S, _ in reversed(forward):
         masks = chunks.masks
@@ -405,11 +422,11 @@ def linear_backward(
             scores = (masks.same * (part.d_columns.mT @ columns)).sum((1, 2)).tril_()
         store_columns(dz, out.view(columns.shape), segment)
 
-        # The readout: within the chunk, and from the states before it.
+        # The gradient of the readout: within the chunk, and from the states before it.
         c = torch.view_as_complex((scores @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tables.E * c).sum(1) + (part.sums * conj_physical(S)).sum((1, 2, 3))
 
-        # log_decay: across chunks, and within the chunk.
+        # The gradient of log_decay: across chunks, and within the chunk.
         weighted_E = tables.position[:, None] * part.E_conj
         weighted = w_conj * _complex_like(part.reading @ weighted_E, S)
         d_theta += _decay_gradient_states(columns, S, Z, weighted, tables, masks)
@@ -429,15 +446,15 @@ def final_state(
     """Computes the state that these tokens leave when they start from zero.
 
     Args:
-        parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
-        documents: As in `scan_forward`.
+        parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        documents: The document of each token, [B, T] int32, or None for one document.
 
     Returns:
         The state, [B, H, M, P, 2], and None: the form in Triton also returns the states of its
         segments.
     """
-    *_, (_, _, X) = _forward(parts, log_decay, None, documents)
+    *_, (_, _, X) = _segments_with_states(parts, log_decay, None, documents)
     return store_state(X), None
 
 
@@ -447,7 +464,13 @@ def final_state(
 
 
 def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
-    """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document."""
+    """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document.
+
+    Args:
+        rows: q, [H, B, N, G L, R].
+        columns: k, [H, B, N, R, L].
+        masks: Masks for packed documents, or None.
+    """
     return _causal(rows @ columns, masks)
 
 
@@ -457,14 +480,22 @@ def _kernel(b: Tensor, tables: Tables, rows: torch.Size, masks: Masks | None) ->
     Args:
         b: conj(E b), [H, B N G L, 2M].
         tables: Powers of Lambda.
-        rows: The shape of rows, [H, B, N, G L, d].
+        rows: The shape of rows of the same tokens, [H, B, N, G L, any width].
         masks: Masks for packed documents, or None.
     """
     return _causal((b @ real_pairs(tables.T).mT).view(*rows[:4], -1), masks)
 
 
 def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
-    """Writes zeros above the diagonal and between documents, in place."""
+    """Writes zeros above the diagonal and between documents, in place.
+
+    Args:
+        scores: Scores of the tokens of each chunk, [H, B, N, G L, L].
+        masks: Masks for packed documents, or None.
+
+    Returns:
+        scores.
+    """
     # Above the diagonal D holds positive powers of 1 / Lambda, which may be huge. tril_ overwrites
     # them with zeros instead of multiplying them by zeros.
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
@@ -473,21 +504,29 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
     return scores
 
 
-def _reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor:
+def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor:
     """Sets rows of b to zero that do not read the state before their chunk.
 
     Args:
-        b: [H, B N G L, 2M].
-        rows: Rows of the same tokens, [H, B, N, G L, d]; only their shape is used.
+        b: Weights of each token, conj(E b) as pairs, [H, B N G L, 2M].
+        rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         masks: Masks for packed documents, or None.
     """
     if masks is None:
         return b
-    return (b.view(*rows.shape[:4], -1) * masks.of_rows(rows)).view(b.shape)
+    return (b.view(*rows.shape[:4], -1) * masks.reads_by_row(rows)).view(b.shape)
 
 
-def _within(scores: Tensor, tables: Tables) -> Tensor:
-    """Computes sum_j tril(q k^T)_ij T_j: the part of a that comes from the tokens of the chunk."""
+def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
+    """Computes sum_j tril(q k^T)_ij T_j: the part of a that comes from the tokens of the chunk.
+
+    Args:
+        scores: tril(q k^T), [H, B, N, G L, L].
+        tables: Powers of Lambda.
+
+    Returns:
+        That part as pairs, [H, B N G L, 2M], without the factor E.
+    """
     return scores.flatten(1, 3) @ real_pairs(tables.T)
 
 
@@ -495,7 +534,7 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
 
     Args:
-        a: The result of `_within`, [H, B N G L, 2M].
+        a: The result of `_part_within_chunks`, [H, B N G L, 2M].
         rows: q, [H, B, N, G L, R].
         S: Key channels of the states before the chunks, [H, B, N, R, M].
         tables: Powers of Lambda.
@@ -505,10 +544,10 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
         a.
     """
     if masks is not None:
-        rows = rows * masks.of_rows(rows)
+        rows = rows * masks.reads_by_row(rows)
     a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
     a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
-    return _scale(a, tables.E)
+    return _multiply_by_power(a, tables.E)
 
 
 def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
@@ -516,7 +555,7 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
 
     Args:
         kernel: D, [H, B, N, G L, L].
-        b: conj(E b) with the zeros of `_reading`, [H, B N G L, 2M].
+        b: conj(E b) with the zeros of `_zero_unless_reading`, [H, B N G L, 2M].
         columns: v, [H, B, N, D, L].
         S: Value channels of the states before the chunks, [H, B, N, D, M].
 
@@ -536,8 +575,8 @@ def _adjoint(
     Args:
         kernel: The matrix D, [H, B, N, G L, L].
         rows: do, [H, B, N, G L, D].
-        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M], multiplied
-            by the powers of Lambda that `_costates` names.
+        Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M],
+            multiplied by the powers of Lambda that `_costates` names.
         tables: Powers of Lambda.
         masks: Masks for packed documents, or None.
 
@@ -552,7 +591,7 @@ def _adjoint(
     return out.view(*rows.shape[:3], *out.shape[1:])
 
 
-def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
+def _added_by_chunks(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
     """Computes what each chunk adds to the gradient of the state before it.
 
     Args:
@@ -573,15 +612,15 @@ def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
 # The states between the chunks.
 
 
-def _loaded(
+def _load_segments(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
 ) -> Iterator[tuple[Chunks, Tensor]]:  # fmt: skip
     """Yields the segments in order, with everything of them that needs no state.
 
     Args:
-        parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
-        documents: As in `scan_forward`.
+        parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
+        log_decay: theta = log Lambda, [H, M, 2].
+        documents: The document of each token, [B, T] int32, or None for one document.
 
     Yields:
         The chunks of a segment, and sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
@@ -589,7 +628,7 @@ def _loaded(
     for segment in segments(parts[0].shape[1]):
         tables = make_tables(log_decay, segment.length)
         z = load_columns(parts, segment, log_decay.dtype)
-        masks = Masks.of(documents, segment, log_decay.dtype)
+        masks = Masks.build(documents, segment, log_decay.dtype)
         if masks is None:
             local = z.flatten(1, 3) @ real_pairs(tables.T)
         else:
@@ -600,7 +639,7 @@ def _loaded(
         )
 
 
-def _forward(
+def _segments_with_states(
     parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
 ) -> Iterator[tuple[Chunks, Tensor, Tensor]]:  # fmt: skip
     """Yields the segments in order, with their states.
@@ -616,7 +655,7 @@ def _forward(
         segment, [H, B, P, M] complex.
     """
     X = load_state(initial_state, parts[0].shape[0], sum(x.shape[3] for x in parts), log_decay)
-    for chunks, local in _loaded(parts, log_decay, documents):
+    for chunks, local in _load_segments(parts, log_decay, documents):
         S, X = _states(local, X, chunks.tables, chunks.masks)
         yield chunks, S, X
 
@@ -630,7 +669,8 @@ def _start_exchange(
     """Starts the exchange of the gradients of states with other ranks.
 
     Args:
-        d_final: The gradient of the final state, or None.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
+            exchange it is not used.
         log_decay: theta, [H, M, 2].
         parts: For each segment from the last to the first: its chunks, and what they add to the
             gradient of the state before them.
@@ -750,7 +790,7 @@ def _decay_gradient_states(
         z: Columns, [H, B, N, P, L].
         S: States before the chunks, as in `_states`.
         Z: Gradients of the states after the chunks, as in `_costates`.
-        weighted: `_outer` with rows that are multiplied by their position i + 1.
+        weighted: `_added_by_chunks` with rows that are multiplied by their position i + 1.
         tables: Powers of Lambda.
         masks: Masks for packed documents, or None.
 
@@ -772,7 +812,7 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
     """Computes sum_j conj(T_j) x_j, [H, M] complex.
 
     Args:
-        T: [H, L, M] complex.
+        T: T_j = Lambda^(r-j) for each position j of a chunk, [H, L, M] complex.
         sums: x as pairs, [H, L, 2M], summed over batch, chunks and channels.
     """
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
@@ -791,12 +831,12 @@ def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     Returns:
         conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
     """
-    w = conj_physical(tables.E * _complex(readout)[:, None])
+    w = conj_physical(tables.E * _as_complex(readout)[:, None])
     return w, (real_pairs(w) @ real_pairs(tables.T).mT).tril_()
 
 
-def _bilinear(mixing: Tensor) -> Tensor:
-    """Returns J W on interleaved pairs, [H, 2M, 2M], where J = diag(I, -I) conjugates.
+def _conjugated_mixing(mixing: Tensor) -> Tensor:
+    """Returns J W on interleaved pairs, [H, 2M, 2M], where J = diag(I, -I) conjugates [Re; Im].
 
     conj(b) = J W a and conj(e) = (J W)^T c: one matrix serves forward and backward.
 
@@ -809,16 +849,16 @@ def _bilinear(mixing: Tensor) -> Tensor:
     return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
 
 
-def _bilinear_gradient(d_weights: Tensor) -> Tensor:
-    """Returns the gradient of W, [H, 2M, 2M], from the gradient of `_bilinear`."""
+def _conjugated_mixing_gradient(d_weights: Tensor) -> Tensor:
+    """Returns the gradient of W, [H, 2M, 2M], from the gradient of `_conjugated_mixing`."""
     H = d_weights.shape[0]
     M = d_weights.shape[1] // 2
     upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
     return torch.cat((upper, -lower), dim=1)
 
 
-def _complex(readout: Tensor) -> Tensor:
-    """Returns (Re | Im), [H, 2M], as complex numbers, [H, M]."""
+def _as_complex(readout: Tensor) -> Tensor:
+    """Returns w = (Re w | Im w), [H, 2M], as complex numbers, [H, M]."""
     return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
 
 
@@ -827,8 +867,16 @@ def _complex_like(pairs: Tensor, states: Tensor) -> Tensor:
     return torch.view_as_complex(pairs.view(*states.shape, 2))
 
 
-def _scale(a: Tensor, E: Tensor) -> Tensor:
-    """Multiplies every row of a, [H, B N G L, 2M] in pairs, by E of its position, in place."""
+def _multiply_by_power(a: Tensor, E: Tensor) -> Tensor:
+    """Multiplies every row of a, [H, B N G L, 2M] in pairs, by E of its position, in place.
+
+    Args:
+        a: The rows, the L tokens of a chunk one after the other.
+        E: A complex factor for each position in a chunk, [H, L, M].
+
+    Returns:
+        a.
+    """
     H, L, M = E.shape
     torch.view_as_complex(a.view(H, -1, L, M, 2)).mul_(E[:, None])
     return a

@@ -18,6 +18,9 @@ from .tables import CHUNK, powers
 class Tables(NamedTuple):
     """Powers of Lambda for chunks of L tokens, with r = L // 2 in the middle of the chunk.
 
+    i and j are positions in the chunk, from 0 to L - 1. The state X before a chunk is used as S =
+    Lambda^(r+1) X (the frame S).
+
     Attributes:
         E: Lambda^(i-r), [H, L, M] complex.
         T: Lambda^(r-j), [H, L, M] complex.
@@ -50,8 +53,8 @@ class Segment(NamedTuple):
     chunks: int
     length: int
 
-    def of(self, x: Tensor) -> Tensor:
-        """Returns the segment's tokens by chunk: [B, T, ...] -> [B, N, L, ...]."""
+    def by_chunk(self, x: Tensor) -> Tensor:
+        """Returns the segment's tokens by chunk: [B, T, ...] -> [B, N, L, ...] for N chunks."""
         stop = self.start + self.chunks * self.length
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
 
@@ -75,7 +78,9 @@ class Masks(NamedTuple):
     keeps: Tensor
 
     @classmethod
-    def of(cls, documents: Tensor | None, segment: Segment, dtype: torch.dtype) -> "Masks | None":
+    def build(
+        cls, documents: Tensor | None, segment: Segment, dtype: torch.dtype
+    ) -> "Masks | None":
         """Makes the masks of a segment.
 
         Args:
@@ -90,7 +95,7 @@ class Masks(NamedTuple):
             return None
         # The document d of each token, [B, N, L]; l of each chunk's last token, and p of the token
         # before each chunk, [B, N].
-        d = segment.of(documents)
+        d = segment.by_chunk(documents)
         if segment.start:
             before = documents[:, segment.start - 1 : segment.start]
         else:
@@ -110,11 +115,11 @@ class Masks(NamedTuple):
             keeps=keeps[None].to(dtype),
         )
 
-    def of_rows(self, rows: Tensor) -> Tensor:
+    def reads_by_row(self, rows: Tensor) -> Tensor:
         """Returns `reads` for rows of G query heads: [1, B, N, G L, 1].
 
         Args:
-            rows: [H, B, N, G L, d]; only their shape is used.
+            rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         """
         return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
 
@@ -135,7 +140,7 @@ def make_tables(log_decay: Tensor, L: int) -> Tables:
     """Computes the powers of Lambda that chunks of L tokens need.
 
     Args:
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         L: Tokens of a chunk.
     """
     # All powers from Lambda^-r to Lambda^L, [H, L + r + 1, M]: Lambda^n is at n + r. The tables are
@@ -161,33 +166,36 @@ def real_pairs(x: Tensor) -> Tensor:
 
 
 def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor:
-    """Copies tokens into rows: [B, T, H G, d] -> [H, B, N, G L, d].
+    """Copies tokens of N chunks of L tokens into rows: [B, T, H G, d] -> [H, B, N, G L, d].
 
     Args:
-        x: Tokens by head.
+        x: Vectors of d numbers for each token and each of H G heads.
         H: Number of state heads.
         segment: The segment.
         dtype: The dtype of the rows.
     """
-    x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)  # [H, B, N, G, L, d]
+    x = segment.by_chunk(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)  # [H, B, N, G, L, d]
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
 
 
 def store_rows(out: Tensor, rows: Tensor, segment: Segment) -> None:
-    """Writes rows [H, B, N, G L, d] of a segment to their tokens in `out` [B, T, H G, d]."""
+    """Writes rows [H, B, N, G L, d] of a segment to their tokens in `out` [B, T, H G, d].
+
+    It is the reverse of `load_rows`.
+    """
     rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
-    segment.of(out).unflatten(3, rows.shape[3:5]).copy_(rows)
+    segment.by_chunk(out).unflatten(3, rows.shape[3:5]).copy_(rows)
 
 
 def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype) -> Tensor:
-    """Copies tokens into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
+    """Copies tokens of N chunks into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
 
     Args:
         parts: Tokens by head: k and v, or one tensor. Their columns are stacked.
         segment: The segment.
         dtype: The dtype of the columns.
     """
-    columns = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
+    columns = [segment.by_chunk(x).permute(3, 0, 1, 4, 2) for x in parts]
     widths = [x.shape[3] for x in columns]
     out = torch.empty(
         *columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device
@@ -198,8 +206,11 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
 
 
 def store_columns(out: Tensor, columns: Tensor, segment: Segment) -> None:
-    """Writes columns [H, B, N, d, L] of a segment to their tokens in `out` [B, T, H, d]."""
-    segment.of(out).copy_(columns.permute(1, 2, 4, 0, 3))
+    """Writes columns [H, B, N, d, L] of a segment to their tokens in `out` [B, T, H, d].
+
+    It is the reverse of `load_columns`.
+    """
+    segment.by_chunk(out).copy_(columns.permute(1, 2, 4, 0, 3))
 
 
 def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
@@ -207,8 +218,8 @@ def load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tenso
 
     Args:
         state: The state, or None.
-        B: Batch.
-        P: Channels.
+        B: Number of sequences.
+        P: Channels of a state.
         log_decay: theta, [H, M, 2]; gives the other sizes and the dtype.
     """
     H, M, _ = log_decay.shape

@@ -39,10 +39,10 @@ def send(
     It is collective: every rank of the group calls it, with the same shapes.
 
     Args:
-        local: F_r, the state that this rank's tokens leave when they start from zero, [B, H, M, P,
-            2]. With `reverse`, the gradient of the state before the tokens by this rank's own
+        local: F_r, the state that the tokens of this rank r leave when they start from zero, [B, H,
+            M, P, 2]. With `reverse`, the gradient of the state before the tokens by this rank's own
             outputs.
-        log_decay: theta, [H, M, 2].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         T: Tokens of a rank.
         documents: The document of each token, [B, T], or None. Document 0 goes on from the rank
             before.
@@ -54,7 +54,7 @@ def send(
     Returns:
         The message that is on its way, in the shape of `message`.
     """
-    members = _members(group)
+    members = _process_group(group)
     cp_rank = distributed.get_rank(members)
     N = members.size()
     B = local.shape[0]
@@ -65,7 +65,8 @@ def send(
         else:
             passes = (documents[:, -1] == 0).to(local.dtype)
 
-        # A gradient of the final state is also one of the state before the tokens.
+        # A gradient of the final state is also one of the state before the tokens: times
+        # conj(Lambda^T).
         if d_final is not None:
             exponent = torch.full((1,), T, device=local.device)
             step = torch.view_as_complex(powers(log_decay, exponent))[:, 0, :, None]
@@ -111,7 +112,7 @@ def message(group: str, shape: tuple[int, ...]) -> tuple[int, int]:
         shape: The shape of a state, [B, H, M, P, 2].
     """
     B, H, M, P, _ = shape
-    N = _members(group).size()
+    N = _process_group(group).size()
     # Every rank sends the sums of its rows, padded so that all ranks have as many.
     return N, -(-H * M // N) * B * P * 2
 
@@ -132,7 +133,7 @@ def receive(sent: Tensor, shape: tuple[int, ...]) -> Tensor:
     return rows.transpose(0, 1).clone(memory_format=torch.contiguous_format).view(shape)
 
 
-def _members(group: str) -> distributed.ProcessGroup:
+def _process_group(group: str) -> distributed.ProcessGroup:
     """Returns the process group of a name."""
     return distributed.distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
 

@@ -31,16 +31,17 @@ def scan_fft(
     """Computes `interdomain_scan`.
 
     Args:
-        q: [B, T, Hq, R].
-        k: [B, T, H, R].
-        v: [B, T, H, D].
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
         log_decay: theta = log Lambda, as (Re, Im) pairs, [H, M, 2].
         mixing: W, [H, 2M, 2M].
-        initial_state: [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        initial_state: The state before the first token, [B, H, M, P, 2] with P = R + D channels, or
+            None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
 
     Returns:
-        o [B, T, Hq, D] in v's dtype, and the final state.
+        o [B, T, Hq, D] in v's dtype, and the final state in the form of initial_state.
     """
     return _by_document(_query_head, (q, k, v), log_decay, mixing, initial_state, documents)
 
@@ -55,14 +56,14 @@ def linear_fft(
     """Computes `linear_scan`.
 
     Args:
-        z: [B, T, H, P].
-        log_decay: theta, [H, M, 2].
+        z: Inputs, [B, T, H, P].
+        log_decay: theta = log Lambda, as (Re, Im) pairs, [H, M, 2].
         readout: w, [H, 2M] as (Re w | Im w).
-        initial_state: [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
 
     Returns:
-        y [B, T, H, P] in z's dtype, and the final state.
+        y [B, T, H, P] in z's dtype, and the final state in the form of initial_state.
     """
     return _by_document(_linear_head, (z,), log_decay, readout, initial_state, documents)
 
@@ -74,11 +75,11 @@ def _by_document(
     """Computes every packed document by itself. The initial state is that of document 0.
 
     Args:
-        head: `_query_head` or `_linear_head`.
+        head: `_query_head` or `_linear_head`, the function that computes one head.
         tokens: q, k and v, or z.
         log_decay: theta, [H, M, 2].
-        table: W or w.
-        initial_state: [B, H, M, P, 2], or None for zeros.
+        table: The readout's table: W [H, 2M, 2M] with q, or w [H, 2M] with z.
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         documents: The document of each token, [B, T], or None.
 
     Returns:
@@ -117,13 +118,13 @@ def _by_head(
     """Computes every state head by itself, and computes it again in the backward.
 
     Args:
-        head: `_query_head` or `_linear_head`. It is called with each of the tokens as [B, G, d, T],
-            and with log_decay [M, 2], table, and X before the first token, [B, M, P] complex128, of
-            the head.
+        head: `_query_head` or `_linear_head`. It is called with each of the tokens as [B, G, width,
+            T] (G query heads per state head, or 1), and with log_decay [M, 2], table, and X before
+            the first token, [B, M, P] complex128, of the head.
         tokens: q, k and v, or z.
         log_decay: theta, [H, M, 2].
-        table: W or w of all heads.
-        initial_state: [B, H, M, P, 2], or None for zeros.
+        table: The readout's table of all heads: W [H, 2M, 2M] with q, or w [H, 2M] with z.
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
 
     Returns:
         The outputs and the final states of all heads, as in `scan_fft`.
@@ -149,14 +150,14 @@ def _by_head(
 def _query_head(
     q: Tensor, k: Tensor, v: Tensor, theta: Tensor, mixing: Tensor, X0: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Computes one head with the query readout.
+    """Computes one state head with the query readout.
 
     Args:
-        q: [B, G, R, T].
-        k: [B, 1, R, T].
-        v: [B, 1, D, T].
-        theta: [M, 2].
-        mixing: [2M, 2M].
+        q: Query features of the G query heads that share the state, [B, G, R, T].
+        k: Key features, [B, 1, R, T].
+        v: Values, [B, 1, D, T].
+        theta: log Lambda of the head as real pairs, [M, 2].
+        mixing: W of the head, [2M, 2M].
         X0: The state before the first token, [B, M, P] complex128, or None.
 
     Returns:
@@ -172,11 +173,12 @@ def _query_head(
         X0_keys = X0[:, :, :R]
         X0_values = X0[:, :, R:]
 
-    # The spectrum of the 2M kernels Re and Im of Lambda^tau.
-    table = _table(theta, T)
+    # The spectrum of the 2M kernels Re and Im of Lambda^tau for the lags tau.
+    table = _powers_of_lags(theta, T)
     spectrum = rfft(torch.stack((table[:, :T].real, table[:, :T].imag)), _transform_length(T))
 
-    # a = X^k q, [B, G, 2, M, T], and conj(b) = J W a.
+    # a = X^k q as pairs, [B, G, 2, M, T], one query head after the other, and conj(b) = J W a,
+    # where J changes the sign of the imaginary half.
     X = _states(k, spectrum, table, X0_keys)
     a = torch.stack([(X * row[:, None, None]).sum(3) for row in q.unbind(1)], dim=1)
     weights = torch.cat((mixing[:M], -mixing[M:])).double()
@@ -189,20 +191,21 @@ def _query_head(
 
 
 def _states(z: Tensor, spectrum: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
-    """Computes every state as pairs, [B, 2, M, d, T].
+    """Computes the state after every token as pairs (Re, Im), [B, 2, M, d, T].
 
     Args:
-        z: [B, d, T].
-        spectrum: The transform of (Re, Im) Lambda^tau, [2, M, F].
-        table: Lambda^tau, [M, T + 1].
-        X0: The state before the first token, or None.
+        z: The inputs in d channels, [B, d, T].
+        spectrum: The transform of (Re, Im) Lambda^tau over the lags tau, [2, M, F] for F
+            frequencies.
+        table: Lambda^tau for tau = 0 to T, [M, T + 1] complex128.
+        X0: The state before the first token, [B, M, d] complex128, or None for zeros.
     """
     T = z.shape[-1]
     N = _transform_length(T)
-    X = irfft(rfft(z, N)[:, None, None] * _rounded(spectrum, z)[:, :, None])[..., :T]
+    X = irfft(rfft(z, N)[:, None, None] * _in_precision_of(spectrum, z)[:, :, None])[..., :T]
     # The initial state decays: Lambda^(t+1) X0.
     if X0 is not None:
-        carried = _rounded(table[:, None, 1:], z) * _rounded(X0[..., None], z)
+        carried = _in_precision_of(table[:, None, 1:], z) * _in_precision_of(X0[..., None], z)
         X = X + torch.stack((carried.real, carried.imag), dim=1)
     return X
 
@@ -213,20 +216,20 @@ def _linear_head(
     """Computes one head with the linear readout.
 
     Args:
-        z: [B, 1, P, T].
-        theta: [M, 2].
-        readout: [2M].
-        X0: As in `_query_head`.
+        z: Inputs, [B, 1, P, T].
+        theta: log Lambda of the head as real pairs, [M, 2].
+        readout: w of the head as (Re w | Im w), [2M].
+        X0: The state before the first token, [B, M, P] complex128, or None.
 
     Returns:
         y [B, 1, P, T], and the last state [B, M, P, 2].
     """
     T = z.shape[-1]
     N = _transform_length(T)
-    table = _table(theta, T)
+    table = _powers_of_lags(theta, T)
     # w Lambda^tau; the sum over basis functions is the one kernel of all channels.
     weighted = torch.complex(*readout.double().chunk(2))[:, None] * table
-    response = _rounded(rfft(weighted[:, :T].real.sum(0), N), z)
+    response = _in_precision_of(rfft(weighted[:, :T].real.sum(0), N), z)
     y = irfft(rfft(z, N) * response)[..., :T]
     if X0 is not None:
         y = y + (X0.mT @ weighted[:, 1:]).real[:, None].to(y.dtype)
@@ -240,8 +243,8 @@ def _last_state(z: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
     that goes on to later tokens shall not have that error.
 
     Args:
-        z: [B, P, T].
-        table: Lambda^tau, [M, T + 1] complex128.
+        z: The inputs, [B, P, T].
+        table: Lambda^tau for tau = 0 to T, [M, T + 1] complex128.
         X0: The state before the first token, [B, M, P] complex128, or None.
     """
     last = torch.einsum("bpt,mtc->bmpc", z.double(), torch.view_as_real(table[:, :-1].flip(1)))
@@ -250,13 +253,13 @@ def _last_state(z: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
     return last + torch.view_as_real(table[:, -1:] * X0)
 
 
-def _table(theta: Tensor, T: int) -> Tensor:
-    """Computes Lambda^tau for tau = 0 .. T: [M, 2] -> [M, T + 1] complex128."""
+def _powers_of_lags(theta: Tensor, T: int) -> Tensor:
+    """Computes Lambda^tau for tau = 0 to T, [M, T + 1] complex128, from theta = log Lambda [M, 2]."""
     exponents = torch.arange(T + 1, device=theta.device)
     return torch.view_as_complex(powers(theta[None].double(), exponents))[0].mT
 
 
-def _rounded(x: Tensor, like: Tensor) -> Tensor:
+def _in_precision_of(x: Tensor, like: Tensor) -> Tensor:
     """Returns complex x in the precision of `like`, which is real."""
     return torch.view_as_complex(torch.view_as_real(x).to(like.dtype))
 

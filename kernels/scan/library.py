@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 def log_once(line: str) -> None:
     """Logs a line once per process.
 
-    torch.compile runs it while it traces, because it is marked as constant below: it is in no graph.
+    torch.compile runs it while it traces, because it is marked as constant below: it is in no
+    graph.
 
     Args:
         line: "MODULE: text". The name of the logger is MODULE.
@@ -27,6 +28,7 @@ def log_once(line: str) -> None:
 
 @functools.cache
 def _log_once(line: str) -> None:
+    """Logs a line. The cache runs this function once for each line."""
     logging.getLogger(line.partition(":")[0]).info(line)
 
 
@@ -38,7 +40,7 @@ log_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 def first_derivatives_only(*tensors: Tensor | None) -> None:
     """Checks that no tensor takes part in forward mode or in torch.func.grad.
 
-    An op would silently drop a tangent.
+    An op has a backward only: it would silently drop a tangent, the derivative of forward mode.
 
     Args:
         *tensors: The op's inputs; None is left out.
@@ -57,14 +59,15 @@ def first_derivatives_only(*tensors: Tensor | None) -> None:
         )
 
 
-def refuse_derivative(problem: str) -> NoReturn:
+def refuse_derivative(lacking: str) -> NoReturn:
     """Raises NotImplementedError for a derivative that the ops lack.
 
     Args:
-        problem: The derivative, as "no second derivative".
+        lacking: A phrase for what is missing, such as "no second derivative"; it follows "the ops
+            have" in the message.
     """
     raise NotImplementedError(
-        f"the ops of the scan and of the input features have {problem}. Plain PyTorch has all derivatives: "
+        f"the ops of the scan and of the input features have {lacking}. Plain PyTorch has all derivatives: "
         "backend='reference' of the scan, 'torch' of the input features"
     )
 
@@ -73,7 +76,7 @@ def no_second_derivative(backward: Any) -> None:
     """Gives an op that computes gradients a derivative that refuses to run.
 
     Args:
-        backward: The op.
+        backward: The op, from `torch.library.custom_op`.
     """
     backward.register_autograd(lambda ctx, *grads: refuse_derivative("no second derivative"))
 
@@ -104,8 +107,9 @@ def tag_caches(module: str) -> None:
     for an earlier version would be called with the arguments of the present one.
 
     Args:
-        module: The name of the module.
+        module: The name of the module, which is imported.
     """
+    # A new source gives another tag, and with it another key of the caches.
     tag = hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()[:8]
     if tag not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += tag

@@ -37,9 +37,10 @@ from .chunkwise import Exchange, Start
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
-# From this many tokens on the plain form takes one head after the other on a CPU, or in float64.
+# From this many tokens of all sequences on, the plain form takes one head after the other on a CPU,
+# or in float64.
 BY_HEAD = 512
-# The axis of the heads by the number of axes: 2 and 3 are tables, 4 tokens, 5 states.
+# The axis of the heads by a tensor's number of axes: 2 and 3 are tables, 4 tokens, 5 states.
 HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}
 # Types of the devices that run Triton kernels. Tests add the CPU for Triton's interpreter.
 KERNEL_DEVICES = ("cuda",)
@@ -51,7 +52,7 @@ def runs_as(backend: str, device: torch.device) -> str | None:
     torch.compile traces through this.
 
     Args:
-        backend: A resolved backend.
+        backend: A resolved backend: one of `BACKENDS` of the package, but not `auto`.
         device: The device of the inputs.
 
     Returns:
@@ -65,11 +66,12 @@ def runs_as(backend: str, device: torch.device) -> str | None:
 def implementation(backend: str, device: torch.device) -> ModuleType:
     """Returns the module whose functions the ops call.
 
-    Every output is newly allocated and contiguous. The module in Triton also returns `a`, [B, Hq,
-    T, 2M] in the operands' dtype, after the states, and takes it back in the backward.
+    Every output is newly allocated and contiguous. The module in Triton also returns `a`, the
+    result of pass 1, [B, Hq, T, 2M] in the operands' dtype, after the states, and takes it back in
+    the backward.
 
     Args:
-        backend: A resolved backend.
+        backend: A resolved backend, which runs as an op (`runs_as`).
         device: The device of the inputs.
     """
     if runs_as(backend, device) == "plain":
@@ -84,10 +86,13 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
     """Calls a function of the implementation, head by head if that is faster or smaller.
 
     Args:
-        backend: A resolved backend.
-        name: The function's name.
-        *args: Its tensors. The first one gives the device.
+        backend: A resolved backend, which runs as an op.
+        name: The function's name in `chunkwise` and `triton_chunkwise`.
+        *args: Its tensors, None for those that are not there. The first one gives the device.
         **kw: Its other arguments.
+
+    Returns:
+        The function's results.
     """
     device = args[0].device
 
@@ -157,15 +162,16 @@ def send_state(
     """Starts the exchange of the state that this rank's own tokens leave. Collective.
 
     Args:
-        parts: k and v, or z.
-        log_decay: theta = log Lambda, [H, M, 2].
+        parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         backend: A resolved backend.
         documents: The document of each token, [B, T] int32, or None.
         group: Name of the process group.
 
     Returns:
-        The message that is on its way, and the states that each segment leaves by itself,
-        [B, H, S, M, P, 2], empty for one segment and in plain PyTorch.
+        The message that is on its way, and the states that each of the S segments of time of the
+        Triton kernels leaves by itself, [B, H, S, M, P, 2], empty for one segment and in plain
+        PyTorch.
     """
     with torch.autocast(log_decay.device.type, enabled=False):
         module = implementation(backend, log_decay.device)
@@ -177,6 +183,7 @@ def send_state(
 
 @send_state.register_fake
 def _(parts, log_decay, backend, documents, group):
+    """Makes results of `send_state` for tracing: only shapes and dtypes count."""
     B, _, H, _ = parts[0].shape
     M = log_decay.shape[1]
     P = sum(x.shape[3] for x in parts)
@@ -268,27 +275,27 @@ def run_scan(
     """Computes the scan of `interdomain_scan`, whose inputs were checked.
 
     Args:
-        q: As in `interdomain_scan`, and so are the next tensors.
-        k: [B, T, H, R].
-        v: [B, T, H, D].
-        log_decay: [H, M, 2].
-        mixing: [H, 2M, 2M].
-        initial_state: [B, H, M, P, 2], or None for zeros.
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        mixing: W, [H, 2M, 2M].
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
         save: True to return a, the result of pass 1, for the backward.
-        documents: As in `interdomain_scan`.
+        documents: The document of each token, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
         sent: The message of `send_state`, with a group.
         local: The states of segments of `send_state`, with a group.
 
     Returns:
-        o, the final state, and for the backward a (with `save`) and the state that entered this
-        rank's tokens (with `group`). A tensor that is not wanted is empty.
+        o [B, T, Hq, D], the final state, and for the backward a (with `save`) and the state that
+        entered this rank's tokens (with `group`). A tensor that is not wanted is empty.
     """
     B, _, H, R = k.shape
     start = _start_state(sent, initial_state, (B, H, log_decay.shape[1], R + v.shape[3], 2))
-    # Only the form in Triton returns a.
+    # Only the form in Triton returns a. It is the last result.
     o, final, entered, *pass_1 = _call(
         backend, "scan_forward", q, k, v, log_decay, mixing, start, documents=documents, need_final=need_final,
         **_segment_states(local),
@@ -319,6 +326,7 @@ def _(
     group="",
     *sent,
 ):
+    """Makes results of `scan` for tracing: only shapes and dtypes count."""
     B, T, H, R = k.shape
     Hq = q.shape[2]
     D = v.shape[3]
@@ -345,21 +353,22 @@ def scan_backward(
 
     Args:
         d_o: The gradient of o, [B, T, Hq, D].
-        d_final: The gradient of the final state, or None.
-        q: As in `run_scan`, and so are the next tensors.
-        k: [B, T, H, R].
-        v: [B, T, H, D].
-        log_decay: [H, M, 2].
-        mixing: [H, 2M, 2M].
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros.
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        mixing: W, [H, 2M, 2M].
         initial_state: The state before the tokens, or None; with a group, the state that entered
             this rank's tokens.
         backend: A resolved backend.
-        a: The result of pass 1, if it was saved.
-        documents: As in `interdomain_scan`.
+        a: The result of pass 1, [B, Hq, T, 2M], if it was saved, else None.
+        documents: The document of each token, [B, T] int32, or None for one document.
         group: Name of the process group; "" for none.
 
     Returns:
-        The gradients of q, k, v, log_decay, mixing and initial_state.
+        The gradients of q, k, v, log_decay, mixing and initial_state, empty for a state that is not
+        there.
     """
     # Only the form in Triton takes a.
     saved = {}
@@ -398,6 +407,7 @@ def _(
     documents=None,
     group="",
 ):
+    """Makes results of `scan_backward` for tracing: only shapes and dtypes count."""
     return _fake_gradients(q, k, v, log_decay, mixing, initial_state)
 
 
@@ -424,18 +434,18 @@ def run_linear_scan(
     Args:
         z: The inputs, [B, T, H, P].
         log_decay: theta = log Lambda, [H, M, 2].
-        readout: w as (Re | Im), [H, 2M].
-        initial_state: [B, H, M, P, 2], or None for zeros.
+        readout: w as (Re w | Im w), [H, 2M].
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
         documents: The document of each token, [B, T] int32, or None.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
-        sent: The message of `send_state`.
-        local: The states of segments of `send_state`.
+        sent: The message of `send_state`, with a group.
+        local: The states of segments of `send_state`, with a group.
 
     Returns:
-        y, the final state, and the state that entered this rank's tokens (with `group`). A tensor
-        that is not wanted is empty.
+        y [B, T, H, P], the final state, and the state that entered this rank's tokens (with
+        `group`). A tensor that is not wanted is empty.
     """
     B, _, H, P = z.shape
     start = _start_state(sent, initial_state, (B, H, log_decay.shape[1], P, 2))
@@ -456,6 +466,7 @@ linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_sca
 def _(
     z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group="", *sent
 ):
+    """Makes results of `linear_scan` for tracing: only shapes and dtypes count."""
     B, _, H, P = z.shape
     M = log_decay.shape[1]
     final = z.new_empty(0)
@@ -476,17 +487,19 @@ def linear_scan_backward(
 
     Args:
         d_y: The gradient of y, [B, T, H, P].
-        d_final: The gradient of the final state, or None.
-        z: [B, T, H, P].
-        log_decay: [H, M, 2].
-        readout: [H, 2M].
-        initial_state: As in `scan_backward`, and so are the next arguments.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros.
+        z: The inputs, [B, T, H, P].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        readout: w as (Re w | Im w), [H, 2M].
+        initial_state: The state before the tokens, or None; with a group, the state that entered
+            this rank's tokens.
         backend: A resolved backend.
-        documents: As in `interdomain_scan`.
+        documents: The document of each token, [B, T] int32, or None for one document.
         group: Name of the process group; "" for none.
 
     Returns:
-        The gradients of z, log_decay, readout and initial_state.
+        The gradients of z, log_decay, readout and initial_state, empty for a state that is not
+        there.
     """
     gradients = _call(
         backend,
@@ -505,6 +518,7 @@ def linear_scan_backward(
 
 @linear_scan_backward.register_fake
 def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=None, group=""):
+    """Makes results of `linear_scan_backward` for tracing: only shapes and dtypes count."""
     return _fake_gradients(z, log_decay, readout, initial_state)
 
 
@@ -519,15 +533,15 @@ def scan_step_(
     """Computes one token of the scan, and overwrites `state`.
 
     Args:
-        q: [B, Hq, R].
-        k: [B, H, R].
-        v: [B, H, D].
-        decay: Lambda, [H, M, 2], from `decay_factor`.
+        q: Query features of the token, [B, Hq, R].
+        k: Its key features, [B, H, R].
+        v: Its values, [B, H, D].
+        decay: Lambda as real pairs, [H, M, 2], from `decay_factor`.
         mixing: W, [H, 2M, 2M]; or its first M rows, [H, M, 2M], if W is [[V, -Y], [Y, V]].
-        state: [B, H, M, P, 2], contiguous.
+        state: X before the token, [B, H, M, P, 2] with P = R + D, contiguous; overwritten.
 
     Returns:
-        o, [B, Hq, D].
+        o, [B, Hq, D] in v's dtype.
     """
     from . import triton_step
 
@@ -539,13 +553,13 @@ def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Te
     """Computes one token of the linear scan, and overwrites `state`.
 
     Args:
-        z: [B, H, P].
-        decay: Lambda, [H, M, 2], from `decay_factor`.
-        readout: [H, 2M].
-        state: [B, H, M, P, 2], contiguous.
+        z: The token's inputs, [B, H, P].
+        decay: Lambda as real pairs, [H, M, 2], from `decay_factor`.
+        readout: w as (Re w | Im w), [H, 2M].
+        state: X before the token, [B, H, M, P, 2], contiguous; overwritten.
 
     Returns:
-        y, [B, H, P].
+        y, [B, H, P] in z's dtype.
     """
     from . import triton_step
 
@@ -554,40 +568,45 @@ def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Te
 
 @scan_step_.register_fake
 def _(q, k, v, decay, mixing, state):
+    """Makes results of `scan_step_` for tracing: only shapes and dtypes count."""
     return v.new_empty(*q.shape[:2], v.shape[2])
 
 
 @linear_step_.register_fake
 def _(z, decay, readout, state):
+    """Makes results of `linear_step_` for tracing: only shapes and dtypes count."""
     return z.new_empty(z.shape)
 
 
 # Gradients
 
 
-def _differentiable(op: Any, backward: Any, n: int) -> None:
+def _register_backward(op: Any, backward: Any, n_tokens: int) -> None:
     """Registers the backward of an op.
 
     Args:
-        op: `scan` or `linear_scan`. Its arguments are n tokens, log_decay, mixing or readout, and
-            initial_state; then backend and flags, which get no gradient.
+        op: `scan` or `linear_scan`. Its arguments are the token tensors, log_decay, mixing or
+            readout, and initial_state; then backend and flags, which get no gradient.
         backward: The op of its gradients.
-        n: The number of token tensors.
+        n_tokens: The number of token tensors: 3 for q, k and v, 1 for z.
     """
+    # The inputs that may get a gradient: tokens, two tables and the state.
+    n_inputs = n_tokens + 3
 
     def setup(ctx, inputs, output):
+        """Saves in `ctx` what the backward needs, after a call of the op."""
         # `save` and a exist for `scan` only: the lists have one element, or none.
-        ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n + 3 :]
+        ctx.backend, *save, documents, need_final, ctx.group, _, _ = inputs[n_inputs:]
         out, final, *a, entered = output
 
         # Save the tensors, a if it was computed to be saved, and the state before the tokens.
-        state = inputs[n + 2]
+        state = inputs[n_inputs - 1]
         if ctx.group:
             state = entered
         saved_a = a
         if not any(save):
             saved_a = [None] * len(a)
-        ctx.save_for_backward(documents, *inputs[: n + 2], state, *saved_a)
+        ctx.save_for_backward(documents, *inputs[: n_inputs - 1], state, *saved_a)
 
         # Only o, and the final state if it is wanted, have gradients.
         no_gradient = [*a, entered]
@@ -598,25 +617,26 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         ctx.output_shape = out.shape
 
     def gradient(ctx, d_out, d_final, *_):
-        # Tokens, tables and the state; `a` comes after them.
+        """Returns the gradients of the op's arguments, from those of its first two results."""
+        # Tokens, tables and the state; `a` comes after them, if the op has it.
         documents, *saved = ctx.saved_tensors
-        tensors = saved[: n + 3]
-        # d_out is None if only the final state was used.
+        tensors = saved[:n_inputs]
+        # d_out is None if only the final state was used. The last token tensor has its dtype.
         if d_out is None:
-            d_out = tensors[n - 1].new_zeros(ctx.output_shape)
+            d_out = tensors[n_tokens - 1].new_zeros(ctx.output_shape)
         *grads, d_initial = backward(
-            d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents, ctx.group
+            d_out, d_final, *tensors, ctx.backend, *saved[n_inputs:], documents, ctx.group
         )
         # With a group, the state before the tokens is no input. Backend and flags have no gradient.
         if tensors[-1] is None or ctx.group:
             d_initial = None
-        flags = (None,) * (len(ctx.needs_input_grad) - n - 3)
+        flags = (None,) * (len(ctx.needs_input_grad) - n_inputs)
         return *grads, d_initial, *flags
 
     op.register_autograd(gradient, setup_context=setup)
     no_second_derivative(backward)
 
 
-_differentiable(scan, scan_backward, 3)
-_differentiable(linear_scan, linear_scan_backward, 1)
+_register_backward(scan, scan_backward, n_tokens=3)
+_register_backward(linear_scan, linear_scan_backward, n_tokens=1)
 tag_caches(__name__)

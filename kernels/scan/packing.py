@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ALLOWED = (
+# The beginning of the error about wrong values.
+ALLOWED_NUMBERS = (
     "documents must number the tokens of each sequence from 0 to 2^31 - 1, never falling along T"
 )
 
@@ -51,20 +52,25 @@ def checked_documents(
 
 
 def _check_numbers(documents: Tensor) -> None:
-    """Checks that the numbers of documents are from 0 to 2^31 - 1 (int32) and never fall along T."""
+    """Checks that the numbers of documents are from 0 to 2^31 - 1 (int32) and never fall along T.
+
+    Args:
+        documents: The number of each token's document, [B, T] int32 or int64.
+    """
     # A 0 before the first id makes a negative first id an id that falls.
     before = F.pad(documents, (1, 0))[:, :-1]
     wrong = documents < before
     if documents.dtype == torch.int64:
         wrong = wrong | (documents >= 2**31)
-    # The host waits for no GPU, and a graph or a subclass such as a fake tensor has no values to read.
+    # The host waits for no GPU, and a graph or a subclass such as a fake tensor has no values to
+    # read.
     right = ~wrong.any()
     if (
         torch.compiler.is_compiling()
         or type(documents) is not Tensor
         or documents.device.type != "cpu"
     ):
-        torch._assert_async(right, ALLOWED)  # pyright: ignore[reportPrivateImportUsage]
+        torch._assert_async(right, ALLOWED_NUMBERS)  # pyright: ignore[reportPrivateImportUsage]
     elif not right:
         b, t = wrong.nonzero()[0].tolist()
         number = documents[b, t].item()
@@ -72,5 +78,5 @@ def _check_numbers(documents: Tensor) -> None:
         if t == 0:
             got = f"{number} at the first token"
         raise ValueError(
-            f"{ALLOWED}: got {got} of sequence {b}. Sort the documents, or number them in their order."
+            f"{ALLOWED_NUMBERS}: got {got} of sequence {b}. Sort the documents, or number them in their order."
         )

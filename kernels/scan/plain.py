@@ -33,7 +33,7 @@ def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tenso
     gradients for a symbolic number of tokens cannot be translated to ONNX.
 
     Args:
-        step: step(state, inputs[n]) -> (state, o).
+        step: step(state, [x[n] for x in inputs]) -> (next state, o of this step).
         state: The first state.
         inputs: Tensors whose first axis is n.
 
@@ -46,8 +46,8 @@ def in_order(step: Callable, state: Tensor, inputs: list[Tensor]) -> tuple[Tenso
 
         return scan(step, state.detach(), [x.detach() for x in inputs])
     outputs = []
-    for each in zip(*inputs, strict=True):
-        state, o = step(state, each)
+    for inputs_of_step in zip(*inputs, strict=True):
+        state, o = step(state, inputs_of_step)
         outputs.append(o)
     return state, torch.stack(outputs)
 
@@ -58,16 +58,18 @@ def plain_scan(
     """Computes `interdomain_scan` or `linear_scan` by chunks of L tokens.
 
     A chunk starts with S = Lambda^h X, h = L / 2, where X is the state before it. Its token i reads
-    Lambda^(i + 1 - h) (S + sum_j Lambda^(h - 1 - j) z_j) over the tokens j up to itself. So no
-    power leaves the range of float32.
+    Lambda^(i + 1 - h) (S + sum_j Lambda^(h - 1 - j) z_j) over the tokens j up to itself, where z_j
+    is k_j beside v_j. So no power leaves the range of float32.
 
     Args:
-        q: Query features, [B, T, H G, R], or None for the linear readout.
+        q: Query features, [B, T, H G, R] for G query heads per state head, or None for the linear
+            readout.
         k: Key features, [B, T, H, R]. For the linear readout, k and v are the two parts of z.
         v: Values, [B, T, H, D].
-        theta: log Lambda, [H, M, 2].
-        table: W [H, 2M, 2M], or w [H, 2M] for the linear readout.
-        state: The state before the tokens, [B, H, M, P, 2], or None for zeros.
+        theta: log Lambda as real pairs, [H, M, 2].
+        table: W [H, 2M, 2M], or w [H, 2M] for the linear readout, on stacked (Re | Im).
+        state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None for
+            zeros.
 
     Returns:
         o [B, T, H G, D], or [B, T, H, P] for the linear readout; and the state after the last
@@ -87,11 +89,12 @@ def plain_scan(
     extra = int(is_exporting() and T > 1)
 
     def by_chunk(x: Tensor) -> Tensor:
-        # [B, T, H G, C] -> [N, B, H, G, L, C]
+        # Cuts tokens into chunks: [B, T, H G, width] -> [N, B, H, G, L, width].
         x = F.pad(x.to(theta.dtype), (0, 0, 0, 0, missing, extra * L)).unflatten(2, (H, -1))
         return x.unflatten(1, (N + extra, L)).permute(1, 0, 3, 4, 2, 5)
 
     def decayed(x: Tensor, factors: Tensor) -> Tensor:
+        # Multiplies pairs in the last axis, [..., 2M], by powers of Lambda, [..., M, 2].
         return multiply(factors, x.unflatten(-1, (M, 2))).flatten(-2)
 
     # Powers of Lambda: with which a token reads S, is added to S, and is added to the S of the next
@@ -111,6 +114,8 @@ def plain_scan(
     carries = carry.expand(N + extra, *carry.shape)
 
     def next_state(S: Tensor, chunk: list[Tensor]) -> tuple[Tensor, Tensor]:
+        # `chunk` is an element of `carries` and one of `added`. S is copied, because the loop of
+        # torch.export must not return its own input.
         return multiply(chunk[0], S) + chunk[1], S.clone()
 
     last, S = in_order(next_state, first_S, [carries, added])
@@ -124,17 +129,17 @@ def plain_scan(
     if q is None:
         # The linear readout has b = w, and reads all channels.
         b = table[:, None, None]
-        first = 0
+        first_channel = 0
     else:
         # a = X^k q, b = W a, and b reads the channels of the values.
         q = by_chunk(q)
-        first = R
+        first_channel = R
         a = (q @ z[..., :R].mT).tril() @ write + q @ S[..., :R, :]
         W = table.unflatten(2, (2, M)).transpose(2, 3).flatten(2)
         b = decayed(a, read) @ W.mT[:, None]
     b = decayed(b, torch.stack((read[..., 0], -read[..., 1]), dim=-1))
 
     # The outputs, without the tokens that were added.
-    o = (b @ write.mT).tril() @ z[..., first:] + b @ S[..., first:, :].mT
+    o = (b @ write.mT).tril() @ z[..., first_channel:] + b @ S[..., first_channel:, :].mT
     o = o.permute(1, 0, 4, 2, 3, 5).flatten(1, 2).flatten(2, 3)[:, missing : missing + T]
     return o.to(v.dtype), multiply(leave, last).transpose(2, 3)

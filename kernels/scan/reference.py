@@ -1,7 +1,8 @@
 """The reference: loops over time as in the paper, and the same loops in the backends' form.
 
 Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H query heads, R key
-features, D value width, P = R + D channels of a state, M basis functions.
+features, D value width, P channels of a state (R + D, or the width of z in the linear readout), M
+basis functions.
 
 It is slow, and differentiable, also in fp64. It shares no helper with the backends that tests
 compare with it, and is tested itself against its T x T matrix form (tests/scan/test_reference.py).
@@ -12,6 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# With `normalize`, the mean absolute value of a token's output is at most this many times that of
+# its values v_t. The paper has no bound: near a zero of the denominator its output grows without
+# limit.
+MAX_GAIN = 16
+
 
 def paper_scan(
     q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor, C: Tensor, *,
@@ -20,7 +26,8 @@ def paper_scan(
     """Computes the mixer's core as the paper writes it: U and Gamma are formed at every step.
 
     The recurrence is eq. 11 of the paper and the readout its eq. 13, or eqs. 8 and 9 if `normalize`
-    is set.
+    is set. One step is not the paper's: with `normalize`, an output whose mean absolute value is
+    more than MAX_GAIN times that of the token's values v_t is scaled down to that bound.
 
     Args:
         q: Query features, [B, T, Hq, R], real.
@@ -32,13 +39,15 @@ def paper_scan(
         readout: `complex`, `hermitian` or `real`: how the complex U and Gamma become a real output.
         normalize: True to divide by q^T U^T eta (Nadaraya-Watson); eta is a ones channel appended
             to v.
-        initial_state: [B, H, M, P, 2], unit gain, with P + 1 channels if `normalize` is set. None
-            means zeros.
+        initial_state: The state before the first token without its input gain, as real pairs, [B,
+            H, M, P, 2] with P = R + D channels, or R + D + 1 if `normalize` is set. None means
+            zeros.
 
     Returns:
         o [B, T, Hq, D], and the final state in the form of initial_state.
     """
     R, D = q.shape[-1], v.shape[-1]
+    # Query heads that read one state head.
     group = q.shape[2] // k.shape[2]
 
     # 1. Discretise by zero-order hold.
@@ -79,11 +88,14 @@ def paper_scan(
         else:
             o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
 
-        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t. If the mean absolute value of the output
-        # is more than 16 times that of v_t, the output is scaled down to that bound.
+        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t, the last channel of o. If the mean
+        # absolute value of the output is more than MAX_GAIN times that of v_t, scale it down to
+        # that bound.
         if normalize:
             o = o[..., :D] / o[..., D:]
-            largest = 16 * v[:, t].abs().mean(-1, keepdim=True).repeat_interleave(group, dim=1)
+            largest = MAX_GAIN * v[:, t].abs().mean(-1, keepdim=True).repeat_interleave(
+                group, dim=1
+            )
             o = o * (largest / o.abs().mean(-1, keepdim=True)).clamp_max(1)
         outputs.append(o)
 
@@ -101,7 +113,8 @@ def paper_linear(
         A: Diagonal of the state matrix, [H, M] complex.
         C: Projection onto the basis, [H, M, M] complex.
         c: Weights of the basis functions, [H, M] real.
-        initial_state: [B, H, M, P, 2], unit gain. None means zeros.
+        initial_state: The state before the first token without its input gain, as real pairs, [B,
+            H, M, P, 2]. None means zeros.
 
     Returns:
         y [B, T, H, P], and the final state in the form of initial_state.
@@ -130,16 +143,17 @@ def scan_reference(
     """Computes `interdomain_scan` token by token, with one state and no chunk.
 
     Args:
-        q: [B, T, Hq, R].
-        k: [B, T, H, R].
-        v: [B, T, H, D].
-        log_decay: theta, [H, M, 2].
-        mixing: W, [H, 2M, 2M].
-        initial_state: [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        mixing: W on stacked (Re | Im), [H, 2M, 2M].
+        initial_state: The state before the first token, [B, H, M, P, 2] with P = R + D channels, or
+            None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
 
     Returns:
-        o [B, T, Hq, D] in v's dtype, and the final state.
+        o [B, T, Hq, D] in v's dtype, and the final state in the form of initial_state.
     """
     dtype = log_decay.dtype
     R = q.shape[-1]
@@ -147,7 +161,8 @@ def scan_reference(
     q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # [B, T, H, G, R]
     z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
 
-    # Per token: a = X^k q, b = W a on stacked (Re | Im), and o = Re(b^T X^v).
+    # Per token: a = X^k q, b = W a on stacked (Re | Im), and o = Re(b^T X^v). The first R channels
+    # of X are X^k, the others X^v.
     outputs = []
     for t, X in enumerate(_states(z, log_decay, initial_state, documents)):
         a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
@@ -167,14 +182,14 @@ def linear_reference(
     """Computes `linear_scan` token by token.
 
     Args:
-        z: [B, T, H, P].
-        log_decay: theta, [H, M, 2].
+        z: Inputs, [B, T, H, P].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
         readout: w, [H, 2M] as (Re w | Im w).
-        initial_state: [B, H, M, P, 2], or None for zeros.
-        documents: The document of each token, [B, T], or None.
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
+        documents: The document of each token, [B, T], or None for one document.
 
     Returns:
-        y [B, T, H, P] in z's dtype, and the final state.
+        y [B, T, H, P] in z's dtype, and the final state in the form of initial_state.
     """
     # y = Re(w^T X) per token.
     M = log_decay.shape[1]
@@ -192,12 +207,12 @@ def _states(
 
     Args:
         z: Inputs, [B, T, H, P], in log_decay's dtype.
-        log_decay: theta, [H, M, 2].
-        initial_state: [B, H, M, P, 2], or None for zeros.
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         documents: The document of each token, [B, T], or None.
     """
-    # Lambda, [H, M, 1], is rounded only once, because the loop multiplies this rounding error T
-    # times.
+    # Lambda, [H, M, 1], is computed in fp64 and rounded only once, because the loop multiplies this
+    # rounding error T times.
     Lambda = torch.exp(torch.view_as_complex(log_decay.double().contiguous()))
     Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[:, :, None]
     if initial_state is None:

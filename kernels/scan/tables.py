@@ -20,7 +20,7 @@ MAX_DECAY_PER_TOKEN = 1.0
 # Tokens of a chunk in plain PyTorch.
 CHUNK = 64
 
-# How the complex U and Gamma become a real output; see `mixing_matrix`.
+# The query readouts: how the complex U and Gamma become a real output; see `mixing_matrix`.
 READOUTS = ("complex", "hermitian", "real")
 
 
@@ -28,9 +28,11 @@ def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
     """Returns A of a new model as (log(-Re A), Im A), each [M] in float64.
 
     Args:
-        form: `MixerConfig.a_init`, which has the formulas: `s4d-inv`, `s4d-lin` or `s4d-real`.
-        n_basis: M.
+        form: `s4d-inv`, `s4d-lin` or `s4d-real`, as in `MixerConfig.a_init`, which has the
+            formulas.
+        n_basis: M, the number of basis functions.
     """
+    # log(-Re A) is the logarithm of `decay`, and Im A is `frequency`.
     n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
     decay, frequency = {
         "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
@@ -72,14 +74,14 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
     A = theta / dt is the A that log_decay stands for, bound included.
 
     Args:
-        log_decay: theta, [H, M, 2].
-        dt: Delta, [H].
+        log_decay: theta = log Lambda per token as real pairs, [H, M, 2].
+        dt: Delta, the step size, [H].
 
     Returns:
-        beta, [H, M, 2].
+        beta as real pairs, [H, M, 2].
     """
     re, im = log_decay.unbind(-1)
-    # The numerator exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
+    # The numerator Lambda - 1 = exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
     num_re = torch.expm1(re) * torch.cos(im) - 2 * torch.sin(im / 2) ** 2
     num_im = torch.exp(re) * torch.sin(im)
     # Divide both by `scale`, so that |theta|^2 does not underflow. The quotient does not depend on
@@ -100,19 +102,19 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     """Computes W = G(Cb^T) P G(Cb): gain, C and readout in one real matrix per head.
 
     With it, the readout Re(q^T U^T Gamma) (paper eq. 13) is Re(b^T X^v), where b = W a and a = X^k
-    q.
+    q. X^k and X^v are the channels of keys and values of the state with unit gain.
 
     Cb = C diag(gain), G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], and P = I (`complex`), diag(I, -I)
     (`hermitian`) or diag(I, 0) (`real`).
 
     Args:
-        gain: beta, from `input_gain`, [H, M, 2].
+        gain: beta, from `input_gain`, as real pairs, [H, M, 2].
         C: Projection onto the basis, [H, M, M, 2] full or [H, M, 2] diagonal. None means the
             identity.
         readout: One of READOUTS: how complex U and Gamma become real.
 
     Returns:
-        W, [H, 2M, 2M], acting on [Re a; Im a].
+        W, [H, 2M, 2M], acting on stacked [Re a; Im a].
 
     Raises:
         ValueError: The readout is another one, or C has none of these shapes.
@@ -129,7 +131,7 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
         cb = multiply(C, gain[:, None]).movedim(-1, 0)
     else:
         raise ValueError(
-            _C_SHAPE.format(
+            _WRONG_SHAPE_OF_C.format(
                 got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)
             )
         )
@@ -144,12 +146,13 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
 def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
     """Computes w = gain * (C^T c), the linear readout on unit-gain states.
 
-    y = Re(sum_m w_m X[m]).
+    The output is y = Re(sum_m w_m X[m]) for a state X.
 
     Args:
-        gain: beta, from `input_gain`, [H, M, 2].
-        C: As in `mixing_matrix`.
-        c: Real weights, [H, M].
+        gain: beta, from `input_gain`, as real pairs, [H, M, 2].
+        C: Projection onto the basis, [H, M, M, 2] full or [H, M, 2] diagonal. None means the
+            identity.
+        c: Real weights of the basis functions, [H, M].
 
     Returns:
         w, [H, 2M] as (Re w | Im w).
@@ -165,7 +168,9 @@ def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
         projected = (C * c[:, :, None, None]).sum(1)
     else:
         full = (*gain.shape[:2], gain.shape[1], 2)
-        raise ValueError(_C_SHAPE.format(got=tuple(C.shape), full=full, diagonal=tuple(gain.shape)))
+        raise ValueError(
+            _WRONG_SHAPE_OF_C.format(got=tuple(C.shape), full=full, diagonal=tuple(gain.shape))
+        )
     return multiply(gain, projected).movedim(-1, 1).flatten(1)
 
 
@@ -176,11 +181,11 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
     fp32 would be off by 5e-4 radians after 64 tokens.
 
     Args:
-        log_decay: theta, [H, M, 2].
-        exponents: [J], integers of any dtype.
+        log_decay: theta = log Lambda as real pairs, [H, M, 2].
+        exponents: J exponents, [J], integers of any dtype.
 
     Returns:
-        [H, J, M, 2] in log_decay's dtype.
+        The powers as real pairs, [H, J, M, 2], in log_decay's dtype.
     """
     j = exponents.to(dtype=torch.float64, device=log_decay.device)[:, None]
     re, im = log_decay.double().unbind(-1)
@@ -190,7 +195,9 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
     return pairs.to(log_decay.dtype)
 
 
-_C_SHAPE = "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or None (identity)"
+_WRONG_SHAPE_OF_C = (
+    "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or None (identity)"
+)
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
@@ -201,7 +208,11 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _real_form(z: Tensor) -> Tensor:
-    """Returns G(Z) of z = (Re Z, Im Z): [2, H, M, M] -> [H, 2M, 2M]."""
+    """Returns G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], the real matrix of a complex product.
+
+    Args:
+        z: (Re Z, Im Z), [2, H, M, M]. The result is [H, 2M, 2M].
+    """
     re, im = z.unbind(0)
     upper = torch.cat((re, -im), dim=-1)
     lower = torch.cat((im, re), dim=-1)

@@ -26,34 +26,37 @@ def adjoint_pass(
     i_p, p_b, p_do, p_d, p_tc, p_e, p_step, p_g, p_dv, p_y, p_n,
     T, S, chunks, H, P, first, stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, IN_REGISTERS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Pass 3: the gradient of the values, from the chunks in reverse.
 
-    dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z), where the costate Z collects b~_i do_i^T of
-    later chunks. dk comes in the same way from (e~, q). The sums go over the G query heads that
-    share a state head.
+    dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z), where do is the gradient of the outputs,
+    T_j is a power of the decay, and b~ are the weights of pass 2. The costate Z collects b~_i
+    do_i^T of later chunks: it is the conjugate of the gradient of the state after the chunk, times
+    Lambda^(n-1-r) for a chunk of n tokens. dk comes in the same way from (e~, q). The sums go over
+    the G query heads that share a state head.
 
     Tiles: costate [2M, BD] fp32 as (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed
     scores [L, L]. Bytes per token and query head: b~ and the scores once per block of D, do once;
     dv once per state head.
 
     Args:
-        i_p: This program, one of B H S ceil(D / BD).
-        p_b: b~, [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
+        i_p: The index of this program, one of B H S ceil(D / BD).
+        p_b: b~ as (Re | Im), [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
         p_do: The rows do, [B, T, Hq, D], the last dimension dense.
         p_d: Scores of the linear readout, [H, L, L], as in `expand_kernel`; None for the query
             readout.
-        p_tc: conj(T).
-        p_e: E.
-        p_step: enter and carry.
-        p_g: Gradients of the states after each segment, or None for zeros.
+        p_tc: conj(T) as (Re | -Im), [H, L, 2M]: T_j = Lambda^(r-j) for position j of a chunk, with
+            r = L // 2.
+        p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32.
+        p_g: Gradients of the states after each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_dv: Filled with dv, [B, T, H, D], the last dimension dense. None if only costates are
             wanted.
         p_y: With p_dv, filled with the gradient of the initial state in channels first to first +
             D, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
             before the segments when each starts from zero after it, [B, H, S, M, P, 2].
-        p_n: The document of each token, or None.
+        p_n: The document of each token, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -72,7 +75,7 @@ def adjoint_pass(
         L: Chunk length.
         BD: Channels of a program.
         PRECISION: Precision of fp32 products.
-        HELD: True to keep T in registers.
+        IN_REGISTERS: True to keep T in registers through the loop over chunks.
         EVEN: True if every chunk has L tokens.
     """
     # This program's block of channels, segment, sequence and state head.
@@ -93,10 +96,10 @@ def adjoint_pass(
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
 
-    # Load the tables. The product with the identity brings T into the layout in which it can be a
-    # first operand from registers.
+    # Load the tables. The product with the identity brings conj(T) into the layout in which it can
+    # be a first operand from registers.
     b_tc = tl.load(p_tc + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
-    if HELD and OUTPUT:
+    if IN_REGISTERS and OUTPUT:
         b_tc = tl.dot(identity(L, DTYPE), b_tc).to(DTYPE)
     p_f = p_step + i_h * (4 * M) + o_m
     b_cr = tl.load(p_f + 2 * M)
@@ -221,9 +224,13 @@ def decay_pass(
     i_p, p_b, p_do, p_v, p_d, p_tt, p_e, p_step, p_x, p_g, p_out, p_n,
     T, S, chunks, Hq, P, first, stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh,
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, IN_REGISTERS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The part of the gradient of theta = log_decay that (b~; do, v) carries, or (e~; q, k).
+
+    Here do is the gradient of the outputs and b~ are the weights of pass 2. e~, q and k take the
+    places of b~, do and v for the part of the keys. T_j and E_i are powers of the decay (see p_tt
+    and p_e).
 
     It computes g = sum_j T_j y_j + Y X, from the chunks in reverse. The gradient is conj(g).
 
@@ -247,19 +254,20 @@ def decay_pass(
     in one thread at any BM.
 
     Args:
-        i_p: This program, one of B Hq S ceil(D / BD) (M / BM).
-        p_b: b~, [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
+        i_p: The index of this program, one of B Hq S ceil(D / BD) (M / BM).
+        p_b: b~ as (Re | Im), [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
         p_do: The rows do, [B, T, Hq, D], the last dimension dense.
         p_v: The columns v, [B, T, H, D], the last dimension dense.
         p_d: Not None in the linear readout; it is not read here.
-        p_tt: conj(T) transposed.
-        p_e: E.
-        p_step: enter and carry.
-        p_x: States before each segment, or None for zeros.
-        p_g: Gradients of the states after each segment, or None for zeros.
+        p_tt: conj(T) transposed, [H, 2M, L]: T_j = Lambda^(r-j) for position j of a chunk, with r =
+            L // 2.
+        p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32.
+        p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
+        p_g: Gradients of the states after each segment, likewise.
         p_out: Filled with parts of g as (Re g | Im g), [B Hq S ceil(D / BD), 2M] fp32. `sum_kernel`
             adds them in a fixed order.
-        p_n: The document of each token, or None.
+        p_n: The document of each token, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -279,7 +287,8 @@ def decay_pass(
         BD: Channels of a program.
         BM: Basis functions of a program, a multiple of 8.
         PRECISION: Precision of fp32 products.
-        HELD: True to keep b~^T in registers, too, by a product with the identity.
+        IN_REGISTERS: True to keep b~^T in registers for all of its products, by a product with the
+            identity.
         EVEN: True if every chunk has L tokens.
     """
     # This program's block of basis functions, block of channels, segment, query head and sequence.
@@ -297,7 +306,8 @@ def decay_pass(
     o_d = i_d * BD + tl.arange(0, BD)
     o_m = i_m * BM + tl.arange(0, BM)
     o_2 = tl.arange(0, 2 * BM)
-    # o_i is 1 if a row holds an imaginary part, else 0. o_n is the position of a row in (Re | Im).
+    # Rows alternate in groups of eight, real and imaginary. o_i is 1 if a row holds an imaginary
+    # part, else 0. o_n is the position of a row in (Re | Im).
     o_i = o_2 // 8 % 2
     o_n = i_m * BM + o_2 // 16 * 8 + o_2 % 8 + o_i * M
     m_d = (o_d < D) | (EVEN and D % BD == 0)
@@ -312,6 +322,7 @@ def decay_pass(
     b_cr = tl.load(p_f + 2 * M)
     b_ci = tl.load(p_f + 3 * M)
     i_x = ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2
+    # b_z is Z, and b_t is Y.
     b_z = tl.zeros([2 * BM, BD], dtype=tl.float32)
     b_t = tl.zeros([2 * BM, BD], dtype=tl.float32)
     if p_g is not None:
@@ -322,8 +333,9 @@ def decay_pass(
         b_z = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(
             p_g + i_x + o_x, mask=m_g[None, :], other=0.0
         )
+    # The positions in the chunk, and y.
     b_i = o_l.to(tl.float32)
-    if HELD:
+    if IN_REGISTERS:
         b_eye = identity(L, DTYPE)
     b_y = tl.zeros([2 * BM, L], dtype=tl.float32)
 
@@ -350,6 +362,7 @@ def decay_pass(
         i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
         m_t = (i_c * L + o_l < T) | EVEN
+        # The chunk has n tokens.
         n = L if EVEN else tl.minimum(L, T - i_c * L)
         b_b = tl.load(p_bt if LINEAR else p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
         b_do = tl.load(p_dt + i_t * stride_dt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(
@@ -385,7 +398,7 @@ def decay_pass(
         # stays in registers, it takes the weight i + 1 of the second one; else do takes the weight.
         b_bt = tl.trans(b_b)
         b_bw = b_bt
-        if HELD:
+        if IN_REGISTERS:
             b_bt = tl.dot(b_bt, b_eye)
             b_bw = (b_bt * (b_i + 1.0)[None, :]).to(DTYPE)
             b_bt = b_bt.to(DTYPE)
@@ -395,7 +408,7 @@ def decay_pass(
             b_z = tl.where(n_before == n_last, b_z, 0.0)
             b_t = tl.where(n_before == n_last, b_t, 0.0)
         b_w = b_do
-        if not HELD:
+        if not IN_REGISTERS:
             if L < 64 and p_n is None:
                 # These GPUs multiply by `mma.sync`. A tile that goes both into products and into
                 # other arithmetic would lie in shared memory with eight rows in one bank. So do is
@@ -437,12 +450,13 @@ def adjoint_kernel(
     p_b, p_do, p_v, p_d, p_tc, p_tt, p_e, p_step, p_x, p_g, p_dv, p_y, p_out, p_n, T, S, chunks, H, P, first,
     stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh, stride_gb, stride_gt, stride_gh,
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, PRECISION: tl.constexpr, IN_REGISTERS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Pass 3 and, if there is p_out, the part of the decay's gradient that the same tensors carry.
 
-    Some programs run `adjoint_pass`, the others `decay_pass`. Both walk the chunks of a segment in
-    reverse and read b~ and do. The programs of one (batch, state head, segment) have consecutive
+    The tensors are explained in `adjoint_pass` and `decay_pass`. DECAY is 1 if there is p_out, else
+    0. Some programs run `adjoint_pass`, the others `decay_pass`. Both walk the chunks of a segment
+    in reverse and read b~ and do. The programs of one (batch, state head, segment) have consecutive
     ids, so that they run at the same time and find in the L2 cache what one of them has loaded.
     Then b~, do and v are read from memory once, and dv is written once, per token and query head.
 
@@ -453,16 +467,17 @@ def adjoint_kernel(
         p_do: The rows do, [B, T, Hq, D], or q.
         p_v: The columns v, [B, T, H, D], or k. It is read only if there is p_out.
         p_d: Scores of the linear readout, [H, L, L]; None for the query readout.
-        p_tc: conj(T).
-        p_tt: conj(T) transposed.
-        p_e: E.
-        p_step: enter and carry.
-        p_x: States before each segment, or None for zeros. It is read only if there is p_out.
-        p_g: Gradients of the states after each segment, or None for zeros.
+        p_tc: conj(T), [H, L, 2M]: T_j = Lambda^(r-j) for position j of a chunk, with r = L // 2.
+        p_tt: conj(T) transposed, [H, 2M, L].
+        p_e: E, [H, L, 2M] fp32: E_i = Lambda^(i-r).
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L, [H, 2, 2M] fp32.
+        p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros. It is read only
+            if there is p_out.
+        p_g: Gradients of the states after each segment, likewise.
         p_dv: Filled as in `adjoint_pass`, or None.
         p_y: Filled as in `adjoint_pass`, or None.
         p_out: Filled as in `decay_pass`, or None if the decay's gradient is not wanted.
-        p_n: The document of each token, or None.
+        p_n: The document of each token, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -486,7 +501,7 @@ def adjoint_kernel(
         BK: Channels of a program of `decay_pass`.
         BM: Basis functions of a program of `decay_pass`.
         PRECISION: Precision of fp32 products.
-        HELD: True to keep first operands of several products in registers.
+        IN_REGISTERS: True to keep first operands of several products in registers.
         EVEN: True if every chunk has L tokens.
     """
     # N programs for each (batch, state head, segment): NA of pass 3, then G ND of the decay.
@@ -500,7 +515,7 @@ def adjoint_kernel(
         adjoint_pass(
             i_g * NA + i_n, p_b, p_do, p_d, p_tc, p_e, p_step, p_g, p_dv, p_y, p_n, T, S, chunks, H, P, first,
             stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
-            D, G, M, L, BD, PRECISION, HELD, EVEN,
+            D, G, M, L, BD, PRECISION, IN_REGISTERS, EVEN,
         )  # fmt: skip
     elif DECAY:
         i_d = i_n - NA
@@ -510,5 +525,5 @@ def adjoint_kernel(
         decay_pass(
             (i_q * S + i_g % S) * ND + i_d % ND, p_b, p_do, p_v, p_d, p_tt, p_e, p_step, p_x, p_g, p_out, p_n,
             T, S, chunks, H * G, P, first, stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh,
-            D, G, M, L, BK, BM, PRECISION, HELD, EVEN,
+            D, G, M, L, BK, BM, PRECISION, IN_REGISTERS, EVEN,
         )  # fmt: skip

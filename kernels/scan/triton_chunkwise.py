@@ -1,11 +1,11 @@
 """`chunkwise` on CUDA: the passes of triton_passes.py put together, for both readouts.
 
 Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features,
-D value width, P = R + D channels, M basis functions, L chunk length, S segments. Derivation:
-docs/kernels.md.
+D value width, P channels of a state (R + D, or the width of z in the linear readout), M basis
+functions, L chunk length, S segments. Derivation: docs/kernels.md.
 
     forward    a = contract(q, k)     o  = expand(a, v; W), or b~ = mix(a; W), o = expand(b~, v)
-    backward   c = contract(do, v)    b~, e~, dW = mix_backward(a, c; W)
+    backward   c = contract(do, v)    b~, e~, dW = mix(a, c; W)
                dq = expand(e~, k)
                dk = adjoint(e~, q) and dv = adjoint(b~, do),
                beside them dtheta = decay(e~; q, k) + decay(b~; do, v)
@@ -35,22 +35,24 @@ def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Start, *,
     documents: Tensor | None = None, need_final: bool = True, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Computes the scan.
+    """Computes the scan with the query readout.
 
     Args:
-        q: [B, T, Hq, R].
-        k: [B, T, H, R].
-        v: [B, T, H, D].
-        log_decay: theta, [H, M, 2].
-        mixing: W, [H, 2M, 2M].
-        initial_state: The state before the tokens, or a function that waits for it.
-        documents: The document of each token, [B, T] int32, or None.
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
+        mixing: W, [H, 2M, 2M] fp32.
+        initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or a
+            function that waits for it. None means zeros.
+        documents: The document of each token, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
-        local: The second result of `final_state`, if it was computed before.
+        local: The states that the segments leave when each starts from zero, the second result of
+            `final_state`, if it was computed before; else None.
 
     Returns:
-        o: [B, T, Hq, D] in v's dtype.
-        final_state: [B, H, M, P, 2], or None.
+        o: The outputs, [B, T, Hq, D] in v's dtype.
+        final_state: The state after the tokens, [B, H, M, P, 2], or None.
         initial_state: The state before the tokens, or None.
         a: The result of pass 1, [B, Hq, T, 2M], which the backward takes.
     """
@@ -73,12 +75,13 @@ def scan_forward(
             final = log_decay.new_empty(B, H, M, P, 2)
         a = launches.contract(q, k, states, (0, P), final)
 
-        # b = W a and pass 2, in one kernel if registers allow. Documents need more registers: in
-        # one kernel, 372 bytes would be spilled (Triton 3.7.1).
+        # b~ = E (W a) and pass 2, in one kernel if registers allow. Documents need more registers:
+        # in one kernel, 372 bytes would be spilled (Triton 3.7.1).
         if launches.plan.fused and documents is None:
             launches.expand(a, v, states, (R, P), o, final, mixing=mixing)
         else:
-            launches.expand(launches.mix(a, mixing)[0], v, states, (R, P), o, final)
+            b, _, _ = launches.mix(a, mixing)
+            launches.expand(b, v, states, (R, P), o, final)
         return o.contiguous(), final, initial_state, a
 
 
@@ -91,15 +94,15 @@ def scan_backward(
 
     Args:
         d_o: The gradient of o, [B, T, Hq, D].
-        d_final: The gradient of the final state, or None.
-        q: [B, T, Hq, R].
-        k: [B, T, H, R].
-        v: [B, T, H, D].
-        log_decay: theta, [H, M, 2].
-        mixing: W, [H, 2M, 2M].
-        initial_state: The state before the tokens, [B, H, M, P, 2], or None. With context
-            parallelism, the state that came from the ranks before.
-        a: The result of pass 1, or None to compute it again.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros.
+        q: Query features, [B, T, Hq, R].
+        k: Key features, [B, T, H, R].
+        v: Values, [B, T, H, D].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
+        mixing: W, [H, 2M, 2M] fp32.
+        initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None
+            for zeros. With context parallelism, the state that came from the ranks before.
+        a: The result of pass 1 in the forward, [B, Hq, T, 2M], or None to compute it again.
         documents: The document of each token, [B, T] int32, or None.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
@@ -115,16 +118,17 @@ def scan_backward(
         states = launches.states(initial_state, k, v)
 
         # Pass 1 of (q, k) gives a, and pass 1 of (do, v) gives c. The conjugate of c is stored,
-        # because dW and e = conj(W^T conj(c)) both need conj(c). Then b, e and dW.
+        # because dW and e = conj(W^T conj(c)) both need conj(c). Then b~ = E b, e~ = E e and dW.
+        # `keys` and `values` are the first channel of each in a state, and the number of channels.
         keys = (0, P)
         values = (R, P)
         if a is None:
             a = launches.contract(q, k, states, keys)
         else:
             a = dense(a)
-        c = launches.contract(d_o, v, states, values, conj=True)
-        b, e, d_mixing = launches.mix(a, mixing, c)
-        del a, c
+        conj_c = launches.contract(d_o, v, states, values, conj=True)
+        b, e, d_mixing = launches.mix(a, mixing, conj_c)
+        del a, conj_c
 
         # dq is pass 2 of (e, k). It needs no gradient of a state: it is computed while other ranks'
         # gradients are on their way.
@@ -150,18 +154,20 @@ def linear_forward(
     """Computes the linear scan: pass 2 with the same weights for every token.
 
     Args:
-        z: [B, T, H, P].
-        log_decay: theta, [H, M, 2].
+        z: Inputs, [B, T, H, P].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
         readout: w, [H, 2M] as (Re w | Im w).
-        initial_state: As in `scan_forward`, and so are the next arguments.
-        documents: The document of each token, [B, T] int32, or None.
+        initial_state: The state before the tokens, [B, H, M, P, 2], or a function that waits for
+            it. None means zeros.
+        documents: The document of each token, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
-        local: The second result of `final_state`, if it was computed before.
+        local: The states that the segments leave when each starts from zero, the second result of
+            `final_state`, if it was computed before; else None.
 
     Returns:
-        y: [B, T, H, P] in z's dtype.
-        final_state: As in `scan_forward`.
-        initial_state: As in `scan_forward`.
+        y: The outputs, [B, T, H, P] in z's dtype.
+        final_state: The state after the tokens, [B, H, M, P, 2], or None.
+        initial_state: The state before the tokens, or None.
     """
     with torch.cuda.device_of(z):
         z = aligned(z)
@@ -192,20 +198,23 @@ def linear_backward(
 
     Args:
         d_y: The gradient of y, [B, T, H, P].
-        d_final: The gradient of the final state, or None.
-        z: [B, T, H, P].
-        log_decay: theta, [H, M, 2].
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros.
+        z: Inputs, [B, T, H, P].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
         readout: w, [H, 2M] as (Re w | Im w).
-        initial_state: As in `scan_backward`.
+        initial_state: The state before the tokens, [B, H, M, P, 2], or None for zeros. With context
+            parallelism, the state that came from the ranks before.
         documents: The document of each token, [B, T] int32, or None.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
-        The gradients of z, log_decay, readout and initial_state.
+        The gradients of z, log_decay, readout and initial_state; None for a state that is not
+        there.
     """
     with torch.cuda.device_of(z):
         z = aligned(z)
         d_y = aligned(d_y)
+        # The first channel of z in a state, and the number of channels.
         channels = (0, z.shape[3])
         launches = _launches((z,), log_decay, documents, readout)
         states = launches.states(initial_state, z)
@@ -228,8 +237,8 @@ def final_state(
     """Computes the state that these tokens leave when they start from zero.
 
     Args:
-        parts: k and v, or z.
-        log_decay: theta, [H, M, 2].
+        parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
+        log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
         documents: The document of each token, [B, T] int32, or None.
 
     Returns:
@@ -249,9 +258,10 @@ def segments(parts: tuple[Tensor, ...], log_decay: Tensor) -> int:
     """Returns S, the number of segments of these tokens.
 
     Args:
-        parts: k and v, or z; they may be fake.
+        parts: k and v, or the inputs z of the linear readout; they may be fake.
         log_decay: theta, [H, M, 2].
     """
+    # The number of tokens, by that of a segment, rounded up.
     plan, chunks = _cut(parts, log_decay)
     return -(-parts[0].shape[1] // (chunks * plan.chunk))
 
@@ -272,7 +282,7 @@ def _cut(inputs: tuple[Tensor, ...], log_decay: Tensor) -> tuple[Plan, int]:
     if len(inputs) > 1:
         width = max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
-    # Both quotients are rounded up.
+    # The chunks of a sequence, and then those of a segment. Both quotients are rounded up.
     chunks = -(-T // plan.chunk)
     return plan, -(-chunks // segment_count(B * H, chunks, log_decay.device))
 
@@ -286,8 +296,8 @@ def _launches(
     Args:
         inputs: q, k and v, or k and v, or z.
         log_decay: theta, [H, M, 2].
-        documents: As in `scan_forward`.
-        readout: w, [H, 2M], for the linear readout.
+        documents: The document of each token, [B, T] int32, or None for one document.
+        readout: w, [H, 2M], for the linear readout; None for the query readout.
     """
     plan, chunks = _cut(inputs, log_decay)
     return Launches.build(plan, log_decay, inputs[-1].shape[1], chunks, documents, readout)

@@ -44,8 +44,8 @@ class Launches(NamedTuple):
         t_conj_T: t_conj transposed, [H, 2M, L].
         E: E_i = Lambda^(i-r) as (Re | Im), [H, L, 2M] fp32.
         step: Lambda^(r+1) and Lambda^L as (Re | Im), [H, 2, 2M] fp32.
-        power: Lambda^n as real pairs for the n tokens of a segment, and for those of the last
-            segment, [2, H, M, 2] fp32. None for one segment.
+        power: Lambda^n as real pairs, [2, H, M, 2] fp32: power[0] for the n tokens of a full
+            segment, power[1] for those of the last one. None for one segment.
         rows: E w for the linear readout w, [H, L, 2M] in the operands' dtype. It takes the place of
             b~, and is the same for every chunk. None for the query readout.
         scores: D_ij = Re(w^T Lambda^(i-j)) for j <= i of the linear readout, [H, L, L] in the
@@ -74,12 +74,13 @@ class Launches(NamedTuple):
         """Allocates the tables and launches the kernel that computes them.
 
         Args:
-            plan: Tile sizes.
-            log_decay: theta, [H, M, 2].
+            plan: Tile sizes and launch options.
+            log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
             T: Tokens of a sequence.
             chunks: Chunks of a segment.
             documents: The document of each token, [B, T], or None.
-            readout: w, [H, 2M], for the linear readout; None for the other one.
+            readout: The weights w of the linear readout as (Re w | Im w), [H, 2M]; None for the
+                query readout.
         """
         H, M, _ = log_decay.shape
         L = plan.chunk
@@ -132,7 +133,7 @@ class Launches(NamedTuple):
         """Returns the constants and launch options of a pass.
 
         Args:
-            tile: (elements of a tile, warps, stages), from the plan.
+            tile: (elements of a tile, warps of a program, stages of its loop), from the plan.
         """
         _, warps, stages = tile
         sizes = dict(M=self.E.shape[2] // 2, L=self.plan.chunk, PRECISION=self.plan.precision)
@@ -142,14 +143,14 @@ class Launches(NamedTuple):
         self, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int], final: Tensor | None = None, *,
         total: bool = False, conj: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Runs pass 1: a_t = X^k_t q_t.
+        """Runs pass 1: a_t = X^k_t q_t, the state of the keys read by each token.
 
         Args:
             q: Rows, [B, T, Hq, R]: q, or the gradient of o.
             k: Columns, [B, T, H, R]: k, or v.
             state: States before every segment, [B, H, S, M, P, 2], or None for zeros.
-            channels: (the channel of the state at which k begins, P).
-            final: Filled with the last state, [B, H, M, P, 2], if it is not None.
+            channels: (the channel of the state at which k begins, the number of all channels P).
+            final: Filled with the last state in k's channels, [B, H, M, P, 2], if it is not None.
             total: True to sum over time instead, in parts for `conj_sum` (then Hq = H).
             conj: True to return conj(a).
 
@@ -163,14 +164,15 @@ class Launches(NamedTuple):
         M = N // 2
         first, P = channels
 
-        # Tiles: a program has all channels of a key, but for a sum over time, which has an
-        # accumulator of its own and splits the channels.
-        BR = _power_of_two(R)
-        elements_per_mode = 2 * BR
+        # Tiles: a program has BR channels and BM basis functions of the state. BR is all channels
+        # of a key, but for a sum over time, which has an accumulator of its own and splits the
+        # channels.
+        BR = _tile_width(R)
+        elements_per_basis_function = 2 * BR
         if total:
             BR = min(BR, 64)
-            elements_per_mode = 4 * BR
-        BM = _block(M, self.plan.contract[0] // elements_per_mode)
+            elements_per_basis_function = 4 * BR
+        BM = _block_size(M, self.plan.contract[0] // elements_per_basis_function)
         blocks = triton.cdiv(R, BR)
 
         if total:
@@ -179,26 +181,30 @@ class Launches(NamedTuple):
             out = torch.empty(B, Hq, T, N, dtype=self.plan.dtype, device=q.device)
         contract_kernel[(B * Hq * self.segments * blocks * (M // BM),)](
             q, k, self.t, self.E, self.step, state, out, final, self.documents,
-            T, self.segments, self.chunks, Hq, Hq // H, P, first, *_strides(q), *_strides(k),
+            T, self.segments, self.chunks, Hq, Hq // H, P, first, *_leading_strides(q), *_leading_strides(k),
             R=R, BR=BR, BM=BM, SUM=total, CONJ=conj, EVEN=self.even, **self.options(self.plan.contract),
         )  # fmt: skip
         return out
 
-    def mix(self, a: Tensor, mixing: Tensor, c: Tensor | None = None) -> tuple:
+    def mix(self, a: Tensor, mixing: Tensor, conj_c: Tensor | None = None) -> tuple:
         """Computes b~ = E (W a) for every token; in the backward, also e~ and the gradient of W.
 
+        E is the power of the decay that belongs to a token's position in its chunk.
+
         Args:
-            a: The result of pass 1, [B, Hq, T, 2M].
+            a: The result of pass 1 of (q, k) as (Re | Im), [B, Hq, T, 2M].
             mixing: W, [H, 2M, 2M].
-            c: conj(c) in the backward, [B, Hq, T, 2M]; None in the forward.
+            conj_c: In the backward the conjugate of c, the result of pass 1 of (do, v), likewise;
+                None in the forward.
 
         Returns:
-            b~, [B, Hq, T, 2M]. With c also e~ = E conj(W^T conj(c)), likewise, and the gradient of
-            W, [H, 2M, 2M] fp32; else None and None.
+            b~, [B, Hq, T, 2M]. With conj_c also e~ = E conj(W^T conj(c)), likewise, and the
+            gradient of W, [H, 2M, 2M] fp32; else None and None.
         """
         B, Hq, T, N = a.shape
         H = mixing.shape[0]
         M = N // 2
+        # A program computes 2 BM columns of the result, with as many rows of W.
         BM = min(M, max(8, self.plan.mix[0] // (2 * N)))
         programs = M // BM
         chunks = triton.cdiv(T, self.plan.chunk)
@@ -209,12 +215,12 @@ class Launches(NamedTuple):
         blocks = 4
         e = None
         parts = None
-        if c is not None:
+        if conj_c is not None:
             blocks = triton.cdiv(chunks, segment_count(B * Hq * programs, chunks, a.device))
-            e = torch.empty_like(c)
+            e = torch.empty_like(conj_c)
             parts = self.E.new_empty(B, H, Hq // H * triton.cdiv(chunks, blocks), N, N)
         mix_kernel[(B * Hq * triton.cdiv(chunks, blocks) * programs,)](
-            a, c, dense(mixing.to(self.plan.dtype)), self.E, b, e, parts, T, blocks, Hq, Hq // H,
+            a, conj_c, dense(mixing.to(self.plan.dtype)), self.E, b, e, parts, T, blocks, Hq, Hq // H,
             BM=BM, EVEN=T % self.plan.chunk == 0, **self.options(self.plan.mix),
         )  # fmt: skip
         if parts is None:
@@ -225,18 +231,18 @@ class Launches(NamedTuple):
         self, b: Tensor | None, v: Tensor, state: Tensor | None, channels: tuple[int, int], out: Tensor | None,
         final: Tensor | None = None, *, mixing: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Runs pass 2 of (b~, v): o_t = Re(b_t^T X^v_t).
+        """Runs pass 2 of (b~, v): o_t = Re(b_t^T X^v_t), the values' state read with weights b.
 
         Args:
-            b: b~, [B, Hq, T, 2M]; None for the linear readout, whose weights are in the tables.
-                With `mixing` it is a, and the kernel computes b~ = E (W a).
+            b: b~ = E b, [B, Hq, T, 2M], from `mix`; None for the linear readout, whose weights are
+                in the tables. With `mixing` it is a, and the kernel computes b~ = E (W a).
             v: Columns, [B, T, H, D]: v, or k.
             state: States before every segment, [B, H, S, M, P, 2], or None for zeros.
-            channels: (the channel of the state at which v begins, P).
+            channels: (the channel of the state at which v begins, the number of all channels P).
             out: Filled with o, [B, T, Hq, D]. If it is None, only states are computed.
-            final: Filled with the last state, [B, H, M, P, 2], or None. Without `out` it is
-                [B, H, S, M, P, 2], filled with the states after the segments, each started from
-                zero.
+            final: Filled with the last state in v's channels, [B, H, M, P, 2], or None. Without
+                `out` it is [B, H, S, M, P, 2], filled with the states after the segments, each
+                started from zero.
             mixing: W, [H, 2M, 2M], to compute b~ in the kernel, or None.
         """
         B, T, H, D = v.shape
@@ -253,16 +259,17 @@ class Launches(NamedTuple):
                 rows = self.rows
                 scores = self.scores
 
-        # Tiles: W takes space on the chip, so that a program that multiplies by it has a smaller state.
+        # Tiles: W takes space on the chip, so that a program that multiplies by it has a smaller
+        # state. A program has BD channels and all basis functions.
         tile = self.plan.expand
         W = None
         if mixing is not None:
             tile = self.plan.fused or self.plan.expand
             W = dense(mixing.to(self.plan.dtype))
-        BD = _block(min(_power_of_two(D), 64), tile[0] // N)
+        BD = _block_size(min(_tile_width(D), 64), tile[0] // N)
         expand_kernel[(B * Hq * self.segments * triton.cdiv(D, BD),)](
             rows, v, scores, W, self.t_conj_T, self.E, self.step, state, out, final, self.documents,
-            T, self.segments, self.chunks, Hq, Hq // H, P, first, *_strides(v), *_strides(out, like=v),
+            T, self.segments, self.chunks, Hq, Hq // H, P, first, *_leading_strides(v), *_leading_strides(out, like=v),
             D=D, BD=BD, EVEN=self.even, **self.options(tile),
         )  # fmt: skip
 
@@ -273,20 +280,21 @@ class Launches(NamedTuple):
         """Runs pass 3 of (b~, do), the gradient of v; and with `v` a part of that of log_decay.
 
         Args:
-            b: b~, or e~ for the gradient of k, [B, Hq, T, 2M]; None for the linear readout.
+            b: b~, or e~ for the gradient of k, [B, Hq, T, 2M], from `mix`; None for the linear
+                readout.
             d_o: The side of the queries, [B, T, Hq, D]: the gradient of o; or q, whose width R then
                 takes the place of D.
             costate: Gradients of the states after every segment, [B, H, S, M, P, 2], or None for
                 zeros.
-            channels: (the channel of the state at which v begins, P).
+            channels: (the channel of the state at which v begins, the number of all channels P).
             out: Filled with the gradient of v, [B, T, H, D]. If it is None, only gradients of
                 states are computed.
-            initial: Its channels from the first of `channels` on are filled with the gradient of the
-                initial state, [B, H, M, P, 2], or None. Two calls share it. Without `out` it is
+            initial: Its channels from the first of `channels` on are filled with the gradient of
+                the initial state, [B, H, M, P, 2], or None. Two calls share it. Without `out` it is
                 [B, H, S, M, P, 2], filled with the gradients of the states before the segments,
                 each from a gradient of zero after it.
-            v: The side of the keys, [B, T, H, D]: v, or k, to compute the gradient of log_decay, too;
-                or None.
+            v: The side of the keys, [B, T, H, D]: v, or k, to compute the gradient of log_decay,
+                too; or None.
             state: With `v`, the states before every segment, [B, H, S, M, P, 2], or None for zeros.
 
         Returns:
@@ -306,13 +314,13 @@ class Launches(NamedTuple):
             rows = b
             scores = None
 
-        # Programs of pass 3 have BD channels and all basis functions.
-        BD = _block(min(_power_of_two(D), 64), self.plan.expand[0] // N)
+        # Programs of pass 3 have BD channels and all M basis functions.
+        BD = _block_size(min(_tile_width(D), 64), self.plan.expand[0] // N)
         programs = triton.cdiv(D, BD)
         # Beside them are those of the gradient of log_decay, for BK channels and BM basis
         # functions.
-        BK = min(_power_of_two(D), 64, self.plan.decay // 32)
-        BM = _block(M, self.plan.decay // (2 * BK))
+        BK = min(_tile_width(D), 64, self.plan.decay // 32)
+        BM = _block_size(M, self.plan.decay // (2 * BK))
         parts = None
         if v is not None:
             blocks = triton.cdiv(D, BK)
@@ -323,8 +331,8 @@ class Launches(NamedTuple):
         adjoint_kernel[(B * H * self.segments * programs,)](
             rows, d_o, v, scores, self.t_conj, self.t_conj_T, self.E, self.step, state, costate, out, initial, parts,
             self.documents, T, self.segments, self.chunks, H, P, first,
-            *_strides(d_o), *_strides(v, like=d_o), *_strides(out, like=d_o),
-            D=D, G=G, BD=BD, BK=BK, BM=BM, HELD=in_registers, EVEN=self.even,
+            *_leading_strides(d_o), *_leading_strides(v, like=d_o), *_leading_strides(out, like=d_o),
+            D=D, G=G, BD=BD, BK=BK, BM=BM, IN_REGISTERS=in_registers, EVEN=self.even,
             **self.options(self.plan.expand),
         )  # fmt: skip
         return parts
@@ -336,7 +344,7 @@ class Launches(NamedTuple):
 
         Args:
             initial: The state before the tokens, [B, H, M, P, 2], or None for zeros.
-            *parts: k and v, or z.
+            *parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
             local: The result of `local_states` if it was computed before, else None.
 
         Returns:
@@ -352,17 +360,18 @@ class Launches(NamedTuple):
         """Computes the states that the segments leave when each starts from zero.
 
         Args:
-            *parts: k and v, or z.
+            *parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
 
         Returns:
             [B, H, S, M, P, 2].
         """
         P = sum(x.shape[3] for x in parts)
         local = self._empty_states(parts[0].shape[0], P)
-        # Pass 2 without an output fills the channels of one input after the other.
+        # Pass 2 without an output fills the channels of one input after the other. It needs no
+        # weights and starts every segment from zero.
         first = 0
         for x in parts:
-            self.expand(None, x, None, (first, P), None, local)
+            self.expand(b=None, v=x, state=None, channels=(first, P), out=None, final=local)
             first += x.shape[3]
         return local
 
@@ -375,8 +384,9 @@ class Launches(NamedTuple):
         """Computes the gradients of the states after every segment.
 
         Args:
-            d_final: The gradient of the final state, [B, H, M, P, 2], or None.
-            *pairs: (b, d_o, channels), each as in `adjoint`.
+            d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
+                exchange it is not used.
+            *pairs: (b, d_o, channels) for each call of `adjoint` that will need the result.
             exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
         Returns:
@@ -390,11 +400,12 @@ class Launches(NamedTuple):
 
             return finish
 
-        # Pass 3 without an output: each segment's own gradient of the state before it.
-        _, rows, (_, P) = pairs[0]
-        local = self._empty_states(rows.shape[0], P)
-        for b, rows, channels in pairs:
-            self.adjoint(b, rows, None, channels, None, local)
+        # Pass 3 without an output: each segment's own gradient of the state before it, from a
+        # gradient of zero after it.
+        _, d_o, (_, P) = pairs[0]
+        local = self._empty_states(d_o.shape[0], P)
+        for b, d_o, channels in pairs:
+            self.adjoint(b, d_o, costate=None, channels=channels, initial=local)
         # The other ranks need what all segments together add to the state before them.
         wait = None
         if exchange is not None:
@@ -411,24 +422,31 @@ class Launches(NamedTuple):
     def end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
         """Computes the state that all segments together leave when the first one starts from zero.
 
+        It is the last segment's own part, and the state before that segment carried over its
+        tokens. With `reverse` it does the same for gradients, from the last segment to the first
+        one.
+
         Args:
             local: The states that the segments leave when each starts from zero, [B, H, S, M, P,
-                2].
-            reverse: True for gradients of states: that of the state before the first segment.
+                2]. In reverse, the gradients of the states before the segments, each from zero
+                after it.
+            reverse: True for gradients of states.
 
         Returns:
-            [B, H, M, P, 2].
+            The state after the last segment, [B, H, M, P, 2]. In reverse, the gradient of the state
+            before the first one.
         """
         # The last segment in the direction of the chain.
         last = -1
         if reverse:
             last = 0
-        chained = self.chain(local, None, reverse=reverse)
-        # One segment has no chain.
+        # The states before every segment. For one segment they are None, and so are the powers.
+        chained = self.chain(local, start=None, reverse=reverse)
         if self.power is None or chained is None:
             return local[:, :, last]
 
-        # Carry the state before the last segment over its tokens.
+        # Carry the state before the last segment over its tokens: power[1] is Lambda^n for the n
+        # tokens of the last segment, which may be shorter, and power[0] for those of any other one.
         state = torch.view_as_complex(chained[:, :, last])
         if reverse:
             step = torch.conj_physical(torch.view_as_complex(self.power[0])[:, :, None])
@@ -439,6 +457,7 @@ class Launches(NamedTuple):
         # It passes only if the token before the segment and the segment's last token share a
         # document. Before the first segment it is document 0.
         if self.documents is not None:
+            # Tokens of a segment.
             length = self.chunks * self.plan.chunk
             if reverse:
                 passes = self.documents[:, length - 1] == 0
@@ -449,7 +468,7 @@ class Launches(NamedTuple):
         return local[:, :, last] + torch.view_as_real(state)
 
     def _empty_states(self, B: int, P: int) -> Tensor:
-        """Allocates a state of P channels for each segment, [B, H, S, M, P, 2]."""
+        """Allocates a state of P channels for each segment of B sequences, [B, H, S, M, P, 2]."""
         H, _, N = self.E.shape
         return self.E.new_empty(B, H, self.segments, N // 2, P, 2)
 
@@ -471,6 +490,7 @@ class Launches(NamedTuple):
         if S == 1:
             return dense(start)
         out = torch.empty_like(local)
+        # Complex elements of a state that a program takes through time.
         BE = 32
         chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
             local, dense(start), self.power, out, self.documents, S, H, P, self.T, self.chunks * self.plan.chunk,
@@ -483,8 +503,8 @@ def conj_sum(*parts, pairs: bool = True) -> Tensor:
     """Sums parts of a gradient over all but heads and basis functions, and conjugates.
 
     Args:
-        *parts: One or two tensors as (Re | Im), [B, H, n, 2M] fp32.
-        pairs: True for real pairs in the last axis; False for (Re | Im).
+        *parts: One or two tensors as (Re | Im), [B, H, n, 2M] fp32. n may differ.
+        pairs: True for a result of real pairs in the last axis; False for (Re | Im).
 
     Returns:
         [H, M, 2], or [H, 2M] without `pairs`.
@@ -521,10 +541,10 @@ def conj_sum(*parts, pairs: bool = True) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """Returns x if its rows can be read 16 bytes at a time, else a copy with padded rows.
 
-    The rows of a projection can be read in this way. Rows whose width is no multiple of 16 (values
-    with a column of ones) and views that start between two 16-byte words are copied. Otherwise
-    every element would be one access to memory, with its address in a register (up to 2,488 bytes
-    would be spilled).
+    A row is the last dimension. The rows of a projection can be read in this way. Rows whose width
+    is no multiple of 16 (values with a column of ones) and views that start between two 16-byte
+    words are copied. Otherwise every element would be one access to memory, with its address in a
+    register (up to 2,488 bytes would be spilled).
     """
     # The stride of a dimension of one does not matter.
     strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
@@ -548,7 +568,7 @@ def padded_empty(x: Tensor) -> Tensor:
     return out[..., :width]
 
 
-def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
+def _leading_strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
     """Returns the strides of x without the last one.
 
     Args:
@@ -564,11 +584,11 @@ def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
 
 
-def _power_of_two(n: int) -> int:
-    """Returns the next power of two, at least 16 for tensor cores."""
+def _tile_width(n: int) -> int:
+    """Returns the smallest power of two that is at least n, and at least 16 for tensor cores."""
     return max(16, triton.next_power_of_2(n))
 
 
-def _block(size: int, limit: int) -> int:
+def _block_size(size: int, limit: int) -> int:
     """Returns the size of a block: `size`, at most `limit`, and at least 16 for tensor cores."""
     return max(16, min(size, limit))

@@ -58,8 +58,8 @@ def stacked_index(i_m, M: tl.constexpr, BM: tl.constexpr):
     """Returns the positions in (Re | Im) of one block of basis functions, [2 BM].
 
     Args:
-        i_m: The block.
-        M: Basis functions; (Re | Im) has 2M elements.
+        i_m: The index of the block.
+        M: Basis functions; (Re | Im) has M real parts, then M imaginary parts.
         BM: Basis functions of a block.
 
     Returns:
@@ -71,14 +71,14 @@ def stacked_index(i_m, M: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def state_offsets(o_n, o_p, P, M: tl.constexpr):
-    """Returns the offset of an element in a state [M, P, 2].
+    """Returns the int64 offsets of elements in a state [M, P, 2], for stores after a kernel's loop.
 
-    It serves stores after the loop over chunks. Loads before the loop write the same expression
-    with 32-bit integers: an expression that both share would be computed once, and its addresses
-    would occupy registers through the whole loop.
+    Kernels also load a state before their loop over chunks. There they write the same expression
+    out in 32-bit integers, on purpose. If the load used this function too, the compiler would
+    compute the offsets once, before the loop, and keep them in registers until the store.
 
     Args:
-        o_n: Positions in (Re | Im), from 0 to 2M - 1.
+        o_n: Positions in (Re | Im), from 0 to 2M - 1: M real parts, then M imaginary parts.
         o_p: Channels, from 0 to P - 1.
         P: Channels of a state.
         M: Basis functions.
@@ -92,8 +92,8 @@ def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
 
     Args:
         p_n: The document of each token, [B, T] int32.
-        i_b: The sequence.
-        i_c: The chunk.
+        i_b: The index of the sequence.
+        i_c: The index of the chunk.
         T: Tokens of a sequence.
         L: Chunk length.
 
@@ -114,10 +114,11 @@ def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
 
 @triton.jit
 def identity(L: tl.constexpr, DTYPE: tl.constexpr):
-    """Returns the identity matrix [L, L].
+    """Returns the identity matrix [L, L] in DTYPE.
 
     The product of a tile with it is exact in bf16 and has the register layout of a product's
-    result. In that layout `wgmma` can take the tile as its first operand from registers.
+    result. In that layout `wgmma`, the matrix instruction of Hopper, can take the tile as its first
+    operand from registers.
     """
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] == o_l[None, :], 1.0, 0.0).to(DTYPE)
@@ -128,7 +129,7 @@ def scale_columns(b_x, b_re, b_im, N: tl.constexpr, BM: tl.constexpr, CONJ: tl.c
     """Multiplies the columns (Re | Im) of a tile by complex numbers.
 
     Args:
-        b_x: The tile x, [N, 2 BM].
+        b_x: The tile x, [N, 2 BM]: BM columns of real parts, then BM of imaginary parts.
         b_re: Real parts of the factors y, [N, BM] or [1, BM].
         b_im: Imaginary parts of the factors, likewise.
         N: Rows of the tile.
@@ -151,12 +152,13 @@ def scale_rows(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
     """Multiplies the rows (Re ; Im) of a tile by complex numbers.
 
     Args:
-        b_x: The tile, [2 BM, N].
+        b_x: The tile, [2 BM, N]: BM rows of real parts, then BM of imaginary parts.
         b_re: Real parts of the factors, [BM, 1].
         b_im: Imaginary parts of the factors, likewise.
         BM: Complex rows of the tile.
         N: Columns of the tile.
     """
+    # b_u are the real parts of the tile, b_w the imaginary ones.
     b_u, b_w = tl.split(tl.permute(tl.reshape(b_x, [2, BM, N]), (1, 2, 0)))
     b_y = tl.join(b_u * b_re - b_w * b_im, b_u * b_im + b_w * b_re)
     return tl.reshape(tl.permute(b_y, (2, 0, 1)), [2 * BM, N])
@@ -171,8 +173,9 @@ def contract_kernel(
 ):  # fmt: skip
     """Pass 1: reads the state of the keys by each query.
 
-    a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i). The forward runs it for (q, k), the
-    backward also for (do, v), which gives c.
+    a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), where E and T are powers of the
+    decay and S = Lambda^(r+1) X for the state X before the chunk (see the module's head). The
+    forward runs it for (q, k), the backward also for (do, v), which gives c = X^v do.
 
     Grid: B Hq S (M / BM) ceil(R / BR) programs; R <= BR unless SUM. Tiles: state [BR, 2 BM] fp32, q
     and k [L, BR], T [L, 2 BM], scores [L, L]. Bytes per token and query head: q and k once per
@@ -181,14 +184,15 @@ def contract_kernel(
     Args:
         p_q: The rows q, [B, T, Hq, R], the last dimension dense.
         p_k: The columns k, [B, T, H, R], the last dimension dense.
-        p_t: T, see the module's table.
-        p_e: E.
-        p_step: enter and carry.
-        p_x: States before each segment, or None for zeros.
+        p_t: T as (Re | Im), [H, L, 2M]: T_j = Lambda^(r-j) for position j of a chunk, r = L // 2.
+        p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A state is
+            multiplied by the first when it enters a segment, and by the second at each later chunk.
+        p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_a: Filled with a, [B, Hq, T, 2M] (with its conjugate if CONJ). With SUM, [B Hq S ceil(R /
             BR), 2M] fp32, filled with parts of sum_t a_t.
         p_y: Filled with the last state in channels first to first + R, [B, H, M, P, 2], or None.
-        p_n: The document of each token, or None.
+        p_n: The document of each token, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -301,7 +305,7 @@ def contract_kernel(
                 # here, and the 64 registers of E are free until then.
                 b_er = tl.load(p_em + i_c // T)
                 b_ei = tl.load(p_em + i_c // T + M)
-            b_a = scale_columns(b_a, b_er, b_ei, L, BM, 2 * CONJ)
+            b_a = scale_columns(b_a, b_er, b_ei, L, BM, CONJ=2 * CONJ)
             tl.store(p_at + i_t * (2 * M), b_a.to(p_a.dtype.element_ty), mask=m_t[:, None])
         # Add the chunk's keys to the state: S + sum_j k_j T_j.
         b_s = tl.dot(tl.trans(b_k), b_t, b_s, input_precision=PRECISION)
@@ -331,18 +335,24 @@ def mix_kernel(
 ):  # fmt: skip
     """Multiplies the result of pass 1 by W: b~ = E (W a) for every token.
 
-    The backward also computes e~ = E conj(W^T conj(c)) and dW = sum_t conj(c_t) a_t^T.
+    Pass 1 (`contract_kernel`) reads a state by each token: by the queries it gives a, and in the
+    backward by the gradients of the outputs it gives c. W is a real matrix on stacked (Re | Im). E
+    is the power of the decay that belongs to a token's position in its chunk; the tilde of b~ and
+    e~ means that it is a factor of them. The backward also computes e~ = E conj(W^T conj(c)), where
+    conj changes the sign of the imaginary half, and dW = sum_t conj(c_t) a_t^T.
 
     Grid: B Hq ceil(T / (L blocks)) (M / BM) programs. Each keeps its columns of W^T, and of W, on
-    chip for `blocks` chunks. Tiles: a and c [L, 2M], W [2M, 2 BM], b~ and e~ [L, 2 BM], dW [2 BM,
-    2M] fp32. Bytes per token and query head: a and c once per block of M, b~ and e~ once.
+    chip for `blocks` chunks. Tiles: a and conj(c) [L, 2M], W [2M, 2 BM], b~ and e~ [L, 2 BM], dW [2
+    BM, 2M] fp32. Bytes per token and query head: a and conj(c) once per block of M, and if M / BM
+    is not 2, also the block's own columns of conj(c); b~ and e~ once.
 
     Args:
-        p_a: a, [B, Hq, T, 2M].
+        p_a: a as (Re | Im), [B, Hq, T, 2M], in the operands' dtype.
         p_c: conj(c), likewise; None in the forward.
         p_w: W, [H, 2M, 2M], in the operands' dtype.
-        p_e: E.
-        p_b: Filled with b~, [B, Hq, T, 2M].
+        p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r) for position i of a chunk, with r =
+            L // 2.
+        p_b: Filled with b~ as (Re | Im), [B, Hq, T, 2M].
         p_y: Filled with e~, likewise, if there is p_c.
         p_dw: Filled with parts of dW if there is p_c, one for each query head and span of time:
             [B Hq ceil(T / (L blocks)), 2M, 2M] fp32. PyTorch adds them in a fixed order.
@@ -357,10 +367,12 @@ def mix_kernel(
         EVEN: True if every chunk has L tokens.
     """
     NM: tl.constexpr = M // BM
-    # dW needs this program's own columns of c. If those are half of all columns, c is loaded in two
-    # halves, its own and the other one, so that no column is on chip twice.
+    # dW needs this program's own columns of conj(c), e~ needs all of them. If its own are half of
+    # all columns, conj(c) is loaded in two halves, its own and the other one, so that no column is
+    # loaded twice. Otherwise all columns are loaded, and its own once more.
     HALVES: tl.constexpr = NM == 2
-    # This program's block of basis functions, span of time, query head (of all sequences) and head.
+    # This program's block of basis functions, span of time, query head (of all sequences) and state
+    # head.
     i_p = tl.program_id(0)
     spans = tl.cdiv(T, L * blocks)
     i_m = i_p % NM
@@ -380,8 +392,8 @@ def mix_kernel(
     base = i_q.to(tl.int64) * T * (2 * M)
     o_x = base + o_l[:, None] * (2 * M) + o_k[None, :]
     o_y = base + o_l[:, None] * (2 * M) + o_n[None, :]
-    # The backward needs the columns of W for e: b_w multiplies the program's own columns of c, and
-    # b_wr the other ones (without halves, all of them).
+    # The backward needs the columns of W for e: b_w multiplies the program's own columns of
+    # conj(c), and b_wr the other ones (without halves, all of them).
     if p_c is not None:
         o_r = stacked_index(1 - i_m, M, BM) if HALVES else o_k
         b_wr = tl.load(p_wh + o_r[:, None] * (2 * M) + o_n[None, :])
@@ -397,17 +409,18 @@ def mix_kernel(
         b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
         tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
         if p_c is not None:
+            # The program's own columns of conj(c), for dW.
             b_c = tl.load(p_c + o_y + i_t, mask=m_t, other=0.0)
             # This product must not be the last one in the loop. Triton leaves a product in flight
             # over the end of the loop if only the same product takes its result, and ptxas then
             # waits for every wgmma before the next one.
             b_dw = tl.dot(tl.trans(b_c), b_a, b_dw, input_precision=PRECISION)
-            # e~ = E conj(W^T conj(c)).
+            # e~ = E conj(W^T conj(c)). b_r are the other columns of conj(c), or all.
             b_r = tl.load(p_c + o_z + i_t, mask=m_t, other=0.0)
             b_y = tl.dot(b_r, b_wr, input_precision=PRECISION)
             if HALVES:
                 b_y = tl.dot(b_c, b_w, b_y, input_precision=PRECISION)
-            b_y = scale_columns(b_y, b_er, b_ei, L, BM, 1)
+            b_y = scale_columns(b_y, b_er, b_ei, L, BM, CONJ=1)
             tl.store(p_y + o_y + i_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
     # The programs of one span of time store the rows of one part of dW.
     if p_c is not None:
@@ -423,30 +436,33 @@ def expand_kernel(
 ):  # fmt: skip
     """Pass 2: reads the state of the values with the weights b.
 
-    o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S). The backward computes dq
-    in the same way, from (e~, k).
+    o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S), where b~ = E b, E and T
+    are powers of the decay, and S = Lambda^(r+1) X for the state X before the chunk (see the
+    module's head). The backward computes dq in the same way, from (e~, k).
 
     Grid: B Hq S ceil(D / BD) programs. Tiles: state [2M, BD] fp32 as (Re ; -Im), b~ [L, 2M], v and
     o [L, BD], T [2M, L], scores [L, L]. Bytes per token and query head: b~ and the scores once per
     block of D, v and o once.
 
     Args:
-        p_b: b~, [B, Hq, T, 2M]. With p_w it is a, and b~ = E (W a) is computed here. With p_d it is
-            [H, L, 2M], the same for every chunk.
+        p_b: b~ as (Re | Im), [B, Hq, T, 2M]. With p_w it is a, and b~ = E (W a) is computed here.
+            With p_d it is [H, L, 2M], the same for every chunk.
         p_v: The columns v, [B, T, H, D], the last dimension dense.
         p_d: Scores Re(b~_i^T T_j) for j <= i of the linear readout, [H, L, L], the same for every
             chunk; None for the query readout.
         p_w: W, [H, 2M, 2M], in the operands' dtype, or None.
-        p_tt: conj(T) transposed.
-        p_e: E.
-        p_step: enter and carry.
-        p_x: States before each segment, or None for zeros.
+        p_tt: conj(T) transposed, [H, 2M, L]: T_j = Lambda^(r-j) for position j of a chunk, r = L //
+            2.
+        p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A state is
+            multiplied by the first when it enters a segment, and by the second at each later chunk.
+        p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_o: Filled with o, [B, T, Hq, D], the last dimension dense. None if only states are wanted;
             then G = 1, and p_b is not read.
         p_y: With p_o, filled with the state after the last token in channels first to first + D,
             [B, H, M, P, 2], or None. Without p_o, filled with the states that the segments leave
             when each starts from zero, [B, H, S, M, P, 2].
-        p_n: The document of each token, or None.
+        p_n: The document of each token, [B, T] int32, or None.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.

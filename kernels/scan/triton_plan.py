@@ -1,6 +1,7 @@
 """Tile sizes of the Triton passes by device and shape, and the number of segments of time.
 
-Shapes as in triton_passes.py.
+Shapes as in triton_passes.py: H state heads, R key features, D value width, M basis functions, L
+tokens of a chunk; BM, BR, BD and BK are sizes of blocks of M, R and D that a program computes.
 """
 
 import functools
@@ -10,12 +11,13 @@ import torch
 
 # The least number of chunks of a segment: shorter segments lose more by the extra sweep than they
 # gain.
-_MIN_SEGMENT = 8
+_MIN_CHUNKS_OF_SEGMENT = 8
 # The cost of the extra sweeps for the states between segments, relative to that of the passes:
 # 1,280 bytes per token beside 4,864, at M = R = D = 64.
-_SWEEPS = 0.25
-# Assumed if there is no GPU to ask, as in Triton's interpreter.
-_MULTIPROCESSORS = 132
+_COST_OF_SWEEPS = 0.25
+# Multiprocessors that are assumed if there is no GPU to ask, as in Triton's interpreter (H100:
+# 132).
+_ASSUMED_MULTIPROCESSORS = 132
 
 
 class Plan(NamedTuple):
@@ -69,6 +71,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
         M: Number of basis functions.
         width: The larger of R and D; 0 for the linear readout.
     """
+    # True if the tensor cores take tiles of 64 rows.
     major = capability(device)[0]
     wide = major in (9, 10)
     if dtype == torch.float32:
@@ -78,12 +81,21 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
         if wide:
             warps = 2
         tile = (2048, warps, 1)
-        # At M = 128 not everything fits into registers. ptxas would then use 32 of them, unless it
-        # is told that it may use more.
-        return Plan(16, dtype, "tf32x3", tile, tile, 1024, tile, registers=255)
-    # On sm_100, sm_103 and sm_110 a state is an accumulator in tensor memory, which is scaled in
-    # every chunk and read by other products: Triton miscompiles that with more than one stage
-    # (triton-lang/triton #10590, #10993).
+        # L = 16, and the same tiles for all passes. At M = 128 not everything fits into registers.
+        # ptxas would then use 32 of them, unless it is told that it may use more.
+        return Plan(
+            chunk=16,
+            dtype=dtype,
+            precision="tf32x3",
+            contract=tile,
+            expand=tile,
+            decay=1024,
+            mix=tile,
+            registers=255,
+        )
+    # Tiles are (elements, warps, stages), as in `Plan`. On sm_100, sm_103 and sm_110 a state is an
+    # accumulator in tensor memory, which is scaled in every chunk and read by other products:
+    # Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
     one_stage = (8192, 4, 1)
     tile = (8192, 4, 2)
     if major in (10, 11):
@@ -106,9 +118,9 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> P
     # `wgmma` reads operands from shared memory for each product, unless they are in registers.
     operands_in_registers = hopper and M > 16
     return Plan(
-        chunk,
-        dtype,
-        "ieee",
+        chunk=chunk,
+        dtype=dtype,
+        precision="ieee",
         contract=contract,
         expand=expand,
         decay=4096,
@@ -138,10 +150,11 @@ def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
         chunks: Chunks of a sequence.
         device: The device that runs the passes.
     """
+    # Two programs are counted for each multiprocessor.
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
-        multiprocessors = _MULTIPROCESSORS
+        multiprocessors = _ASSUMED_MULTIPROCESSORS
     return _segments(sequences, chunks, 2 * multiprocessors)
 
 
@@ -158,14 +171,14 @@ def _segments(sequences: int, chunks: int, slots: int) -> int:
         slots: Programs that run side by side.
     """
     costs = {}
-    for count in range(1, max(1, chunks // _MIN_SEGMENT) + 1):
+    for count in range(1, max(1, chunks // _MIN_CHUNKS_OF_SEGMENT) + 1):
         # All three quotients are rounded up.
         length = -(-chunks // count)
         segments = -(-chunks // length)
         waves = -(-sequences * segments // slots)
         cost = waves * length
         if count > 1:
-            cost *= 1 + _SWEEPS
+            cost *= 1 + _COST_OF_SWEEPS
         costs[count] = cost
     best = min(costs.values())
     return next(count for count, cost in costs.items() if cost <= 1.05 * best)

@@ -4,7 +4,8 @@ The function is that of step.py: the recurrence (paper eq. 11) and the readout (
 token. The linear readout needs the second kernel only. No gradient is recorded.
 
 Shapes: B batch, H state heads, G query heads per state head, Hq = G H, R key features, D value
-width, P = R + D channels of a state, M basis functions, S blocks of basis functions.
+width, P channels of a state (R + D, or the width of z in the linear readout), M basis functions, S
+blocks of basis functions.
 
     contract   X^k = Lambda X^k + k^T    a = X^k q        b_s = W[:, s] a[s]
     expand     X^v = Lambda X^v + v^T    b = sum_s b_s    o = Re(b^T X^v)
@@ -28,12 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The most elements of a tile of the state: 32 registers in each of 128 threads.
-TILE = 4096
+# The most real numbers of a tile of the state: 32 registers in each of 128 threads.
+MAX_TILE = 4096
 
 
 @triton.jit
-def _advance(
+def _advance_state(
     p_x, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
 ):
     """Updates a tile of the state in memory: X = Lambda X + z^T (paper eq. 11, with unit gain).
@@ -43,8 +44,8 @@ def _advance(
         o_m: Basis functions, [BM].
         o_c: Positions of the real and imaginary parts in a row of the state, [2 BC]; channel c is
             at 2 c and 2 c + 1.
-        m_m: Mask of the basis functions, [BM].
-        C: Positions that exist: twice the number of channels.
+        m_m: Mask of the basis functions that exist, [BM].
+        C: Positions that exist: twice the number of keys or values.
         b_lr: Real part of Lambda, [BM].
         b_li: Imaginary part of Lambda, [BM].
         b_z: The token's keys or values, [BC].
@@ -74,17 +75,20 @@ def contract_step_kernel(
 ):  # fmt: skip
     """Updates the keys' part of the state, reads it by the queries, and multiplies by columns of W.
 
+    X^k = Lambda X^k + k^T and a = X^k q. A program has one block s of the basis functions, and so a
+    part a[s] of a; the sum of its products W[:, s] a[s] over all blocks is b = W a.
+
     Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and four of W [BN, BM], or two with
     UPPER.
 
     Args:
         p_q: Query features, [B, Hq, R], the last dimension dense.
         p_k: Key features, [B, H, R], the last dimension dense.
-        p_lam: Lambda, [H, M, 2].
-        p_w: W, [H, 2M, 2M]; with UPPER its upper half [H, M, 2M].
+        p_lam: Lambda as real pairs, [H, M, 2].
+        p_w: W on (Re | Im), [H, 2M, 2M]; with UPPER its upper half [H, M, 2M].
         p_x: The state, [B, H, M, P, 2], updated in place. A program reads and writes its own part
             only, and each element is read before it is written.
-        p_b: Filled with b_s = W[:, s] a[s], [B, H, G, S, 2M].
+        p_b: Filled with b_s = W[:, s] a[s] as (Re | Im), [B, H, G, S, 2M].
         H: State heads.
         stride_qb: Stride of q over sequences.
         stride_qh: Stride of q over heads.
@@ -123,9 +127,11 @@ def contract_step_kernel(
     b_lr = tl.load(p_lam + 2 * o_m, mask=m_m, other=0.0)
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_k = tl.load(p_k + i_b * stride_kb + i_h * stride_kh + o_c, mask=m_c, other=0.0).to(DTYPE)
-    b_xr, b_xi = _advance(p_x, o_m, tl.arange(0, 2 * BC), m_m, 2 * R, b_lr, b_li, b_k, P, BM, BC)
-    # Load this block's columns of the four quarters of W: b_wri maps imaginary to real parts. The
-    # lower half follows from the upper one with UPPER.
+    b_xr, b_xi = _advance_state(
+        p_x, o_m, tl.arange(0, 2 * BC), m_m, 2 * R, b_lr, b_li, b_k, P, BM, BC
+    )
+    # Load this block's columns of the four quarters of W: b_wri maps imaginary parts of a to real
+    # parts of b. With UPPER the lower half follows from the upper one.
     p_wt = p_w + o_n[:, None] * (2 * M) + o_m[None, :]
     m_w = m_n[:, None] & m_m[None, :]
     b_wrr = tl.load(p_wt, mask=m_w, other=0.0)
@@ -153,12 +159,14 @@ def expand_step_kernel(
 ):  # fmt: skip
     """Updates the values' part of the state, and reads it with the weights b.
 
+    X^v = Lambda X^v + v^T, and o = Re(b^T X^v) with b = sum_s b_s.
+
     Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], and two of b [BS, BM].
 
     Args:
         p_v: Values, [B, H, D], the last dimension dense.
-        p_lam: Lambda, [H, M, 2].
-        p_b: The parts b_s of b, [B, H, G, S, 2M]; the last three dimensions dense.
+        p_lam: Lambda as real pairs, [H, M, 2].
+        p_b: The parts b_s of b as (Re | Im), [B, H, G, S, 2M]; the last three dimensions dense.
         p_x: The state, [B, H, M, P, 2], updated in place. A program reads and writes its own part
             only.
         p_o: Filled with o, [B, H, G, D].
@@ -168,7 +176,7 @@ def expand_step_kernel(
         stride_bb: Stride of b over sequences; 0 if all sequences share b.
         stride_bh: Stride of b over heads.
         G: Query heads per state head.
-        S: Parts of b.
+        S: The number of parts of b.
         R: The channel of the state at which the values begin.
         P: Channels of a state.
         M: Basis functions.
@@ -199,7 +207,7 @@ def expand_step_kernel(
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_v = tl.load(p_v + i_b * stride_vb + i_h * stride_vh + o_d, mask=m_d, other=0.0).to(DTYPE)
     o_c = i_d * (2 * BD) + tl.arange(0, 2 * BD)
-    b_xr, b_xi = _advance(p_x, o_m, o_c, m_m, 2 * D, b_lr, b_li, b_v, P, BM, BD)
+    b_xr, b_xi = _advance_state(p_x, o_m, o_c, m_m, 2 * D, b_lr, b_li, b_v, P, BM, BD)
     # Each query head that shares the state: b = sum_s b_s, and o = Re(b^T X^v).
     for i_g in range(G):
         p_bt = p_b + (i_g * S + o_s[:, None]) * (2 * M) + o_m[None, :]
@@ -219,9 +227,10 @@ def scan_step(
         q: Query features, [B, Hq, R].
         k: Key features, [B, H, R].
         v: Values, [B, H, D].
-        decay: Lambda, [H, M, 2].
-        mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
-        state: X before the token, [B, H, M, P, 2], contiguous.
+        decay: Lambda as real pairs, [H, M, 2].
+        mixing: W on (Re | Im), [H, 2M, 2M], or its upper half, [H, M, 2M] = [V | -Y], if W is
+            [[V, -Y], [Y, V]].
+        state: X before the token, [B, H, M, P, 2] with P = R + D, contiguous; overwritten.
 
     Returns:
         o, [B, Hq, D] in v's dtype.
@@ -230,9 +239,10 @@ def scan_step(
     G = q.shape[1] // H
     M = decay.shape[1]
     P = state.shape[3]
-    q = _rows(q)
-    k = _rows(k)
+    q = _dense_rows(q)
+    k = _dense_rows(k)
     decay = decay.contiguous()
+    # Each of S programs of a head writes a part of b = W a, and the second kernel adds them up.
     tiles = contract_tiles(R, M)
     S = triton.cdiv(M, tiles["BM"])
     b = torch.empty(B, H, G, S, 2 * M, dtype=state.dtype, device=state.device)
@@ -244,39 +254,49 @@ def scan_step(
             # thread would round a product that another one does not.
             enable_fp_fusion=False,
         )  # fmt: skip
-        return _expand(v, decay, b, b.stride()[:2], state, R)
+        return _launch_expand(v, decay, b, b.stride()[:2], state, first_channel=R)
 
 
 def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
     """Computes one token of the linear scan, and overwrites the state with the new one.
 
     Args:
-        z: Inputs, [B, H, P].
-        decay: Lambda, [H, M, 2].
+        z: The token's inputs, [B, H, P].
+        decay: Lambda as real pairs, [H, M, 2].
         readout: w as (Re w | Im w), [H, 2M].
-        state: X before the token, [B, H, M, P, 2], contiguous.
+        state: X before the token, [B, H, M, P, 2], contiguous; overwritten.
 
     Returns:
         y, [B, H, P] in z's dtype.
     """
-    # All sequences share b = w, one part of it: [1, H, 1, 1, 2M] with a stride of 0 over sequences.
+    # The weights b are w for all sequences, with one query head per state head and in one part
+    # instead of several: [1, H, 1, 1, 2M], with a stride of 0 over sequences. z has all channels of
+    # the state.
     b = readout.contiguous()[:, None, None]
     with torch.cuda.device_of(state):
-        return _expand(z, decay.contiguous(), b[None], (0, b.stride(0)), state, 0)
+        return _launch_expand(
+            z, decay.contiguous(), b[None], (0, b.stride(0)), state, first_channel=0
+        )
 
 
-def _expand(
-    v: Tensor, decay: Tensor, b: Tensor, strides: tuple[int, ...], state: Tensor, R: int
+def _launch_expand(
+    v: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    strides: tuple[int, ...],
+    state: Tensor,
+    first_channel: int,
 ) -> Tensor:
-    """Launches `expand_step_kernel`.
+    """Launches `expand_step_kernel`: X^v = Lambda X^v + v^T in place, and o = Re(b^T X^v).
 
     Args:
         v: Values, [B, H, D].
-        decay: Lambda, [H, M, 2], contiguous.
-        b: The parts of b, [B or 1, H, G, S, 2M].
+        decay: Lambda as real pairs, [H, M, 2], contiguous.
+        b: S parts whose sum is b, as (Re | Im), [B or 1, H, G, S, 2M] for G query heads per state
+            head.
         strides: Strides of b over sequences and heads.
-        state: The state, [B, H, M, P, 2], contiguous; overwritten in channels R to R + D.
-        R: The channel of the state at which v begins.
+        state: The state, [B, H, M, P, 2], contiguous; overwritten in the D channels of v.
+        first_channel: The channel of the state at which v begins.
 
     Returns:
         o, [B, H G, D] in v's dtype.
@@ -284,12 +304,12 @@ def _expand(
     B, H, D = v.shape
     G, S = b.shape[2:4]
     M, P = state.shape[2:4]
-    v = _rows(v)
+    v = _dense_rows(v)
     o = torch.empty(B, H, G, D, dtype=v.dtype, device=v.device)
     tiles = expand_tiles(B * H, D, M)
     expand_step_kernel[(B * H * triton.cdiv(D, tiles["BD"]),)](
         v, decay, b, state, o, H, *v.stride()[:2], *strides,
-        G=G, S=S, R=R, P=P, M=M, BS=triton.next_power_of_2(S), **tiles,
+        G=G, S=S, R=first_channel, P=P, M=M, BS=triton.next_power_of_2(S), **tiles,
     )  # fmt: skip
     return o.flatten(1, 2)
 
@@ -297,8 +317,9 @@ def _expand(
 def contract_tiles(R: int, M: int) -> dict[str, int]:
     """Returns the tile sizes and warps of `contract_step_kernel`.
 
-    A program has all R key features of 16 basis functions, or of fewer if TILE numbers (real and
-    imaginary parts) do not hold them. Of each row of W it reads as many contiguous fp32 numbers.
+    A program has all R key features of 16 basis functions, or of fewer if MAX_TILE numbers (real
+    and imaginary parts) do not hold them. Of each row of W it reads as many contiguous fp32
+    numbers.
 
     Args:
         R: Width of the keys.
@@ -306,8 +327,8 @@ def contract_tiles(R: int, M: int) -> dict[str, int]:
     """
     BC = triton.next_power_of_2(R)
     BN = triton.next_power_of_2(M)
-    BM = max(1, min(16, BN, TILE // 2 // max(BC, BN)))
-    return dict(BM=BM, BC=BC, BN=BN, num_warps=_warps(2 * BM * BC))
+    BM = max(1, min(16, BN, MAX_TILE // 2 // max(BC, BN)))
+    return dict(BM=BM, BC=BC, BN=BN, num_warps=_warps_of_tile(2 * BM * BC))
 
 
 def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
@@ -318,17 +339,18 @@ def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
         D: Width of the values.
         M: Basis functions.
     """
+    # A tile has all basis functions. At most MAX_TILE real numbers are half as many complex ones.
     BM = triton.next_power_of_2(M)
-    wide = triton.next_power_of_2(D)
-    BD = max(1, min(wide, TILE // 2 // BM))
+    padded_D = triton.next_power_of_2(D)
+    BD = max(1, min(padded_D, MAX_TILE // 2 // BM))
     # Halve the tile until there are 512 programs, four per multiprocessor. 16 complex values are
     # 128 bytes, a cache line.
     while BD > 16 and heads * triton.cdiv(D, BD) < 512:
         BD //= 2
-    return dict(BM=BM, BD=BD, num_warps=_warps(2 * BM * BD))
+    return dict(BM=BM, BD=BD, num_warps=_warps_of_tile(2 * BM * BD))
 
 
-def _warps(elements: int) -> int:
+def _warps_of_tile(elements: int) -> int:
     """Returns the number of warps for a tile of the state: at most four, and an element per thread.
 
     With fewer elements than threads, several threads would have copies of one element. The state is
@@ -340,6 +362,6 @@ def _warps(elements: int) -> int:
     return max(1, min(4, elements // 32))
 
 
-def _rows(x: Tensor) -> Tensor:
+def _dense_rows(x: Tensor) -> Tensor:
     """Returns x, or a copy if its last dimension is not dense."""
     return x if x.stride(-1) == 1 else x.contiguous()

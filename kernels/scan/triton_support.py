@@ -10,9 +10,10 @@ import subprocess
 import torch
 from torch import Tensor
 
+# The numbers of basis functions M that the chunkwise kernels have.
 BASIS_SIZES = (16, 32, 64, 128)
-# Pass 1 needs the whole width of a key in one tile. Above 128: head width 128 and the ones column
-# of the normalised form.
+# The largest R or D. Pass 1 needs the whole width of a key in one tile. Widths above 128 serve
+# heads of 128 channels with the ones column of the normalised form.
 MAX_WIDTH = 256
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -22,7 +23,8 @@ def missing(device: torch.device | None) -> str | None:
     """Returns the reason why no Triton kernel of this package runs on a device; None if some do.
 
     The kernels for one token (triton_step.py, decoding) take any shape, so they need no more than
-    this. A CPU gives None, too, for Triton's interpreter in tests: callers ask KERNEL_DEVICES first.
+    this. A CPU gives None, too, for Triton's interpreter in tests: callers ask KERNEL_DEVICES
+    first.
 
     Args:
         device: The device. None means a GPU of another machine, which is assumed to have what the
@@ -43,7 +45,8 @@ def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: 
     """Returns the reason why operands cannot run on the chunkwise Triton kernels; None if they can.
 
     Args:
-        device: As in `missing`.
+        device: The device. None means a GPU of another machine, which is assumed to have what the
+            kernels need.
         dtype: The widest dtype of the operands.
         M: Number of basis functions.
         width: The larger of R and D; 0 for the linear readout, which takes every width.
@@ -91,6 +94,9 @@ def operand_dtype(*inputs: Tensor) -> torch.dtype:
 
     It is the widest of float64, float32 and bfloat16 among the inputs. fp16 counts as bfloat16,
     because powers of Lambda reach e^32, which fp16 does not hold.
+
+    Args:
+        *inputs: q, k and v, or k and v, or z.
     """
     dtypes = [x.dtype for x in inputs]
     if torch.float64 in dtypes:

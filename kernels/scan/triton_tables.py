@@ -37,7 +37,8 @@ def tables_kernel(
         p_step: Filled with Lambda^(r+1) and Lambda^L as (Re | Im), [H, 2, 2M] fp32.
         p_powers: Filled with Lambda^length and Lambda^last, [2, H, M, 2] fp32; None for one
             segment.
-        p_w: The linear readout w as (Re | Im), [H, 2M] fp32; None for the query readout.
+        p_w: The weights w of the linear readout as (Re | Im), [H, 2M] fp32; None for the query
+            readout.
         p_rows: With p_w, filled with E_i w as (Re | Im), [H, L, 2M] in the operands' dtype.
         p_scores: With p_w, filled with D_ij = Re(w^T Lambda^(i-j)) for j <= i and 0 above the
             diagonal, [H, L, L] in the operands' dtype.
@@ -145,9 +146,10 @@ def chain_kernel(
 ):  # fmt: skip
     """Computes the states before every segment from the states that each segment leaves by itself.
 
-    X_0 = start and X_(s+1) = Lambda^length X_s + local_s. With REVERSE it computes the gradients of
-    the states after every segment: X_(S-1) = start and X_(s-1) = conj(Lambda)^n X_s + local_s,
-    where n is `length`, or for the last segment its number of tokens.
+    The state before segment s is X_s: X_0 = start and X_(s+1) = Lambda^length X_s + local_s. With
+    REVERSE it computes the gradients of the states after every segment: X_(S-1) = start and X_(s-1)
+    = conj(Lambda)^n X_s + local_s, where n is `length`, or for the last segment its number of
+    tokens.
 
     Each program takes BE complex elements of the state through time. An associative scan takes BS
     segments at once, in log2(BS) steps instead of BS.
@@ -189,7 +191,7 @@ def chain_kernel(
         b_lr = tl.load(p_f + H * M * 2, mask=m_e, other=0.0)
         b_li = -tl.load(p_f + H * M * 2 + 1, mask=m_e, other=0.0)
 
-    # The first state is given. Store it.
+    # The first state in the direction of the scan is given. Store it.
     b_xr = tl.zeros([BE], dtype=tl.float32)
     b_xi = tl.zeros([BE], dtype=tl.float32)
     if p_start is not None:
@@ -245,11 +247,11 @@ def add_rows(b_sum, p_x, o_n, rows, n, i_h, H, N: tl.constexpr, BR: tl.constexpr
 
     Args:
         b_sum: The sum so far, [BR, BN] fp32.
-        p_x: The tensor, [B, H, n, N] fp32.
-        o_n: Columns, [BN].
+        p_x: The tensor, [B, H, n, N] fp32: n rows of N columns for each sequence and head.
+        o_n: The columns to add up, [BN].
         rows: Rows of one head in all sequences, B n.
         n: Rows of one head and sequence.
-        i_h: The head.
+        i_h: The index of the head.
         H: Heads.
         N: Columns of the tensor.
         BR: Rows of a block.

@@ -102,9 +102,9 @@ def test_refusals(options, message):
 def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
     x = torch.empty(2, 5, 24, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO):
-        assert features._choose("auto", x, 8, 4, None) == "triton"
-        assert features._choose("auto", x.double(), 8, 4, None) == "torch"
-        assert features._choose("auto", x.cpu(), 8, 4, None) == "torch"
+        assert features._choose_backend("auto", x, 8, 4, None) == "triton"
+        assert features._choose_backend("auto", x.double(), 8, 4, None) == "torch"
+        assert features._choose_backend("auto", x.cpu(), 8, 4, None) == "torch"
     assert len(caplog.records) == 3
 
 
@@ -121,7 +121,7 @@ def test_what_the_kernels_do_not_have(pretend_gpu, change, message):
     x = torch.empty(2, 5, 264, device="cuda", dtype=change.get("dtype", torch.bfloat16))
     table = torch.empty(5, 1, 4, device="cuda", requires_grad=change.get("leaf", False))
     with pytest.raises(ValueError, match=message):
-        features._choose(
+        features._choose_backend(
             "triton", x, change.get("head_dim", 8), change.get("width", 4), (table, table)
         )
-    assert features._choose("torch", x, change.get("head_dim", 8), 4, None) == "torch"
+    assert features._choose_backend("torch", x, change.get("head_dim", 8), 4, None) == "torch"

@@ -32,19 +32,19 @@ def test_refusals(inputs, M, message, pretend_gpu, caplog):
     with pytest.raises(
         ValueError, match=f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"
     ):
-        scan._choose("chunkwise", inputs, M)
-    assert scan._choose("chunkwise-torch", inputs, M) == "chunkwise-torch"
+        scan._choose_backend("chunkwise", inputs, M)
+    assert scan._choose_backend("chunkwise-torch", inputs, M) == "chunkwise-torch"
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        assert scan._choose("auto", inputs, M) == "chunkwise-torch"
+        assert scan._choose_backend("auto", inputs, M) == "chunkwise-torch"
     assert message in caplog.text
 
 
 def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        assert scan._choose("auto", fake_inputs(D=65), 64) == "chunkwise"
-        assert scan._choose("auto", fake_inputs(torch.float32), 128) == "chunkwise"
+        assert scan._choose_backend("auto", fake_inputs(D=65), 64) == "chunkwise"
+        assert scan._choose_backend("auto", fake_inputs(torch.float32), 128) == "chunkwise"
         assert (
-            scan._choose("auto", fake_inputs(D=300)[2:], 64) == "chunkwise"
+            scan._choose_backend("auto", fake_inputs(D=300)[2:], 64) == "chunkwise"
         )  # the linear readout has no width
     assert "'auto' is chunkwise (Triton kernels)" in caplog.text
 
@@ -52,12 +52,12 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
 def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
     monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
     with pytest.raises(ValueError, match=r"compute capability 8\.0"):
-        scan._choose("chunkwise", fake_inputs(), 64)
+        scan._choose_backend("chunkwise", fake_inputs(), 64)
     monkeypatch.setattr(triton_support, "_INSTALLED", False)
     with pytest.raises(ValueError, match="triton is not installed"):
-        scan._choose("chunkwise", fake_inputs(), 64)
-    assert scan._choose("auto", fake_inputs(), 64) == "chunkwise-torch"
-    assert scan._choose("fft", fake_inputs(), 64) == "fft"
+        scan._choose_backend("chunkwise", fake_inputs(), 64)
+    assert scan._choose_backend("auto", fake_inputs(), 64) == "chunkwise-torch"
+    assert scan._choose_backend("fft", fake_inputs(), 64) == "fft"
 
 
 @pytest.mark.parametrize(
