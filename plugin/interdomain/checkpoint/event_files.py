@@ -22,13 +22,13 @@ def open_events(folder: Path, first_step: int, max_queue: int = 10) -> "SummaryW
 
     Args:
         folder: The folder of the run's event files. It need not exist.
-        first_step: The first step of this start. TensorBoard then ignores what earlier files have
+        first_step: The first step of this start of the run. TensorBoard then ignores what earlier files have
             for this step and later ones.
         max_queue: The number of events that are collected before they are written together.
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    # The name of an event file begins with its time, in seconds.
+    # The first number in the name of an event file is the time in seconds when it was opened.
     latest = 0
     for path in folder.glob(EVENTS):
         if match := re.match(r"\D+(\d+)", path.name):

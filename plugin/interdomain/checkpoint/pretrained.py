@@ -108,10 +108,10 @@ def write_weights(
         folder: The folder of the exported model.
         config: The model's configuration, which gives the tensors' names and sizes.
         dtype: The data type to store. If it is less precise than float32, SSM parameters and random
-            frequencies are stored in float32.
+            frequencies of feature maps are stored in float32.
         read: read(names) -> tensors by name. It is called once per file, with the names of the
             tensors in it, which are those of the package's own model.
-        max_shard_bytes: Largest number of bytes per file.
+        max_shard_bytes: Largest number of bytes per file. A larger tensor has a file of its own.
 
     Returns:
         The number of tensors.
@@ -156,6 +156,7 @@ def write_weights(
             ) from e
         file.chmod(mode)
         weight_map |= dict.fromkeys(tensors, file.name)
+        tensors.clear()  # before the next file's are read
 
     # The index says in which file each tensor is.
     if len(shards) > 1:
