@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config
+from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.feature_maps import FEATURE_MAPS
 
@@ -56,10 +56,9 @@ OPTIONS = {
     "no conv": {"conv_width": 0},
     "conv": {"conv_width": 3},
 }
-# A feature map without an option of its own. test_mixer.py has the formula of each map.
-maps_with_options = {options.get("feature_map") for options in OPTIONS.values()}
+# A feature map that somebody adds has its own name as an option.
 for name, feature_map in FEATURE_MAPS.items():
-    if feature_map and name not in maps_with_options:
+    if feature_map and name not in OPTIONS:
         OPTIONS[name] = {"feature_map": name, "normalize": feature_map.needs_ratio}
 
 # Every condition, every switch, and the pairs in which a switch runs other code.
@@ -90,7 +89,7 @@ POINTWISE += ("head96", "kv1")
 IN_TIME = [variant for variant in VARIANTS if variant[1] not in POINTWISE]
 
 
-def small_config(condition: str, **overrides) -> ModelConfig:
+def small_config(condition, **overrides):
     settings = dict(SMALL)
     if condition == "mamba2":
         settings |= MAMBA2
@@ -99,11 +98,11 @@ def small_config(condition: str, **overrides) -> ModelConfig:
     return build_config("debug", condition, **settings | overrides)
 
 
-def variant(condition: str, option: str = "plain", dtype=torch.float64) -> Transformer:
+def variant(condition, option="plain", dtype=torch.float64):
     return lively(small_config(condition, **OPTIONS[option]), dtype)
 
 
-def lively(config: ModelConfig, dtype=torch.float64) -> Transformer:
+def lively(config, dtype=torch.float64):
     """Returns a model in which no parameter is zero, one or equal for all heads.
 
     The output of its mixers is O(1).
@@ -125,11 +124,17 @@ def lively(config: ModelConfig, dtype=torch.float64) -> Transformer:
     return model.to(dtype)
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def rms_norm(x, norm):
+    """Computes an RMS norm of a small model from its definition."""
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / (mean_square + EPS).sqrt() * norm.weight
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name="") -> None:
+def assert_near(found, wanted, tolerance, name=""):
     """Fails if two numbers differ by more than the tolerance, and prints the worst pair."""
     assert found.shape == wanted.shape, name
     if found.numel() == 0:
@@ -140,7 +145,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, nam
     assert error[worst] <= tolerance, f"{name}: {numbers}, allowed error {tolerance:.1e}"
 
 
-def assert_exact(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_exact(found, wanted):
     """Fails if two tensors differ by more than a different order of sums in float64.
 
     Logits are O(1) to O(10).
@@ -148,17 +153,17 @@ def assert_exact(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert_near(found, wanted, 1e-10)
 
 
-def assert_same_tensors(found, wanted) -> None:
+def assert_same_tensors(found, wanted):
     """Fails if two state dicts are not bitwise equal, with the same names and dtypes."""
     torch.testing.assert_close(dict(found), dict(wanted), rtol=0, atol=0)
 
 
-def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -> torch.Tensor:
+def random_tokens(config, batch, length, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
-def positions_of(lengths) -> torch.Tensor:
+def positions_of(lengths):
     """Returns the positions in documents of these lengths, which are packed row by row."""
     rows = []
     for row in lengths:

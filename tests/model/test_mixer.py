@@ -18,12 +18,12 @@ from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 
 from .common import (
-    EPS,
     THETA,
     VARIANTS,
     assert_near,
     normal,
     random_tokens,
+    rms_norm,
     small_config,
     variant,
 )
@@ -51,31 +51,11 @@ def rotate(x):
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def silu_features(x):
-    y = x * torch.sigmoid(x)
-    return y / y.square().sum(-1, keepdim=True).sqrt()
-
-
 def projected(x, frequencies):
     """Returns w.x with the random vectors of the state head that a head belongs to."""
-    own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
+    heads_per_state = x.shape[2] // frequencies.shape[0]
+    own = frequencies.repeat_interleave(heads_per_state, dim=0)
     return torch.einsum("bthr,hfr->bthf", x, own)
-
-
-def fourier_features(x, frequencies):
-    """sqrt(2/R) [cos(w x), sin(w x)]."""
-    angle = projected(x, frequencies)
-    return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1) * math.sqrt(2 / x.shape[-1])
-
-
-def positive_features(x, frequencies, query):
-    """FAVOR+; a query's features are relative to the largest of them."""
-    R = x.shape[-1]
-    exponent = projected(x, frequencies) - x.square().sum(-1, keepdim=True) / (2 * R**0.5)
-    y = torch.exp(exponent) / R**0.5
-    if query:
-        y = y / y.max(-1, keepdim=True).values / R**0.5
-    return y
 
 
 def features(mixer, x, query=False):
@@ -83,15 +63,23 @@ def features(mixer, x, query=False):
     R = x.shape[-1]
     match mixer.config.feature_map:
         case "silu":
-            return silu_features(x)
+            y = x * torch.sigmoid(x)
+            return y / y.square().sum(-1, keepdim=True).sqrt()
         case "rff":
-            return fourier_features(x, mixer.feature_map.frequencies)
+            # sqrt(2/R) [cos(w x), sin(w x)]
+            angle = projected(x, mixer.feature_map.frequencies)
+            return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1) * math.sqrt(2 / R)
         case "elu":
             return (F.elu(x) + 1) / math.sqrt(R)
         case "softplus":
             return torch.log1p(torch.exp(x)) / math.sqrt(R)
         case "favor":
-            return positive_features(x, mixer.feature_map.frequencies, query)
+            # FAVOR+. A query's features are relative to the largest of them.
+            half_square = x.square().sum(-1, keepdim=True) / (2 * math.sqrt(R))
+            y = torch.exp(projected(x, mixer.feature_map.frequencies) - half_square)
+            if query:
+                y = y / y.amax(-1, keepdim=True) / math.sqrt(R)
+            return y / math.sqrt(R)
         case name:
             raise AssertionError(f"this test has no formula for the feature map {name}")
 
@@ -100,18 +88,17 @@ def input_norm(x, norm):
     """N+b of eq. 12; only SiLU features have it."""
     if norm is None:
         return x
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight + norm.bias
+    return rms_norm(x, norm) + norm.bias
 
 
 def complex_C(mixer, A):
     M = mixer.config.n_basis
-    match mixer.config.c_form:
-        case "full":
-            return torch.view_as_complex(mixer.ssm.C)
-        case "diagonal":
-            return torch.diag_embed(torch.view_as_complex(mixer.ssm.C))
-        case "identity":
-            return torch.eye(M, dtype=A.dtype).expand(*A.shape, M)
+    if mixer.config.c_form == "identity":
+        return torch.eye(M, dtype=A.dtype).expand(*A.shape, M)
+    C = torch.view_as_complex(mixer.ssm.C)
+    if mixer.config.c_form == "diagonal":
+        C = torch.diag_embed(C)
+    return C
 
 
 def literal(mixer, x):
@@ -121,12 +108,11 @@ def literal(mixer, x):
     def heads(y):
         return y.unflatten(-1, (-1, mixer.head_dim))
 
-    def turn(y):
-        return rotate(y) if m.rope else y
-
     # Keys and values, or the single input's a and b in their places.
-    k = turn(heads(short_conv(x @ mixer.wk.weight.T, mixer.k_conv)))
+    k = heads(short_conv(x @ mixer.wk.weight.T, mixer.k_conv))
     v = x @ mixer.wv.weight.T
+    if m.rope:
+        k = rotate(k)
     if m.dual_input:
         k = features(mixer, k)
     else:
@@ -139,17 +125,20 @@ def literal(mixer, x):
     A = torch.complex(-mixer.ssm.log_A_real.exp(), mixer.ssm.A_imag)
     C = complex_C(mixer, A)
     if m.query_readout:
-        q = turn(heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv)))
+        q = heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv))
+        if m.rope:
+            q = rotate(q)
         q = features(mixer, q, query=True)
         o, _ = paper_scan(q, k, v, dt, A, C, readout=m.readout, normalize=m.normalize)
     else:
         o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)
 
     # The output norm and the output gate.
-    if m.output_norm != "none":
+    if m.output_norm == "rms":
+        o = rms_norm(o, mixer.o_norm)
+    elif m.output_norm == "soft":
         w = mixer.o_norm.weight
-        floor = w**2 if m.output_norm == "soft" else EPS
-        o = w * o / (o.square().mean(-1, keepdim=True) + floor).sqrt()
+        o = w * o / (o.square().mean(-1, keepdim=True) + w**2).sqrt()
     o = o.flatten(2)
     if m.output_gate:
         gate = x @ mixer.wg.weight.T
