@@ -1,6 +1,7 @@
 """Prepared folders and bare shards as one stream; exchanged, cut or damaged files are refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -17,36 +18,43 @@ def write_shard(prefix, documents):
             writer.add_document(document)
 
 
-@pytest.fixture
-def folder(tmp_path, files):
-    rows = []
-    for i in range(60):
-        text = f"document {i}: " + "words and more words " * (i % 7)
-        rows.append(json.dumps({"text": text}) + "\n")
-    (tmp_path / "text.jsonl").write_text("".join(rows))
-    line = f"--input {tmp_path}/text.jsonl --tokenizer {files['sentencepiece']} --shard-tokens 700"
-    line += f" --validation-fraction 0.2 --output {tmp_path}/corpus"
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, files):
+    """A prepared corpus of 60 documents in several shards, which no test changes."""
+    path = tmp_path_factory.mktemp("prepared")
+    with open(path / "text.jsonl", "w") as file:
+        for i in range(60):
+            text = f"document {i}: " + "words and more words " * (i % 7)
+            file.write(json.dumps({"text": text}) + "\n")
+    line = f"--input {path}/text.jsonl --tokenizer {files['sentencepiece']} --shard-tokens 700"
+    line += f" --validation-fraction 0.2 --output {path}/corpus"
     assert main(line.split()) == 0
-    return tmp_path / "corpus"
+    return path / "corpus"
 
 
-def test_a_prepared_folder_and_its_bare_shards(folder):
-    train = TokenCorpus(folder, verify=True)
-    validation = TokenCorpus(str(folder), "validation", verify=True)
+@pytest.fixture
+def folder(tmp_path, prepared):
+    return shutil.copytree(prepared, tmp_path / "corpus")
+
+
+def test_a_prepared_folder_and_its_bare_shards(prepared):
+    train = TokenCorpus(prepared, verify=True)
+    validation = TokenCorpus(str(prepared), "validation", verify=True)
     assert len(train.shards) > 1
     assert sum(len(shard) for shard in train.shards + validation.shards) == 60
-    assert train.fingerprint == validation.fingerprint == file_sha256(folder / "manifest.json")
+    assert train.fingerprint == validation.fingerprint == file_sha256(prepared / "manifest.json")
     assert train.vocab_size == 600
     n = train.num_tokens
     stream = train.read(0, n)
-    assert np.array_equal(stream, np.concatenate([d for shard in train.shards for d in shard]))
-    eos = np.flatnonzero(stream == 2)
-    assert train.document_starts(0, n).tolist() == [0, *(eos[:-1] + 1)]
-    for glob in (f"{folder}/train-*", f"{folder}/train-*.idx"):
+    documents = [document for shard in train.shards for document in shard]
+    assert np.array_equal(stream, np.concatenate(documents))
+    lengths = np.diff(train.document_starts(0, n), append=n)
+    assert lengths.tolist() == [len(document) for document in documents]
+    for glob in (f"{prepared}/train-*", f"{prepared}/train-*.idx"):
         bare = TokenCorpus(glob, verify=True)
         assert np.array_equal(bare.read(0, n), stream)
         assert bare.vocab_size is None
-    first = TokenCorpus(folder / "train-00000.bin")
+    first = TokenCorpus(prepared / "train-00000.bin")
     assert np.array_equal(first.read(0, first.num_tokens), stream[: first.num_tokens])
 
 
@@ -57,15 +65,15 @@ def test_a_prepared_folder_and_its_bare_shards(folder):
         ([[50], [60, 70]], {"begin": [], "end": []}),
     ],
 )
-def test_how_documents_begin_and_end(folder, tmp_path, files, documents, expected):
+def test_how_documents_begin_and_end(prepared, tmp_path, files, documents, expected):
     """BOS is 1 and EOS is 2. A prepared corpus has EOS; shards from elsewhere are looked at."""
     tokenizer = load_tokenizer(files["sentencepiece"])
-    prepared = TokenCorpus(folder)
-    assert documents_in([prepared], tokenizer).to_dict() == {"begin": [], "end": [2]}
+    corpus = TokenCorpus(prepared)
+    assert documents_in([corpus], tokenizer).to_dict() == {"begin": [], "end": [2]}
     write_shard(tmp_path / "other", documents)
     other = TokenCorpus(tmp_path / "other")
     assert documents_in([other], tokenizer).to_dict() == expected
-    assert documents_in([prepared, other], tokenizer) is None
+    assert documents_in([corpus, other], tokenizer) is None
     write_shard(tmp_path / "mixed", [[1, 50, 2], [60, 2]])
     assert documents_in([TokenCorpus(tmp_path / "mixed")], tokenizer) is None
 
@@ -86,9 +94,9 @@ def test_no_corpus_is_found(tmp_path, source, message):
         TokenCorpus(tmp_path / source)
 
 
-def test_an_unknown_split_is_refused(folder):
+def test_an_unknown_split_is_refused(prepared):
     with pytest.raises(ValueError, match="train, validation"):
-        TokenCorpus(folder, "test")
+        TokenCorpus(prepared, "test")
 
 
 @pytest.mark.parametrize("name", ["train-00001.idx", "tokenizer.model", "manifest.json"])
