@@ -59,31 +59,33 @@ def test_a_prepared_folder_and_its_bare_shards(prepared):
 
 
 @pytest.mark.parametrize(
-    ("documents", "expected"),
+    ("documents", "begin", "end"),
     [
-        ([[1, 50, 2], [1, 60, 70, 2]], {"begin": [1], "end": [2]}),
-        ([[50], [60, 70]], {"begin": [], "end": []}),
+        ([[1, 50, 2], [1, 60, 70, 2]], [1], [2]),
+        ([[50], [60, 70]], [], []),
     ],
 )
-def test_how_documents_begin_and_end(prepared, tmp_path, files, documents, expected):
+def test_how_documents_begin_and_end(prepared, tmp_path, files, documents, begin, end):
     """BOS is 1 and EOS is 2. A prepared corpus has EOS; shards from elsewhere are looked at."""
     tokenizer = load_tokenizer(files["sentencepiece"])
     corpus = TokenCorpus(prepared)
     assert documents_in([corpus], tokenizer).to_dict() == {"begin": [], "end": [2]}
     write_shard(tmp_path / "other", documents)
     other = TokenCorpus(tmp_path / "other")
-    assert documents_in([other], tokenizer).to_dict() == expected
+    assert documents_in([other], tokenizer).to_dict() == {"begin": begin, "end": end}
     assert documents_in([corpus, other], tokenizer) is None
     write_shard(tmp_path / "mixed", [[1, 50, 2], [60, 2]])
-    assert documents_in([TokenCorpus(tmp_path / "mixed")], tokenizer) is None
+    mixed = TokenCorpus(tmp_path / "mixed")
+    assert documents_in([mixed], tokenizer) is None
 
 
 def test_sources_of_a_manifest():
     """Names of the hub's data sets have no revision and split; many files are counted."""
     hub = {"dataset": "HuggingFaceFW/fineweb-edu@main:sample-10BT:train"}
-    assert sources({"inputs": [hub]})["datasets"] == ["HuggingFaceFW/fineweb-edu"]
-    many = sources({"inputs": [{"file": "00.jsonl", "bytes": 1_500_000}] * 21})
-    assert many["sources"] == ["21 files, 00.jsonl to 00.jsonl (31.5 MB)"]
+    file = {"file": "00.jsonl", "bytes": 1_500_000}
+    found = sources({"inputs": [hub, *21 * [file]]})
+    assert found["datasets"] == ["HuggingFaceFW/fineweb-edu"]
+    assert found["sources"][1] == "21 files, 00.jsonl to 00.jsonl (31.5 MB)"
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,10 @@ def test_a_wrong_manifest_is_refused(folder, text, message):
         TokenCorpus(folder)
 
 
-@pytest.mark.parametrize(("name", "at"), [("train-00000.bin", 100), ("train-00000.idx", 36)])
-def test_damage_of_equal_size_is_found_by_verification(folder, name, at):
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx"])
+def test_damage_of_equal_size_is_found_by_verification(folder, name):
     data = bytearray((folder / name).read_bytes())
-    data[at] ^= 1
+    data[36] ^= 1
     (folder / name).write_bytes(data)
     TokenCorpus(folder)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
@@ -134,7 +136,6 @@ def test_exchanged_files_are_refused(folder):
     write_shard(folder / "train-00001", [[1, 2]])
     with pytest.raises(ValueError, match=r"train-00001\.bin is damaged or was replaced"):
         TokenCorpus(folder)
-    with open(folder / "tokenizer.model", "ab") as file:
-        file.write(b"\0")
+    (folder / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(ValueError, match=r"tokenizer\.model is damaged or was replaced"):
         TokenCorpus(folder)

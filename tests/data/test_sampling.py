@@ -138,8 +138,7 @@ def test_wrong_weights_are_refused(weights):
 
 
 def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(folder):
-    shards = (0, 2, 3)
-    corpora = [PackedDataset(TokenCorpus(folder / f"s-{c}"), 8, seed=5) for c in shards]
+    corpora = [PackedDataset(TokenCorpus(folder / f"s-{c}"), 8, seed=5) for c in (0, 2, 3)]
     mixture = MixtureDataset(corpora, (0.5, 0.3, 0.2))
     taken = [0, 0, 0]
     for g in range(500):
@@ -147,7 +146,6 @@ def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(folder):
         assert i == taken[c]
         taken[c] += 1
         assert np.array_equal(mixture[g], corpora[c][i])
-        assert set(mixture[g] // 1000) == {shards[c]}
         assert np.array_equal(mixture.positions(g), corpora[c].positions(i))
     assert taken == [250, 150, 100]
     assert mixture.epochs(500) == [250 / 40, 150 / 25, 100 / 90]

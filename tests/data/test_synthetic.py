@@ -99,17 +99,18 @@ def test_windows_are_examples_and_only_their_answers_are_counted(corpus, example
     kind, folder = corpus
     task = TASKS[kind](**SMALL[kind])
     window = examples * task.length
-    ids = np.concatenate(documents(folder))
-    marks = np.concatenate(documents(folder, "train-answers"))
     dataset = PackedDataset(TokenCorpus(folder), window, seed=0, shuffle=False)
     assert dataset.targets == examples * task.answers
-    for g in range(len(dataset)):
-        first = g * window
+    tokens = np.concatenate([dataset[g][:-1] for g in range(len(dataset))])
+    ids = np.concatenate(documents(folder))
+    assert np.array_equal(tokens, ids[: len(tokens)])
+    marks = np.concatenate(documents(folder, "train-answers"))
+    marks = marks[: len(tokens)].reshape(-1, window)
+    for g, row in enumerate(marks):
         counted = dataset.counted(g)
         assert counted.sum() == dataset.targets
-        assert np.array_equal(dataset[g][:-1], ids[first : first + window])
         # A target is the token after the one at which it is predicted.
-        assert np.array_equal(counted[:-1], marks[first + 1 : first + window] == 1)
+        assert np.array_equal(counted[:-1], row[1:] == 1)
 
 
 @pytest.mark.parametrize("corpus", ["mqar"], indirect=True)

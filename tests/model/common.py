@@ -2,10 +2,10 @@
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.feature_maps import FEATURE_MAPS
 
 # These are not the defaults: code that forgets to pass one of them computes something else.
 THETA = 500.0
@@ -56,11 +56,6 @@ OPTIONS = {
     "no conv": {"conv_width": 0},
     "conv": {"conv_width": 3},
 }
-# A feature map that somebody adds has its own name as an option.
-for name, feature_map in FEATURE_MAPS.items():
-    if feature_map and name not in OPTIONS:
-        OPTIONS[name] = {"feature_map": name, "normalize": feature_map.needs_ratio}
-
 # Every condition, every switch, and the pairs in which a switch runs other code.
 VARIANTS = [(condition, "plain") for condition in CONDITIONS]
 for option in OPTIONS:
@@ -178,8 +173,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        tensors = result if isinstance(result, tuple | list) else [result]
-        for tensor in tensors:
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.numel())
         return result

@@ -56,7 +56,6 @@ REFUSED = [
     ("interdomain", {"readout": "imag"}, "mixer.readout must be one of .*hermitian: got imag"),
     ("interdomain", {"n_kv_heads": 5}, "mixer.n_kv_heads must divide n_heads = 12: got 5"),
     ("interdomain", {"dim": 12 * 63, "head_dim": 63}, "head_dim must be even.*63"),
-    ("interdomain", {"n_layers": True}, "n_layers must be int: got True"),
     ("interdomain", {"c_scale": 1.0, "c_form": "identity"}, "mixer.c_scale.*'identity'"),
     ("interdomain", {"dt_min": 0.2}, "mixer.dt_min.*0.2 and 0.1"),
     ("interdomain", {"feature_map": "favor"}, "'favor'.*mixer.normalize = true"),

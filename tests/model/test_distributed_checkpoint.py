@@ -161,16 +161,15 @@ def test_damaged_bytes_raise_nothing_but_a_valueerror(checkpoint, index_file):
 
 
 def test_the_newest_complete_step(tmp_path):
-    run = tmp_path / "run"
-    for name in ("checkpoint/step-90", "checkpoint/step-100", "checkpoint/step-200.bak", "step-95"):
-        (run / name).mkdir(parents=True)
-        (run / name / step_folder.METADATA).touch()
-    incomplete = run / "checkpoint/step-110"
+    folder = tmp_path / "run" / "checkpoint"
+    for name in ("step-90", "step-100", "step-200.bak"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / step_folder.METADATA).touch()
+    incomplete = folder / "step-110"
     incomplete.mkdir()
-    newest = run / "checkpoint/step-100"
-    assert step_folder.latest_checkpoint(run) == newest
-    assert step_folder.latest_checkpoint(run / "checkpoint") == newest
-    assert step_folder.latest_checkpoint(str(run / "step-95")) == run / "step-95"
+    newest = folder / "step-100"
+    for path in (folder.parent, folder, str(newest)):
+        assert step_folder.latest_checkpoint(path) == newest
     with pytest.raises(FileNotFoundError, match="no folder"):
         step_folder.latest_checkpoint(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):

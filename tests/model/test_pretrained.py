@@ -134,12 +134,6 @@ def test_a_wrong_configuration_is_refused(folder, name, value, words):
         load_pretrained(folder)
 
 
-def test_a_configuration_that_is_no_json_is_refused(folder):
-    (folder / CONFIG).write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is damaged"):
-        load_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
