@@ -89,7 +89,12 @@ def test_sources_of_a_manifest():
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("", "manifest"), ("x-*", "No shard"), ("x", r"x\.idx")]
+    ("source", "message"),
+    [
+        ("", "manifest"),
+        ("x-*", "No shard"),
+        ("x", r"x\.idx"),
+    ],
 )
 def test_no_corpus_is_found(tmp_path, source, message):
     with pytest.raises(FileNotFoundError, match=message):

@@ -99,7 +99,7 @@ INFO = f"""This is x.info, produced by makeinfo.
 {sentences("end")}\x1f
 End
 """
-ENTRIES = [f"word {i}\n   {' '.join(['meaning'] * 60)}\n" for i in range(20)]
+ENTRIES = [f"word {i}\n   {'meaning, ' * 59}meaning\n" for i in range(20)]
 FILES = {
     "usr/share/man/man2/open.2.gz": gzip.compress(PAGE.encode()),
     "usr/share/man/man2/creat.2.gz": gzip.compress(b".so man2/open.2\n"),

@@ -41,7 +41,13 @@ def write_by_hand(prefix, code, dtype, documents):
     prefix.with_suffix(".bin").write_bytes(data)
 
 
-@pytest.mark.parametrize(("vocab_size", "code", "dtype"), [(65499, 8, "<u2"), (65500, 4, "<i4")])
+@pytest.mark.parametrize(
+    ("vocab_size", "code", "dtype"),
+    [
+        (65499, 8, "<u2"),
+        (65500, 4, "<i4"),
+    ],
+)
 def test_layout(tmp_path, vocab_size, code, dtype):
     documents = [*DOCUMENTS, [vocab_size - 1, 0]]
     record = write(tmp_path / "a", documents, vocab_size)
@@ -54,11 +60,6 @@ def test_layout(tmp_path, vocab_size, code, dtype):
         assert (tmp_path / f"a.{kind}").read_bytes() == data
         assert record[f"{kind}_sha256"] == hashlib.sha256(data).hexdigest()
         assert record[f"{kind}_bytes"] == len(data)
-
-
-def test_a_shard_may_be_empty(tmp_path):
-    assert write(tmp_path / "a", [])["tokens"] == 0
-    assert len(IndexedDataset(tmp_path / "a")) == 0
 
 
 @pytest.mark.parametrize(("code", "dtype"), DTYPES.items())
@@ -106,9 +107,13 @@ def test_a_damaged_index_is_refused(tmp_path):
     data = path.read_bytes()
     # The magic bytes, the version, a count, an offset, a document.
     for at in (0, 9, 26, 62, 70):
-        assert_refused(path, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        assert_refused(path, damaged)
     # No size tells that the first length is wrong.
-    path.write_bytes(data[:34] + bytes([data[34] + 1]) + data[35:])
+    damaged = bytearray(data)
+    damaged[34] += 1
+    path.write_bytes(damaged)
     with pytest.raises(ValueError, match="back to back"):
         IndexedDataset(tmp_path / "a").verify()
 

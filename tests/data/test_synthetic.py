@@ -101,7 +101,8 @@ def test_windows_are_examples_and_only_their_answers_are_counted(corpus, example
     window = examples * task.length
     dataset = PackedDataset(TokenCorpus(folder), window, seed=0, shuffle=False)
     assert dataset.targets == examples * task.answers
-    tokens = np.concatenate([dataset[g][:-1] for g in range(len(dataset))])
+    windows = [dataset[g][:-1] for g in range(len(dataset))]
+    tokens = np.concatenate(windows)
     ids = np.concatenate(documents(folder))
     assert np.array_equal(tokens, ids[: len(tokens)])
     marks = np.concatenate(documents(folder, "train-answers"))

@@ -50,7 +50,8 @@ def test_sentencepiece_is_in_llama_2s_style(files):
     assert tokenizer.eos_id == 2
     assert tokenizer.pad_id is None
     assert len(tokenizer.encode("2024")) == 5  # the dummy prefix and four digits
-    assert len(tokenizer.encode("\n" + 8 * " " + "x")) - len(tokenizer.encode("\nx")) == 1
+    indented = tokenizer.encode("\n        x")
+    assert len(indented) == len(tokenizer.encode("\nx")) + 1
 
 
 def test_a_vocabulary_is_trained_on_lines_of_any_length(tmp_path):
@@ -223,7 +224,11 @@ def no_network(url):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("mine", "Unknown encoding mine"), ("cl100k_base", "no network")]
+    ("name", "message"),
+    [
+        ("mine", "Unknown encoding mine"),
+        ("cl100k_base", "no network"),
+    ],
 )
 def test_encodings_of_tiktoken_come_from_its_cache(tmp_path, monkeypatch, name, message):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))

@@ -1,5 +1,6 @@
 """Small models of every kind, with weights at which each part of the mixer matters."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,6 +79,7 @@ VARIANTS += [
     ("gla", "conv"),
     ("mamba2", "no conv"),
 ]
+each_variant = pytest.mark.parametrize(("condition", "option"), VARIANTS)
 # Switches that act on each token separately. Tests of the order in time leave them out.
 POINTWISE = ("diagonal", "identity", "real", "hermitian", "rff", "elu", "softplus", "gate")
 POINTWISE += ("head96", "kv1")
@@ -156,6 +158,26 @@ def assert_same_tensors(found, wanted):
 def random_tokens(config, batch, length, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
+
+
+def prompt_of(model, length):
+    """Returns a prompt, [1, length]. Those of two lengths have nothing in common."""
+    return random_tokens(model.config, 1, length, seed=length)
+
+
+def in_pieces(model, x, lengths, state):
+    """Returns what a model or a layer gives for pieces of these lengths, one after the other."""
+    outputs = []
+    for piece in x.split(lengths, dim=1):
+        outputs.append(model(piece, state))
+    return torch.cat(outputs, dim=1)
+
+
+def tensors_of(state):
+    tensors = []
+    for layer in state.layers:
+        tensors += layer.tensors().values()
+    return tensors
 
 
 def positions_of(lengths):

@@ -7,7 +7,7 @@ from interdomain.model import ModelState
 from interdomain.model.generation import Decoder, _restored, prefill
 
 from ..common import NothingReadBack
-from .common import assert_exact, random_tokens, variant
+from .common import assert_exact, prompt_of, random_tokens, tensors_of, variant
 
 VARIANTS = [
     ("interdomain", "all"),
@@ -20,26 +20,19 @@ VARIANTS = [
 STEPS = 5
 
 
-def state_after_prompts(model, lengths):
-    states = []
-    for length in lengths:
-        tokens = random_tokens(model.config, 1, length, seed=length).to(model.output.weight.device)
-        _, state = prefill(model, tokens, chunk=4)
-        states.append(state)
-    return ModelState.stack(states)
-
-
-def addresses_of(state):
-    return [x.data_ptr() for layer in state.layers for x in layer.tensors().values()]
-
-
 def prompts_and_steps(model, lengths):
     """Returns the state after two prompts, more tokens, and the logits after each of them."""
-    state = state_after_prompts(model, lengths)
-    steps = random_tokens(model.config, 2, STEPS, seed=2).to(model.output.weight.device).unbind(1)
+    device = model.output.weight.device
+    states = []
+    for length in lengths:
+        _, state = prefill(model, prompt_of(model, length).to(device), chunk=4)
+        states.append(state)
+    state = ModelState.stack(states)
     decoder = Decoder(model, state.clone(), graph=False)
-    wanted = [decoder.step(tokens) for tokens in steps]
-    return state, list(zip(steps, wanted, strict=True))
+    steps = []
+    for tokens in random_tokens(model.config, STEPS, 2).to(device):
+        steps.append((tokens, decoder.step(tokens)))
+    return state, steps
 
 
 @torch.no_grad()
@@ -52,7 +45,7 @@ def test_a_captured_step_reads_its_position_from_a_tensor(condition, option, len
     if state.capacity is not None:
         state.reserve(state.length + STEPS)
     state.captured = True
-    addresses = addresses_of(state)
+    addresses = [x.data_ptr() for x in tensors_of(state)]
     # Warm-up steps before a capture leave the state as it was.
     with _restored(state):
         for tokens in random_tokens(model.config, 3, 2):
@@ -61,7 +54,7 @@ def test_a_captured_step_reads_its_position_from_a_tensor(condition, option, len
         with NothingReadBack():
             found = model(tokens[:, None], state)[:, -1]
         assert_exact(found, logits)
-    assert addresses_of(state) == addresses
+    assert [x.data_ptr() for x in tensors_of(state)] == addresses
     assert state.position.tolist() == [length + STEPS for length in lengths]
 
 

@@ -16,7 +16,12 @@ def map_of(name, heads, width):
     module = feature_map(name, heads, width)
     if name == "favor":
         size = {"dim": width, "n_heads": 1, "head_dim": width}
-        config = small_config("interdomain", **size, feature_map="favor", normalize=True)
+        config = small_config(
+            "interdomain",
+            **size,
+            feature_map="favor",
+            normalize=True,
+        )
         shape = module.frequencies.shape
         module.frequencies = initial_value("feature_map.frequencies", shape, config, 0)
     return module
@@ -30,15 +35,15 @@ def test_favor_estimates_the_softmax_kernel_without_bias():
     heads = 4000
     R = 16
     module = map_of("favor", heads, R)
-    q = 0.7 * normal(1, 5, 1, R)
-    k = 0.7 * normal(1, 5, 1, R, seed=1)
+    q, k = 0.7 * normal(2, 1, 5, 1, R)
     # Both are passed as keys: a query's features are divided by the largest of them.
     q_features = module(q.expand(1, 5, heads, R))
     k_features = module(k.expand(1, 5, heads, R))
     estimates = torch.einsum("bihr,bjhr->hij", q_features, k_features)
     mean = estimates.mean(dim=0)
     standard_error = estimates.std(dim=0) / heads**0.5
-    wanted = torch.exp(q[0, :, 0] @ k[0, :, 0].mT / R**0.5)
+    products = torch.einsum("bihr,bjhr->ij", q, k)
+    wanted = torch.exp(products / R**0.5)
     assert ((mean - wanted).abs() < 4 * standard_error).all()
     assert (standard_error < 0.05 * wanted).all()
 
@@ -74,9 +79,11 @@ def test_positive_and_finite_far_from_the_origin(name, dtype):
 def test_the_quotient_is_limited_only_if_it_is_too_large():
     """Denominators are from far too small to large, of both signs. Two heads share the values."""
     numerator = normal(2, 50, 4, 8)
-    denominator = normal(2, 50, 4, 1, seed=1) * 10 ** torch.linspace(-6, 1, 50)[:, None, None]
+    scales = 10 ** torch.linspace(-6, 1, 50)
+    denominator = normal(2, 50, 4, 1, seed=1) * scales[:, None, None]
     v = normal(2, 50, 2, 9, seed=2)
-    found = divided(torch.cat([numerator, denominator], dim=-1), v)
+    o = torch.cat([numerator, denominator], dim=-1)
+    found = divided(o, v)
     quotient = numerator / denominator
     size = quotient.abs().mean(-1, keepdim=True)
     value_size = v[..., :-1].abs().mean(-1, keepdim=True)
@@ -84,8 +91,7 @@ def test_the_quotient_is_limited_only_if_it_is_too_large():
     assert 0.1 < (size > largest).double().mean() < 0.9
     wanted = quotient * (largest / size).clamp_max(1)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    nothing = torch.zeros(2, 50, 4, 9).double()
-    assert not divided(nothing, v).any()
+    assert not divided(0 * o, v).any()
 
 
 @pytest.mark.parametrize("name", ["rff", "elu", "softplus", "favor"])

@@ -11,7 +11,7 @@ from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.flops import forward_flops_per_token, state_size, train_flops_per_token
 
-from .common import OPTIONS, VARIANTS, small_config
+from .common import OPTIONS, VARIANTS, each_variant, small_config
 
 # The baselines' recurrences are products that PyTorch counts, too.
 COUNTED = [v for v in VARIANTS if v[0] not in FIXED_STATE and "window" not in v[1]]
@@ -37,12 +37,13 @@ def test_products_of_the_model(condition, option):
         found = counted_flops(model, 2 * T) - counted_flops(model, T)
     flops = forward_flops_per_token(config, T)
     # PyTorch counts whole squares of softmax's scores and values, (2 T)^2 - T^2 of each.
-    softmax_layers = [layer for layer in config.layers if layer.mixer.kind == "softmax"]
-    squares = 2 * 2 * len(softmax_layers) * config.dim * 3 * T**2
-    assert found == T * (flops["linear"] + flops["head"]) + squares
+    kinds = [layer.mixer.kind for layer in config.layers]
+    scores_and_values = 2 * 2 * config.dim * 3 * T**2
+    softmax = kinds.count("softmax") * scores_and_values
+    assert found == T * (flops["linear"] + flops["head"]) + softmax
 
 
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+@each_variant
 def test_sizes_of_states(condition, option):
     config = small_config(condition, **OPTIONS[option])
     state = Transformer(config).init_state(3, 7)
@@ -102,5 +103,6 @@ def test_heads_that_share_a_state():
 def test_a_window_s_scores_and_values(T):
     config = small_config("softmax", window=7)
     attended = sum(min(t, 7) for t in range(1, T + 1))
+    scores_and_values = 2 * config.dim * attended // T
     found = forward_flops_per_token(config, T)["mixer"]
-    assert found == 2 * 2 * (config.dim * 2 * attended // T)
+    assert found == 2 * 2 * scores_and_values

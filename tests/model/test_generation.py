@@ -6,7 +6,7 @@ import torch
 from interdomain.model import CONDITIONS
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, generate, prefill, sample
 
-from .common import Largest, assert_exact, random_tokens, variant
+from .common import Largest, assert_exact, prompt_of, random_tokens, variant
 
 GREEDY = Sampling(temperature=0)
 
@@ -22,7 +22,7 @@ def generated(model, prompts, **options):
 
 
 def prompts_of(model, *lengths):
-    return [random_tokens(model.config, 1, n, seed=n)[0].tolist() for n in lengths]
+    return [prompt_of(model, length)[0].tolist() for length in lengths]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,8 @@ def test_greedy_is_the_argmax_of_the_whole_pass(condition, chunk):
 
 
 def largest_tensor(model, length, chunk):
-    tokens = random_tokens(model.config, 1, length)
     with Largest() as seen:
-        prefill(model, tokens, chunk=chunk)
+        prefill(model, prompt_of(model, length), chunk=chunk)
     return seen.largest
 
 
@@ -105,10 +104,11 @@ def test_a_stop_token_ends_only_its_row():
     stop = next(token for token in first if token not in second)
     end = first.index(stop) + 1
     options = {"max_tokens": 30, "seed": 1, "stop": stop}
-    steps = list(generate(model, prompts, **options))
-    assert [step[0] for step in steps] == first[:end] + [None] * (30 - end)
-    assert [step[1] for step in steps] == second
-    assert len(list(generate(model, prompts[:1], **options))) == end
+    stopped, unchanged = zip(*generate(model, prompts, **options), strict=True)
+    assert stopped == (*first[:end], *[None] * (30 - end))
+    assert unchanged == tuple(second)
+    steps = list(generate(model, prompts[:1], **options))
+    assert len(steps) == end
 
 
 def test_spare_rows_of_a_padded_vocabulary_are_never_chosen():
@@ -122,7 +122,7 @@ def test_spare_rows_of_a_padded_vocabulary_are_never_chosen():
     assert max(text) < 40
 
 
-PROBABILITIES = torch.tensor([1 / 16, 1 / 2, 1 / 16, 1 / 8, 1 / 4])
+PROBABILITIES = torch.tensor([1, 8, 1, 2, 4]) / 16
 DRAWS = 4000
 
 

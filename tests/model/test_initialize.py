@@ -9,7 +9,7 @@ import torch
 from interdomain.model import Transformer, build_config
 from interdomain.model.initialize import initial_value
 
-from .common import OPTIONS, VARIANTS, assert_same_tensors, small_config
+from .common import OPTIONS, assert_same_tensors, each_variant, small_config
 
 LAYERS = 3
 WIDE = {"dim": 512, "n_layers": LAYERS, "n_heads": 8, "head_dim": 64, "n_basis": 64}
@@ -17,7 +17,13 @@ WIDE = {"dim": 512, "n_layers": LAYERS, "n_heads": 8, "head_dim": 64, "n_basis":
 
 def wide_config(condition="interdomain", **overrides):
     """Returns a configuration that is wide enough for statistics."""
-    return build_config("debug", condition, **WIDE, vocab_size=1000, **overrides)
+    return build_config(
+        "debug",
+        condition,
+        **WIDE,
+        vocab_size=1000,
+        **overrides,
+    )
 
 
 def initialized(config, seed=0):
@@ -30,7 +36,7 @@ def initialized(config, seed=0):
     return model
 
 
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+@each_variant
 def test_every_parameter_and_buffer_has_a_rule(condition, option):
     model = initialized(small_config(condition, **OPTIONS[option]))
     for name, tensor in model.state_dict().items():

@@ -19,6 +19,7 @@ from .common import (
     OPTIONS,
     THETA,
     assert_exact,
+    in_pieces,
     normal,
     positions_of,
     random_tokens,
@@ -57,11 +58,10 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
     tables = rope_tables(torch.arange(20), config.head_dim, THETA, x.dtype)
     assert_exact(whole, attention(x, tables))
     packed = layer(x, positions=positions_of(((3, 17), (3, 17))))
-    documents = [layer(document) for document in x.split([3, 17], dim=1)]
+    documents = [layer(x[:, :3]), layer(x[:, 3:])]
     assert_exact(packed, torch.cat(documents, dim=1))
-    state = layer.init_state(2)
-    pieces = [layer(piece, state) for piece in x.split([7, 1, 9, 1, 1, 1], dim=1)]
-    assert_exact(torch.cat(pieces, dim=1), whole)
+    pieces = in_pieces(layer, x, [7, 1, 9, 1, 1, 1], layer.init_state(2))
+    assert_exact(pieces, whole)
 
 
 def test_a_misspelt_argument_is_refused():

@@ -68,7 +68,8 @@ def features(mixer, x, query=False):
         case "rff":
             # sqrt(2/R) [cos(w x), sin(w x)]
             angle = projected(x, mixer.feature_map.frequencies)
-            return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1) * math.sqrt(2 / R)
+            y = torch.cat([angle.cos(), angle.sin()], dim=-1)
+            return y * math.sqrt(2 / R)
         case "elu":
             return (F.elu(x) + 1) / math.sqrt(R)
         case "softplus":
@@ -129,14 +130,16 @@ def literal(mixer, x):
         q = features(mixer, q, query=True)
         o, _ = paper_scan(q, k, v, dt, A, C, readout=m.readout, normalize=m.normalize)
     else:
-        o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)
+        u = torch.cat([k, v], dim=-1)
+        o, _ = paper_linear(u, dt, A, C, mixer.ssm.c)
 
     # The output norm and the output gate.
     if m.output_norm == "rms":
         o = rms_norm(o, mixer.o_norm)
     elif m.output_norm == "soft":
         w = mixer.o_norm.weight
-        o = w * o / (o.square().mean(-1, keepdim=True) + w**2).sqrt()
+        mean_square = o.square().mean(-1, keepdim=True)
+        o = w * o / (mean_square + w**2).sqrt()
     o = o.flatten(2)
     if m.output_gate:
         gate = x @ mixer.wg.weight.T
@@ -172,7 +175,11 @@ def test_by_the_letter(condition, option):
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
-    ("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")]
+    ("condition", "scan"),
+    [
+        ("interdomain", "interdomain_scan"),
+        ("s4d", "linear_scan"),
+    ],
 )
 def test_arguments_of_the_scan_in_training(condition, scan, recompute):
     """No final state is asked for, because activation checkpointing would save it.

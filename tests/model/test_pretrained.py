@@ -96,8 +96,9 @@ def test_a_missing_file_is_named(folder, name, words):
 
 
 def test_changed_bytes_are_refused(folder):
-    weights = (folder / WEIGHTS).read_bytes()
-    (folder / WEIGHTS).write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    weights = bytearray((folder / WEIGHTS).read_bytes())
+    weights[-1] ^= 1
+    (folder / WEIGHTS).write_bytes(weights)
     with pytest.raises(ValueError, match=r"model\.safetensors.*checksum differs"):
         load_pretrained(folder)
     # `tools.evaluate` loads a model that it has verified itself.

@@ -12,10 +12,13 @@ from .test_mixer import literal, rotate
 
 
 def plain_softmax(mixer, x, window):
-    B, T, dim = x.shape
-    q = rotate((x @ mixer.wq.weight.T).view(B, T, -1, mixer.head_dim))
-    k = rotate((x @ mixer.wk.weight.T).view(B, T, -1, mixer.head_dim))
-    v = (x @ mixer.wv.weight.T).view(B, T, -1, mixer.head_dim)
+    T = x.shape[1]
+    heads = (-1, mixer.head_dim)
+    q = (x @ mixer.wq.weight.T).unflatten(-1, heads)
+    k = (x @ mixer.wk.weight.T).unflatten(-1, heads)
+    v = (x @ mixer.wv.weight.T).unflatten(-1, heads)
+    q = rotate(q)
+    k = rotate(k)
     # Query heads share the keys and values of their group.
     group = q.shape[2] // k.shape[2]
     k = k.repeat_interleave(group, dim=2)
@@ -25,7 +28,7 @@ def plain_softmax(mixer, x, window):
     scores = torch.einsum("bihr,bjhr->bhij", q, k) / mixer.head_dim**0.5
     shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     o = torch.einsum("bhij,bjhr->bihr", shares, v)
-    return o.reshape(B, T, dim) @ mixer.wo.weight.T
+    return o.flatten(2) @ mixer.wo.weight.T
 
 
 # A window has 7 tokens: one block, two, and several blocks with a rest.

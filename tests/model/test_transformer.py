@@ -7,27 +7,20 @@ from interdomain.model import ModelState
 
 from .common import (
     IN_TIME,
-    VARIANTS,
     assert_exact,
     assert_near,
+    each_variant,
+    in_pieces,
     normal,
     positions_of,
+    prompt_of,
     random_tokens,
+    tensors_of,
     variant,
 )
 
 
-def tensors_of(state):
-    return [x for layer in state.layers for x in layer.tensors().values()]
-
-
-def state_after(model, tokens):
-    state = model.init_state(len(tokens))
-    model(tokens, state)
-    return state
-
-
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+@each_variant
 def test_every_parameter_learns(condition, option):
     model = variant(condition, option)
     # Every token of the vocabulary of 61, so that every row of the embedding learns.
@@ -50,13 +43,12 @@ class TestTime:
         whole = model(tokens)
         end = model.init_state(2, capacity=90)
         assert_exact(model(tokens, end), whole)
-        assert_exact(model(tokens, model.init_state(2), last=3), whole[:, -3:])
+        last = model(tokens, model.init_state(2), last=3)
+        assert_exact(last, whole[:, -3:])
         state = model.init_state(2, capacity=90)
         addresses = [x.data_ptr() for x in tensors_of(state)]
-        pieces = []
-        for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1):
-            pieces.append(model(piece, state))
-        assert_exact(torch.cat(pieces, dim=1), whole)
+        lengths = [1, 2, 65, 1, 1, 1, 7, 1, 11]
+        assert_exact(in_pieces(model, tokens, lengths, state), whole)
         assert [x.data_ptr() for x in tensors_of(state)] == addresses
         assert state.position.tolist() == [90, 90]
         for found, wanted in zip(tensors_of(state), tensors_of(end), strict=True):
@@ -66,13 +58,14 @@ class TestTime:
     def test_stacked_states_are_separate(self, condition, option):
         """Stacked states can be stacked again, as a server does when a request joins a batch."""
         model = variant(condition, option)
-        prompts = [random_tokens(model.config, 1, n, seed=n) for n in (3, 70, 1, 12)]
-        states = [state_after(model, prompt) for prompt in prompts]
+        prompts = [prompt_of(model, length) for length in (3, 70, 1, 12)]
+        states = [model.init_state(1) for _ in prompts]
+        for prompt, state in zip(prompts, states, strict=True):
+            model(prompt, state)
         first_two = ModelState.stack(states[:2])
         stacked = ModelState.stack([first_two, *states[2:]])
         more = random_tokens(model.config, 4, 6)
-        pieces = [model(piece, stacked) for piece in more.split([1, 4, 1], dim=1)]
-        together = torch.cat(pieces, dim=1)
+        together = in_pieces(model, more, [1, 4, 1], stacked)
         for prompt, continued, logits in zip(prompts, more, together, strict=True):
             text = torch.cat([prompt[0], continued])
             assert_exact(logits, model(text[None])[0, -6:])
