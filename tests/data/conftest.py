@@ -6,11 +6,9 @@ import json
 from collections import Counter
 
 import pytest
-import sentencepiece
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from interdomain.data import load_tokenizer
 from interdomain.data.readers import read_documents
 from interdomain.data.tokenizer import train_sentencepiece
 
@@ -18,26 +16,6 @@ PATTERN = (  # cl100k's
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"""
     r""" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
 )
-
-
-def train_by_library(folder, **options):
-    """Returns a small tokenizer that sentencepiece's own trainer makes with these options."""
-    settings = {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "vocab_size": 400,
-        "hard_vocab_limit": False,
-        "minloglevel": 2,
-    }
-    text = "".join(read_documents(["stdlib"], max_bytes=20_000))
-    sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(text.splitlines()),
-        model_prefix=str(folder / "tokenizer"),
-        **settings | options,
-    )
-    return load_tokenizer(folder / "tokenizer.model")
 
 
 @pytest.fixture(scope="session")

@@ -6,16 +6,12 @@ import shutil
 import numpy as np
 import pytest
 
-from interdomain.data import IndexedDatasetWriter, TokenCorpus, documents_in, load_tokenizer
+from interdomain.data import TokenCorpus, documents_in, load_tokenizer
 from interdomain.data.corpus import sources
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
 
-
-def write_shard(prefix, documents):
-    with IndexedDatasetWriter(prefix, 600) as writer:
-        for document in documents:
-            writer.add_document(document)
+from .common import write_shard
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,12 @@ import struct
 import numpy as np
 import pytest
 
-from interdomain.data import IndexedDataset, IndexedDatasetWriter
+from interdomain.data import IndexedDataset
 from interdomain.data.indexed import DTYPES
 
-DOCUMENTS = [[5, 6, 7, 2], [2], [1000, 0, 1999, 4, 2]]
+from .common import write_shard
 
-
-def write(prefix, documents=DOCUMENTS, vocab_size=2000):
-    with IndexedDatasetWriter(prefix, vocab_size) as writer:
-        for document in documents:
-            writer.add_document(document)
-        return writer.finalize()
+DOCUMENTS = [[5, 6, 7, 2], [2], [500, 0, 599, 4, 2]]
 
 
 def write_by_hand(prefix, code, dtype, documents):
@@ -50,7 +45,7 @@ def write_by_hand(prefix, code, dtype, documents):
 )
 def test_layout(tmp_path, vocab_size, code, dtype):
     documents = [*DOCUMENTS, [vocab_size - 1, 0]]
-    record = write(tmp_path / "a", documents, vocab_size)
+    record = write_shard(tmp_path / "a", documents, vocab_size)
     write_by_hand(tmp_path / "expected", code, dtype, [[document] for document in documents])
     assert record["name"] == "a"
     assert record["documents"] == 4
@@ -90,7 +85,7 @@ def assert_refused(path, data):
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_every_truncation_is_refused(tmp_path, suffix):
-    write(tmp_path / "a")
+    write_shard(tmp_path / "a", DOCUMENTS)
     path = tmp_path / f"a{suffix}"
     data = path.read_bytes()
     for size in range(len(data)):
@@ -102,7 +97,7 @@ def test_every_truncation_is_refused(tmp_path, suffix):
 
 
 def test_a_damaged_index_is_refused(tmp_path):
-    write(tmp_path / "a")
+    write_shard(tmp_path / "a", DOCUMENTS)
     path = tmp_path / "a.idx"
     data = path.read_bytes()
     # The magic bytes, the version, a count, an offset, a document.
@@ -118,16 +113,16 @@ def test_a_damaged_index_is_refused(tmp_path):
         IndexedDataset(tmp_path / "a").verify()
 
 
-@pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5]])
+@pytest.mark.parametrize("tokens", [[600], [-1, 3], [], [[1]], [1.5]])
 def test_the_writer_refuses_ids_outside_the_vocabulary(tmp_path, tokens):
-    with pytest.raises(ValueError, match="ids from 0 to 1999"):
-        write(tmp_path / "a", [[1], tokens])
+    with pytest.raises(ValueError, match="ids from 0 to 599"):
+        write_shard(tmp_path / "a", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_writer_never_overwrites_a_shard(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"A killed writer left this. It is no shard without an index.")
-    write(tmp_path / "a")
+    write_shard(tmp_path / "a", DOCUMENTS)
     assert [document.tolist() for document in IndexedDataset(tmp_path / "a")] == DOCUMENTS
     with pytest.raises(FileExistsError, match="never overwritten"):
-        write(tmp_path / "a")
+        write_shard(tmp_path / "a", DOCUMENTS)

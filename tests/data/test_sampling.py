@@ -5,8 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus
+from interdomain.data import MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.data.sampling import FeistelPermutation, exact_weights, fair_pattern
+
+from .common import write_shard
 
 
 def permuted(n, key):
@@ -58,11 +60,9 @@ def folder(tmp_path_factory):
         tokens = 1000 * number + np.arange(length)
         document_starts = rng.choice(range(1, length), samples // 3, replace=False)
         document_starts.sort()
-        with IndexedDatasetWriter(folder / f"s-{number}", 4000) as writer:
-            for document in np.split(tokens, document_starts):
-                writer.add_document(document)
-    with IndexedDatasetWriter(folder / "s-1", 4000):
-        pass
+        documents = np.split(tokens, document_starts)
+        write_shard(folder / f"s-{number}", documents, vocab_size=4000)
+    write_shard(folder / "s-1", [], vocab_size=4000)
     return folder
 
 

@@ -12,7 +12,7 @@ from interdomain.data.readers import read_documents
 from interdomain.data.tokenizer import train_sentencepiece
 from interdomain.tools import prepare_data
 
-from .conftest import train_by_library
+from .common import train_by_library
 
 TEXTS = [
     *("", " ", "   ", "\n", "\r\n", "🙂", "\ufffd"),

@@ -8,7 +8,7 @@ from interdomain.data import load_tokenizer
 from interdomain.data.readers import read_documents
 from interdomain.data.tokenizer_export import padding_id, write_for_transformers
 
-from .conftest import train_by_library
+from .common import train_by_library
 from .test_tokenizer import TEXTS
 
 PARTS = [

@@ -83,11 +83,7 @@ def test_counts_of_every_condition(condition):
     assert flops["mixer"] == 2 * 12 * mixer
     assert flops["conv"] == 2 * 12 * conv
     assert train_flops_per_token(config, 4096) == 3 * sum(flops.values())
-    longer = forward_flops_per_token(config, 65_536)["mixer"]
-    if condition == "softmax":
-        assert longer > 15 * flops["mixer"]
-    else:
-        assert longer == flops["mixer"]
+    if condition != "softmax":
         # This is the paper's budget of a layer's state.
         assert state_size(build_config("1.3B", condition)) == 524_288
 
