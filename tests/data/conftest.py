@@ -22,9 +22,8 @@ PATTERN = (  # cl100k's
 def files(tmp_path_factory):
     """The tokenizer file of each kind, of 600 ids."""
     folder = tmp_path_factory.mktemp("kinds")
-    text = "".join(read_documents(["stdlib"], max_bytes=200_000))
-    model = folder / "tokenizer.model"
-    model.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=500_000), 600))
+    texts = list(read_documents(["stdlib"], max_bytes=200_000))
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece(texts, 600))
 
     hub = tokenizers.Tokenizer(tokenizers.models.BPE())
     hub.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +34,7 @@ def files(tmp_path_factory):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    hub.train_from_iterator(read_documents(["stdlib"], max_bytes=200_000), trainer)
+    hub.train_from_iterator(texts, trainer)
     # A post-processor that adds BOS, as many files have: it must not be applied.
     hub.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
@@ -44,13 +43,14 @@ def files(tmp_path_factory):
     config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
-    # tiktoken's tokens are all bytes and the most common pairs of bytes. Two ids have no token.
-    pairs = Counter(itertools.pairwise(text.encode())).most_common(342)
+    # tiktoken's tokens are all bytes and the most common pairs of bytes. The last ids have no token.
+    pairs = Counter(itertools.pairwise("".join(texts).encode()))
     tokens = [bytes([byte]) for byte in range(256)]
-    tokens += [bytes(pair) for pair, _ in pairs]
+    tokens += [bytes(pair) for pair, _ in pairs.most_common(342)]
     with open(folder / "ranks.tiktoken", "w") as file:
         for rank, token in enumerate(tokens):
             file.write(f"{base64.b64encode(token).decode()} {rank}\n")
+        file.write("= 598\n\n")  # an empty token, as in the ranks of Whisper
     description = {
         "pattern": PATTERN,
         "special_tokens": {"<s>": 600, "<|endoftext|>": 601},
@@ -59,7 +59,7 @@ def files(tmp_path_factory):
     }
     (folder / "ranks.json").write_text(json.dumps(description))
     return {
-        "sentencepiece": model,
+        "sentencepiece": folder / "tokenizer.model",
         "tiktoken": folder / "ranks.tiktoken",
         "json": folder / "tokenizer.json",
     }

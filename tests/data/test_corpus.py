@@ -1,94 +1,105 @@
 """Prepared folders and bare shards as one stream; exchanged, cut or damaged files are refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
-from interdomain.data import IndexedDatasetWriter, TokenCorpus, documents_in, load_tokenizer
+from interdomain.data import TokenCorpus, documents_in, load_tokenizer
 from interdomain.data.corpus import sources
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
 
+from .common import write_shard
 
-def write_shard(prefix, documents):
-    with IndexedDatasetWriter(prefix, 600) as writer:
-        for document in documents:
-            writer.add_document(document)
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, files):
+    """A prepared corpus of 60 documents in several shards, which no test changes."""
+    path = tmp_path_factory.mktemp("prepared")
+    with open(path / "text.jsonl", "w") as file:
+        for i in range(60):
+            text = f"document {i}: " + "words and more words " * (i % 7)
+            file.write(json.dumps({"text": text}) + "\n")
+    line = f"--input {path}/text.jsonl --tokenizer {files['sentencepiece']} --shard-tokens 700"
+    line += f" --validation-fraction 0.2 --output {path}/corpus"
+    assert main(line.split()) == 0
+    return path / "corpus"
 
 
 @pytest.fixture
-def folder(tmp_path, files):
-    rows = []
-    for i in range(60):
-        text = f"document {i}: " + "words and more words " * (i % 7)
-        rows.append(json.dumps({"text": text}) + "\n")
-    (tmp_path / "text.jsonl").write_text("".join(rows))
-    line = f"--input {tmp_path}/text.jsonl --tokenizer {files['sentencepiece']} --shard-tokens 700"
-    line += f" --validation-fraction 0.2 --output {tmp_path}/corpus"
-    assert main(line.split()) == 0
-    return tmp_path / "corpus"
+def folder(tmp_path, prepared):
+    return shutil.copytree(prepared, tmp_path / "corpus")
 
 
-def test_a_prepared_folder_and_its_bare_shards(folder):
-    train = TokenCorpus(folder, verify=True)
-    validation = TokenCorpus(str(folder), "validation", verify=True)
+def test_a_prepared_folder_and_its_bare_shards(prepared):
+    train = TokenCorpus(prepared, verify=True)
+    validation = TokenCorpus(str(prepared), "validation", verify=True)
     assert len(train.shards) > 1
     assert sum(len(shard) for shard in train.shards + validation.shards) == 60
-    assert train.fingerprint == validation.fingerprint == file_sha256(folder / "manifest.json")
+    assert train.fingerprint == validation.fingerprint == file_sha256(prepared / "manifest.json")
     assert train.vocab_size == 600
     n = train.num_tokens
     stream = train.read(0, n)
-    assert np.array_equal(stream, np.concatenate([d for shard in train.shards for d in shard]))
-    eos = np.flatnonzero(stream == 2)
-    assert train.document_starts(0, n).tolist() == [0, *(eos[:-1] + 1)]
-    for glob in (f"{folder}/train-*", f"{folder}/train-*.idx"):
+    documents = [document for shard in train.shards for document in shard]
+    assert np.array_equal(stream, np.concatenate(documents))
+    lengths = np.diff(train.document_starts(0, n), append=n)
+    assert lengths.tolist() == [len(document) for document in documents]
+    for glob in (f"{prepared}/train-*", f"{prepared}/train-*.idx"):
         bare = TokenCorpus(glob, verify=True)
         assert np.array_equal(bare.read(0, n), stream)
         assert bare.vocab_size is None
-    first = TokenCorpus(folder / "train-00000.bin")
+    first = TokenCorpus(prepared / "train-00000.bin")
     assert np.array_equal(first.read(0, first.num_tokens), stream[: first.num_tokens])
 
 
 @pytest.mark.parametrize(
-    ("documents", "expected"),
+    ("documents", "begin", "end"),
     [
-        ([[1, 50, 2], [1, 60, 70, 2]], {"begin": [1], "end": [2]}),
-        ([[50], [60, 70]], {"begin": [], "end": []}),
+        ([[1, 50, 2], [1, 60, 70, 2]], [1], [2]),
+        ([[50], [60, 70]], [], []),
     ],
 )
-def test_how_documents_begin_and_end(folder, tmp_path, files, documents, expected):
+def test_how_documents_begin_and_end(prepared, tmp_path, files, documents, begin, end):
     """BOS is 1 and EOS is 2. A prepared corpus has EOS; shards from elsewhere are looked at."""
     tokenizer = load_tokenizer(files["sentencepiece"])
-    prepared = TokenCorpus(folder)
-    assert documents_in([prepared], tokenizer).to_dict() == {"begin": [], "end": [2]}
+    corpus = TokenCorpus(prepared)
+    assert documents_in([corpus], tokenizer).to_dict() == {"begin": [], "end": [2]}
     write_shard(tmp_path / "other", documents)
     other = TokenCorpus(tmp_path / "other")
-    assert documents_in([other], tokenizer).to_dict() == expected
-    assert documents_in([prepared, other], tokenizer) is None
+    assert documents_in([other], tokenizer).to_dict() == {"begin": begin, "end": end}
+    assert documents_in([corpus, other], tokenizer) is None
     write_shard(tmp_path / "mixed", [[1, 50, 2], [60, 2]])
-    assert documents_in([TokenCorpus(tmp_path / "mixed")], tokenizer) is None
+    mixed = TokenCorpus(tmp_path / "mixed")
+    assert documents_in([mixed], tokenizer) is None
 
 
 def test_sources_of_a_manifest():
     """Names of the hub's data sets have no revision and split; many files are counted."""
     hub = {"dataset": "HuggingFaceFW/fineweb-edu@main:sample-10BT:train"}
-    assert sources({"inputs": [hub]})["datasets"] == ["HuggingFaceFW/fineweb-edu"]
-    many = sources({"inputs": [{"file": "00.jsonl", "bytes": 1_500_000}] * 21})
-    assert many["sources"] == ["21 files, 00.jsonl to 00.jsonl (31.5 MB)"]
+    file = {"file": "00.jsonl", "bytes": 1_500_000}
+    found = sources({"inputs": [hub, *21 * [file]]})
+    assert found["datasets"] == ["HuggingFaceFW/fineweb-edu"]
+    assert found["sources"][1] == "21 files, 00.jsonl to 00.jsonl (31.5 MB)"
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("", "manifest"), ("x-*", "No shard"), ("x", r"x\.idx")]
+    ("source", "message"),
+    [
+        ("", "manifest"),
+        ("x-*", "No shard"),
+        ("x", r"x\.idx"),
+    ],
 )
 def test_no_corpus_is_found(tmp_path, source, message):
     with pytest.raises(FileNotFoundError, match=message):
         TokenCorpus(tmp_path / source)
 
 
-def test_an_unknown_split_is_refused(folder):
+def test_an_unknown_split_is_refused(prepared):
     with pytest.raises(ValueError, match="train, validation"):
-        TokenCorpus(folder, "test")
+        TokenCorpus(prepared, "test")
 
 
 @pytest.mark.parametrize("name", ["train-00001.idx", "tokenizer.model", "manifest.json"])
@@ -111,10 +122,10 @@ def test_a_wrong_manifest_is_refused(folder, text, message):
         TokenCorpus(folder)
 
 
-@pytest.mark.parametrize(("name", "at"), [("train-00000.bin", 100), ("train-00000.idx", 36)])
-def test_damage_of_equal_size_is_found_by_verification(folder, name, at):
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00000.idx"])
+def test_damage_of_equal_size_is_found_by_verification(folder, name):
     data = bytearray((folder / name).read_bytes())
-    data[at] ^= 1
+    data[36] ^= 1
     (folder / name).write_bytes(data)
     TokenCorpus(folder)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
@@ -126,7 +137,6 @@ def test_exchanged_files_are_refused(folder):
     write_shard(folder / "train-00001", [[1, 2]])
     with pytest.raises(ValueError, match=r"train-00001\.bin is damaged or was replaced"):
         TokenCorpus(folder)
-    with open(folder / "tokenizer.model", "ab") as file:
-        file.write(b"\0")
+    (folder / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(ValueError, match=r"tokenizer\.model is damaged or was replaced"):
         TokenCorpus(folder)

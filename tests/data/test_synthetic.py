@@ -31,10 +31,11 @@ def copying_answer(text, p):
 SOLVERS = {"mqar": mqar_answer, "selective-copying": copying_answer}
 
 
-def prepare(kind, folder, options="--validation-fraction 0.1"):
-    line = f"--synthetic {kind} --synthetic-examples 3000 --output {folder} {options}"
+def prepare(kind, folder, options=""):
+    line = f"--synthetic {kind} --synthetic-examples 1000 --validation-fraction 0.1"
     for name, value in SMALL[kind].items():
         line += f" --synthetic-{name} {value}"
+    line += f" --output {folder} {options}"
     assert prepare_data.main(line.split()) == 0
     return folder
 
@@ -48,6 +49,10 @@ def corpus(request, tmp_path_factory):
 def documents(folder, split="train"):
     shards = TokenCorpus(folder, split, verify=True).shards
     return [document for shard in shards for document in shard]
+
+
+def distinct(folder, split="train"):
+    return {ids.tobytes() for ids in documents(folder, split)}
 
 
 def test_every_answer_is_determined_by_the_tokens_before_it(corpus):
@@ -65,12 +70,14 @@ def test_every_answer_is_determined_by_the_tokens_before_it(corpus):
                 assert SOLVERS[kind](text[:p], p) == text[p]
 
 
-def test_no_example_occurs_twice(corpus):
-    _, folder = corpus
-    train = {ids.tobytes() for ids in documents(folder)}
-    validation = {ids.tobytes() for ids in documents(folder, "validation")}
-    assert len(validation) == 300
-    assert len(train | validation) == 3000
+def test_no_example_occurs_twice_and_another_seed_makes_others(corpus, tmp_path):
+    kind, folder = corpus
+    train = distinct(folder)
+    validation = distinct(folder, "validation")
+    assert len(validation) == 100
+    assert len(train | validation) == 1000
+    other = prepare(kind, tmp_path / "other", "--synthetic-seed 1")
+    assert train.isdisjoint(distinct(other))
 
 
 def contents(folder):
@@ -80,18 +87,11 @@ def contents(folder):
 def test_the_same_bytes_whatever_the_shards(corpus, tmp_path):
     kind, folder = corpus
     assert contents(prepare(kind, tmp_path / "again")) == contents(folder)
-    cut = prepare(kind, tmp_path / "cut", "--validation-fraction 0.1 --shard-tokens 10000")
+    cut = prepare(kind, tmp_path / "cut", "--shard-tokens 5000")
     assert len(TokenCorpus(cut).shards) > 5
     for split in ("train", "train-answers", "validation", "validation-answers"):
         found = np.concatenate(documents(cut, split))
         assert np.array_equal(found, np.concatenate(documents(folder, split)))
-
-
-def test_another_seed_makes_other_examples(corpus, tmp_path):
-    kind, folder = corpus
-    other = prepare(kind, tmp_path / "other", "--validation-fraction 0.1 --synthetic-seed 1")
-    first_seed = {ids.tobytes() for ids in documents(folder)}
-    assert first_seed.isdisjoint(ids.tobytes() for ids in documents(other))
 
 
 @pytest.mark.parametrize("examples", [1, 3])
@@ -99,17 +99,19 @@ def test_windows_are_examples_and_only_their_answers_are_counted(corpus, example
     kind, folder = corpus
     task = TASKS[kind](**SMALL[kind])
     window = examples * task.length
-    ids = np.concatenate(documents(folder))
-    marks = np.concatenate(documents(folder, "train-answers"))
     dataset = PackedDataset(TokenCorpus(folder), window, seed=0, shuffle=False)
     assert dataset.targets == examples * task.answers
-    for g in range(len(dataset)):
-        first = g * window
+    windows = [dataset[g][:-1] for g in range(len(dataset))]
+    tokens = np.concatenate(windows)
+    ids = np.concatenate(documents(folder))
+    assert np.array_equal(tokens, ids[: len(tokens)])
+    marks = np.concatenate(documents(folder, "train-answers"))
+    marks = marks[: len(tokens)].reshape(-1, window)
+    for g, row in enumerate(marks):
         counted = dataset.counted(g)
         assert counted.sum() == dataset.targets
-        assert np.array_equal(dataset[g][:-1], ids[first : first + window])
         # A target is the token after the one at which it is predicted.
-        assert np.array_equal(counted[:-1], marks[first + 1 : first + window] == 1)
+        assert np.array_equal(counted[:-1], row[1:] == 1)
 
 
 @pytest.mark.parametrize("corpus", ["mqar"], indirect=True)
@@ -121,11 +123,12 @@ def test_mqar_has_lists_of_equal_length(corpus):
         for ids in documents(folder, split):
             _, first = np.unique(ids[:-1:2], return_index=True)
             found.add(tuple(sorted(first.tolist())))
-    expected = set()
-    for lists in (1, 2, 4, 8):
-        starts = range(0, 24, 24 // lists)
-        expected.add(tuple(start + i for start in starts for i in range(8 // lists)))
-    assert layouts == {"train": expected, "validation": {tuple(range(8))}}
+    one_list = (0, 1, 2, 3, 4, 5, 6, 7)
+    two_lists = (0, 1, 2, 3, 12, 13, 14, 15)
+    four_lists = (0, 1, 6, 7, 12, 13, 18, 19)
+    eight_lists = (0, 3, 6, 9, 12, 15, 18, 21)
+    assert layouts["train"] == {one_list, two_lists, four_lists, eight_lists}
+    assert layouts["validation"] == {one_list}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Small models of every kind, with weights at which each part of the mixer matters."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config
+from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.feature_maps import FEATURE_MAPS
 
 # These are not the defaults: code that forgets to pass one of them computes something else.
 THETA = 500.0
@@ -56,12 +57,6 @@ OPTIONS = {
     "no conv": {"conv_width": 0},
     "conv": {"conv_width": 3},
 }
-# A feature map without an option of its own. test_mixer.py has the formula of each map.
-maps_with_options = {options.get("feature_map") for options in OPTIONS.values()}
-for name, feature_map in FEATURE_MAPS.items():
-    if feature_map and name not in maps_with_options:
-        OPTIONS[name] = {"feature_map": name, "normalize": feature_map.needs_ratio}
-
 # Every condition, every switch, and the pairs in which a switch runs other code.
 VARIANTS = [(condition, "plain") for condition in CONDITIONS]
 for option in OPTIONS:
@@ -84,13 +79,14 @@ VARIANTS += [
     ("gla", "conv"),
     ("mamba2", "no conv"),
 ]
+each_variant = pytest.mark.parametrize(("condition", "option"), VARIANTS)
 # Switches that act on each token separately. Tests of the order in time leave them out.
 POINTWISE = ("diagonal", "identity", "real", "hermitian", "rff", "elu", "softplus", "gate")
 POINTWISE += ("head96", "kv1")
 IN_TIME = [variant for variant in VARIANTS if variant[1] not in POINTWISE]
 
 
-def small_config(condition: str, **overrides) -> ModelConfig:
+def small_config(condition, **overrides):
     settings = dict(SMALL)
     if condition == "mamba2":
         settings |= MAMBA2
@@ -99,11 +95,11 @@ def small_config(condition: str, **overrides) -> ModelConfig:
     return build_config("debug", condition, **settings | overrides)
 
 
-def variant(condition: str, option: str = "plain", dtype=torch.float64) -> Transformer:
+def variant(condition, option="plain", dtype=torch.float64):
     return lively(small_config(condition, **OPTIONS[option]), dtype)
 
 
-def lively(config: ModelConfig, dtype=torch.float64) -> Transformer:
+def lively(config, dtype=torch.float64):
     """Returns a model in which no parameter is zero, one or equal for all heads.
 
     The output of its mixers is O(1).
@@ -125,11 +121,17 @@ def lively(config: ModelConfig, dtype=torch.float64) -> Transformer:
     return model.to(dtype)
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def rms_norm(x, norm):
+    """Computes an RMS norm of a small model from its definition."""
+    mean_square = x.square().mean(-1, keepdim=True)
+    return x / (mean_square + EPS).sqrt() * norm.weight
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, name="") -> None:
+def assert_near(found, wanted, tolerance, name=""):
     """Fails if two numbers differ by more than the tolerance, and prints the worst pair."""
     assert found.shape == wanted.shape, name
     if found.numel() == 0:
@@ -140,7 +142,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, nam
     assert error[worst] <= tolerance, f"{name}: {numbers}, allowed error {tolerance:.1e}"
 
 
-def assert_exact(found: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_exact(found, wanted):
     """Fails if two tensors differ by more than a different order of sums in float64.
 
     Logits are O(1) to O(10).
@@ -148,17 +150,37 @@ def assert_exact(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert_near(found, wanted, 1e-10)
 
 
-def assert_same_tensors(found, wanted) -> None:
+def assert_same_tensors(found, wanted):
     """Fails if two state dicts are not bitwise equal, with the same names and dtypes."""
     torch.testing.assert_close(dict(found), dict(wanted), rtol=0, atol=0)
 
 
-def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -> torch.Tensor:
+def random_tokens(config, batch, length, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
-def positions_of(lengths) -> torch.Tensor:
+def prompt_of(model, length):
+    """Returns a prompt, [1, length]. Those of two lengths have nothing in common."""
+    return random_tokens(model.config, 1, length, seed=length)
+
+
+def in_pieces(model, x, lengths, state):
+    """Returns what a model or a layer gives for pieces of these lengths, one after the other."""
+    outputs = []
+    for piece in x.split(lengths, dim=1):
+        outputs.append(model(piece, state))
+    return torch.cat(outputs, dim=1)
+
+
+def tensors_of(state):
+    tensors = []
+    for layer in state.layers:
+        tensors += layer.tensors().values()
+    return tensors
+
+
+def positions_of(lengths):
     """Returns the positions in documents of these lengths, which are packed row by row."""
     rows = []
     for row in lengths:
@@ -173,8 +195,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        tensors = result if isinstance(result, tuple | list) else [result]
-        for tensor in tensors:
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.numel())
         return result

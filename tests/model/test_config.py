@@ -6,22 +6,14 @@ import pytest
 
 from interdomain.model import MixerConfig, ModelConfig, build_config, cell_of
 
-from .common import OPTIONS, VARIANTS
+from .common import OPTIONS, each_variant
 
 
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_a_model_s_name_and_its_way_through_json(condition, option):
-    """A model's name has every setting that differs from the size and the condition."""
-    overrides = OPTIONS[option]
-    config = build_config("debug", condition, **overrides)
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    cell = cell_of(config, "debug")
-    assert cell.size == ("debug with dim 192, n_heads 2" if "dim" in overrides else "debug")
-    first, *settings = cell.condition.split(", ")
-    assert first == " + ".join(overrides.get("layers", [condition]))
-    named_elsewhere = {"dim", "n_heads", "head_dim", "layers"}
-    expected = [f"{name} {overrides[name]}" for name in overrides.keys() - named_elsewhere]
-    assert sorted(settings) == sorted(expected)
+@each_variant
+def test_the_way_through_json(condition, option):
+    config = build_config("debug", condition, **OPTIONS[option])
+    text = json.dumps(config.to_dict())
+    assert ModelConfig.from_dict(json.loads(text)) == config
 
 
 def test_the_layers_of_a_hybrid():
@@ -30,8 +22,15 @@ def test_the_layers_of_a_hybrid():
         "125M", "s4d", softmax_every=5, n_kv_heads=3, c_form="diagonal", window=64
     )
     softmax = MixerConfig("softmax", n_kv_heads=3, window=64)
-    s4d = MixerConfig(dual_input=False, query_readout=False, rope=False, c_form="diagonal")
-    assert [layer.mixer for layer in config.layers] == 2 * [*4 * [s4d], softmax] + 2 * [s4d]
+    s4d = MixerConfig(
+        dual_input=False,
+        query_readout=False,
+        rope=False,
+        c_form="diagonal",
+    )
+    mixers = [layer.mixer for layer in config.layers]
+    assert mixers[:5] == mixers[5:10] == [s4d, s4d, s4d, s4d, softmax]
+    assert mixers[10:] == [s4d, s4d]
     name = "s4d, softmax_every 5, c_form diagonal, n_kv_heads 3, window 64"
     assert cell_of(config, "125M").condition == name
     layers = ["interdomain", "interdomain", "softmax"] * 2
@@ -39,13 +38,22 @@ def test_the_layers_of_a_hybrid():
     assert build_config("125M", layers=["softmax"] * 4) == build_config("125M", "softmax")
 
 
-def test_a_cell_s_name_as_text_and_from_its_own_name():
+def test_a_model_s_name():
+    """A name has every setting that differs from the size and the condition."""
     config = build_config(
-        "125M", "s4d", n_layers=6, head_dim=96, n_heads=8, a_init="s4d-lin", linear_scale=0.5
+        "125M",
+        "s4d",
+        n_layers=6,
+        head_dim=96,
+        n_heads=8,
+        a_init="s4d-lin",
+        linear_scale=0.5,
     )
     cell = cell_of(config, "125M")
     assert str(cell) == "125M with n_layers 6, n_heads 8, s4d, linear_scale 0.5, a_init s4d-lin"
     assert cell_of(config, cell.size) == cell  # as a record has it
+    layers = build_config("debug", layers=["softmax", "interdomain-norope"])
+    assert str(cell_of(layers, "debug")) == "debug, softmax + interdomain-norope"
     # softmax does not read n_basis, in which its size differs.
     assert cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"
 
@@ -56,7 +64,6 @@ REFUSED = [
     ("interdomain", {"readout": "imag"}, "mixer.readout must be one of .*hermitian: got imag"),
     ("interdomain", {"n_kv_heads": 5}, "mixer.n_kv_heads must divide n_heads = 12: got 5"),
     ("interdomain", {"dim": 12 * 63, "head_dim": 63}, "head_dim must be even.*63"),
-    ("interdomain", {"n_layers": True}, "n_layers must be int: got True"),
     ("interdomain", {"c_scale": 1.0, "c_form": "identity"}, "mixer.c_scale.*'identity'"),
     ("interdomain", {"dt_min": 0.2}, "mixer.dt_min.*0.2 and 0.1"),
     ("interdomain", {"feature_map": "favor"}, "'favor'.*mixer.normalize = true"),
@@ -64,6 +71,10 @@ REFUSED = [
     ("interdomain", {"softmax_every": 13}, "mixer.softmax_every = 13 .*from 2 to n_layers = 12"),
     ("softmax", {"layers": ["s4d"] * 5}, "mixer.layers has 5 conditions.*divide n_layers = 12"),
     ("s4d", {"layers": ["softmax", "softmax"], "dt_min": 0.01}, "mixer.dt_min = 0.01.*softmax"),
+    ("gla", {"n_basis": 5}, "4 n_basis = 20 wide, which must divide dim = 768"),
+    ("mamba2", {"state_heads": 5}, "state_heads must divide 2 dim = 1536: got 5"),
+    ("deltanet", {"output_gate": True}, "output_gate.*no switches but mixer.n_basis"),
+    ("interdomain", {"state_heads": 2}, "state_heads = 2 is not possible: it is for gla"),
 ]
 
 

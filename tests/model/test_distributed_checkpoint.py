@@ -3,17 +3,12 @@
 import io
 import pickle
 import random
-from dataclasses import replace
 from enum import Enum
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from interdomain.checkpoint import step_folder
 from interdomain.checkpoint.index import (
@@ -48,8 +43,7 @@ def assert_tensors(checkpoint):
     assert index.keys() == TENSORS.keys()
     for name, tensor in read_tensors(checkpoint, list(index)).items():
         assert index[name].size == tensor.shape
-        assert tensor.dtype == TENSORS[name].dtype
-        assert torch.equal(tensor, TENSORS[name])
+        torch.testing.assert_close(tensor, TENSORS[name], rtol=0, atol=0)
 
 
 def test_round_trip(checkpoint):
@@ -115,8 +109,6 @@ def test_code_in_an_index_never_runs(place, checkpoint, index_file, tmp_path):
         metadata.state_dict_metadata["d"] = trap
     index_file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="has no place in the index"):
-        tensor_index(checkpoint)
-    with pytest.raises(ValueError, match="has no place in the index"):
         read_tensors(checkpoint, ["a"])
     assert not trap.path.exists()
     # The trap does run if it is unpickled.
@@ -132,18 +124,15 @@ def test_code_in_a_shard_never_runs(tmp_path):
     checkpoint = tmp_path / "step-1"
     with pytest.warns(UserWarning, match="torch.distributed"):
         dcp.save({**TENSORS, "optimizer.state": trap}, checkpoint_id=checkpoint, no_dist=True)
-    index = tensor_index(checkpoint)
-    assert set(index) == set(TENSORS)
-    assert torch.equal(read_tensors(checkpoint, list(index))["a"], TENSORS["a"])
+    assert_tensors(checkpoint)
     # Code in place of a tensor's bytes is refused as damage.
     stored = read_index(checkpoint)
     number = list(stored.entries).index("a")
     piece = stored.pieces[stored.pieces["entry"] == number][0]
-    length = int(piece["length"])
-    code = pickle.dumps(trap).ljust(length, b"\0")
+    code = pickle.dumps(trap)
     with open(checkpoint / stored.files[piece["file"]], "r+b") as file:
         file.seek(int(piece["first_byte"]))
-        file.write(code[:length])
+        file.write(code.ljust(int(piece["length"]), b"\0"))
     with pytest.raises(ValueError, match="could not be read"):
         read_tensors(checkpoint, ["a"])
     assert not trap.path.exists()
@@ -156,11 +145,11 @@ def test_damaged_bytes_raise_nothing_but_a_valueerror(checkpoint, index_file):
     refused = 0
     for attempt in range(60):
         data = bytearray(whole)
+        position = rng.randrange(len(data))
         if attempt % 3 == 0:
-            data = data[: rng.randrange(len(data))]
+            del data[position:]
         else:
-            for _ in range(rng.choice((1, 1, 5))):
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            data[position] ^= 1 << rng.randrange(8)
         index_file.write_bytes(data)
         try:
             index = tensor_index(checkpoint)
@@ -172,17 +161,15 @@ def test_damaged_bytes_raise_nothing_but_a_valueerror(checkpoint, index_file):
 
 
 def test_the_newest_complete_step(tmp_path):
-    run = tmp_path / "run"
-    complete = ("checkpoint/step-90", "checkpoint/step-100", "checkpoint/step-200.bak", "step-95")
-    for name in complete:
-        (run / name).mkdir(parents=True)
-        (run / name / step_folder.METADATA).touch()
-    incomplete = run / "checkpoint" / "step-110"
+    folder = tmp_path / "run" / "checkpoint"
+    for name in ("step-90", "step-100", "step-200.bak"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / step_folder.METADATA).touch()
+    incomplete = folder / "step-110"
     incomplete.mkdir()
-    newest = run / "checkpoint" / "step-100"
-    assert step_folder.latest_checkpoint(run) == newest
-    assert step_folder.latest_checkpoint(run / "checkpoint") == newest
-    assert step_folder.latest_checkpoint(str(run / "step-95")) == run / "step-95"
+    newest = folder / "step-100"
+    for path in (folder.parent, folder, str(newest)):
+        assert step_folder.latest_checkpoint(path) == newest
     with pytest.raises(FileNotFoundError, match="no folder"):
         step_folder.latest_checkpoint(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
@@ -204,7 +191,15 @@ def test_the_record_of_a_checkpoint_without_one_is_in_the_run_s_folder(tmp_path,
     assert step_folder.record_folder(step) == step
 
 
-class LocalRows:
+def test_an_index_without_a_place_of_a_tensor_is_damaged(checkpoint, index_file):
+    metadata = pickle.loads(index_file.read_bytes())
+    del metadata.storage_data[MetadataIndex("a", torch.Size((0, 0)))]
+    index_file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"damaged.*3 pieces and 2 places"):
+        read_index(checkpoint)
+
+
+class LocalPart:
     """A rank's part of a matrix, described as a DTensor describes it."""
 
     def __init__(self, offsets, sizes):
@@ -214,37 +209,15 @@ class LocalRows:
         return [self.chunk]
 
 
-def test_a_rank_reads_the_pieces_of_its_tensors(checkpoint, index_file):
-    """It reads two of a matrix's four pieces, a scalar, an object, and no other tensor."""
-    metadata = pickle.loads(index_file.read_bytes())
-    place = metadata.storage_data.pop(MetadataIndex("a", torch.Size((0, 0))))
-    pieces = []
-    for offsets, sizes in [((0, 2), (1, 2)), ((0, 0), (1, 2)), ((1, 2), (2, 2)), ((1, 0), (2, 2))]:
-        piece = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        key = MetadataIndex("a", piece.offsets)
-        metadata.storage_data[key] = replace(place, relative_path=f"{len(pieces)}.distcp")
-        pieces.append(piece)
-    matrix = metadata.state_dict_metadata["a"]
-    metadata.state_dict_metadata["a"] = replace(matrix, chunks=pieces)
-    metadata.state_dict_metadata["object"] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex("object")] = replace(place, relative_path="object.distcp")
-    index_file.write_bytes(pickle.dumps(metadata))
+def names_read(checkpoint, tensors):
+    part = as_metadata(read_index(checkpoint), tensors)
+    return {key.fqn for key in part.storage_data}
 
-    last_columns = LocalRows((0, 2), (3, 2))
-    on_this_rank = {"a": last_columns, "c": TENSORS["c"], "object": None}
-    part = as_metadata(read_index(checkpoint), on_this_rank)
-    assert part.state_dict_metadata.keys() == {"a", "b", "c", "object"}
-    files = {(key.fqn, key.offset): place.relative_path for key, place in part.storage_data.items()}
-    assert files.pop(("c", ())).endswith(".distcp")
-    assert files == {
-        ("a", (0, 2)): "0.distcp",
-        ("a", (1, 2)): "2.distcp",
-        ("object", None): "object.distcp",
-    }
-    assert [chunk.sizes for chunk in part.state_dict_metadata["a"].chunks] == [(1, 2), (2, 2)]
 
-    # A piece without a place in a file is damage.
-    del metadata.storage_data[MetadataIndex("a", torch.Size((1, 0)))]
-    index_file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"damaged.*7 pieces and 6 places"):
-        read_index(checkpoint)
+def test_a_rank_reads_only_its_part(checkpoint):
+    """It reads no tensor that it does not hold, and none of which its part is empty."""
+    columns = LocalPart((0, 2), (3, 2))
+    assert names_read(checkpoint, {"a": columns, "c": TENSORS["c"]}) == {"a", "c"}
+    for first_row in (0, 3):
+        no_rows = LocalPart((first_row, 0), (0, 4))
+        assert names_read(checkpoint, {"a": no_rows, "c": TENSORS["c"]}) == {"c"}

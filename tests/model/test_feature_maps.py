@@ -4,29 +4,26 @@ import pytest
 import torch
 
 from interdomain.model import Execution
-from interdomain.model.feature_maps import (
-    FEATURE_MAPS,
-    MAX_GAIN,
-    PositiveRandomFeatures,
-    divided,
-    feature_map,
-)
+from interdomain.model.feature_maps import MAX_GAIN, divided, feature_map, rope_tables
 from interdomain.model.initialize import initial_value
 from interdomain.model.mixers.interdomain import InterdomainMixer
 
-from .common import lively, normal, random_tokens, small_config
-
-R = 16
+from .common import lively, normal, small_config
 
 
-def favor(heads: int, width: int = R) -> PositiveRandomFeatures:
-    config = small_config(
-        "interdomain", dim=width, n_heads=1, head_dim=width, feature_map="favor", normalize=True
-    )
-    module = PositiveRandomFeatures(heads, width)
-    module.frequencies = initial_value(
-        "feature_map.frequencies", module.frequencies.shape, config, 0
-    )
+def map_of(name, heads, width):
+    """Returns a feature map with the random vectors of a model's first layer."""
+    module = feature_map(name, heads, width)
+    if name == "favor":
+        size = {"dim": width, "n_heads": 1, "head_dim": width}
+        config = small_config(
+            "interdomain",
+            **size,
+            feature_map="favor",
+            normalize=True,
+        )
+        shape = module.frequencies.shape
+        module.frequencies = initial_value("feature_map.frequencies", shape, config, 0)
     return module
 
 
@@ -35,30 +32,37 @@ def test_favor_estimates_the_softmax_kernel_without_bias():
 
     The vectors of a head are orthogonal, and their lengths vary as those of normal vectors do.
     """
-    module = favor(4000)
-    q, k = 0.7 * normal(2, 5, R)
+    heads = 4000
+    R = 16
+    module = map_of("favor", heads, R)
+    q, k = 0.7 * normal(2, 1, 5, 1, R)
     # Both are passed as keys: a query's features are divided by the largest of them.
-    q_features = module(q[None, :, None].expand(1, 5, 4000, R))[0]
-    k_features = module(k[None, :, None].expand(1, 5, 4000, R))[0]
-    estimates = torch.einsum("ihr,jhr->hij", q_features, k_features)
-    wanted = torch.exp(q @ k.mT / R**0.5)
-    standard_error = estimates.std(dim=0) / 4000**0.5
-    assert ((estimates.mean(dim=0) - wanted).abs() < 4 * standard_error).all()
+    q_features = module(q.expand(1, 5, heads, R))
+    k_features = module(k.expand(1, 5, heads, R))
+    estimates = torch.einsum("bihr,bjhr->hij", q_features, k_features)
+    mean = estimates.mean(dim=0)
+    standard_error = estimates.std(dim=0) / heads**0.5
+    products = torch.einsum("bihr,bjhr->ij", q, k)
+    wanted = torch.exp(products / R**0.5)
+    assert ((mean - wanted).abs() < 4 * standard_error).all()
     assert (standard_error < 0.05 * wanted).all()
+
     w = module.frequencies.double() * R**0.25
     products = w @ w.mT
     squared_lengths = products.diagonal(dim1=1, dim2=2)
-    assert (products - torch.diag_embed(squared_lengths)).abs().max() < 1e-4
-    assert abs(squared_lengths.std() - (2 * R) ** 0.5) < 0.2  # chi-squared
+    between_vectors = products - torch.diag_embed(squared_lengths)
+    assert between_vectors.abs().max() < 1e-4
+    # A chi-squared distribution of R degrees of freedom.
+    assert abs(squared_lengths.std() - (2 * R) ** 0.5) < 0.2
 
 
 @pytest.mark.parametrize("name", ["elu", "softplus", "favor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_positive_and_finite_far_from_the_origin(name, dtype):
     """Inputs have up to 40 standard deviations, where exp(x) overflows."""
-    module = favor(1, 256) if name == "favor" else feature_map(name, 1, 256)
+    module = map_of(name, 1, 256)
     scales = torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])
-    x = normal(1, 9, 1, 256, dtype=dtype) * scales[:, None, None]
+    x = normal(1, 9, 1, 256) * scales[:, None, None]
     if name == "favor":
         # The exponent of a key is largest at a random vector itself.
         x[0, -1, 0] = module.frequencies[0, 0] * 256**0.5
@@ -73,58 +77,34 @@ def test_positive_and_finite_far_from_the_origin(name, dtype):
 
 
 def test_the_quotient_is_limited_only_if_it_is_too_large():
-    """Denominators are from far too small to large, of both signs."""
-    o = normal(2, 50, 4, 9)
-    v = normal(2, 50, 2, 9, seed=1)
-    o[..., -1] *= 10 ** torch.linspace(-6, 1, 50)[:, None]
-    quotient = o[..., :-1] / o[..., -1:]
+    """Denominators are from far too small to large, of both signs. Two heads share the values."""
+    numerator = normal(2, 50, 4, 8)
+    scales = 10 ** torch.linspace(-6, 1, 50)
+    denominator = normal(2, 50, 4, 1, seed=1) * scales[:, None, None]
+    v = normal(2, 50, 2, 9, seed=2)
+    o = torch.cat([numerator, denominator], dim=-1)
+    found = divided(o, v)
+    quotient = numerator / denominator
     size = quotient.abs().mean(-1, keepdim=True)
-    largest = MAX_GAIN * v[..., :-1].abs().mean(-1, keepdim=True).repeat_interleave(2, dim=2)
-    limited = size > largest
-    assert 0.1 < limited.double().mean() < 0.9
-    wanted = torch.where(limited, quotient * largest / size, quotient)
-    torch.testing.assert_close(divided(o, v), wanted, rtol=1e-12, atol=0)
-    nothing = torch.zeros(1, 1, 1, 9)
-    assert torch.equal(divided(nothing, v[:1, :1, :1].float()), torch.zeros(1, 1, 1, 8))
+    value_size = v[..., :-1].abs().mean(-1, keepdim=True)
+    largest = MAX_GAIN * value_size.repeat_interleave(2, dim=2)
+    assert 0.1 < (size > largest).double().mean() < 0.9
+    wanted = quotient * (largest / size).clamp_max(1)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    assert not divided(0 * o, v).any()
 
 
-def times_2_to_the_minus_20(module, args, output):
-    return output * 2.0**-20
-
-
-@pytest.mark.parametrize("name", [name for name, xi in FEATURE_MAPS.items() if xi])
+@pytest.mark.parametrize("name", ["rff", "elu", "softplus", "favor"])
 @torch.no_grad()
 def test_normalisation_cancels_scales(name):
-    """Scales of C and the features by powers of two cancel exactly; those of values remain.
-
-    The first token's output is its value.
-    """
+    """A scale of C by a power of two cancels exactly: nothing is added to a denominator."""
     config = small_config("interdomain", normalize=True, feature_map=name)
-    model = lively(config, torch.float32)
-    mixer = model.layers["0"].attention
-    seen = {}
-
-    def record_output(module, args):
-        seen["output"] = args[0]
-
-    def record_values(module, args, output):
-        seen["values"] = output
-
-    mixer.wo.register_forward_pre_hook(record_output)
-    mixer.wv.register_forward_hook(record_values)
-    tokens = random_tokens(model.config, 2, 40)
-    model(tokens)
-    first = seen["output"]
-    torch.testing.assert_close(first[:, 0], seen["values"][:, 0], rtol=1e-4, atol=1e-6)
-    mixer.ssm.C.mul_(2.0**-12)  # the denominators become 2^-24 of what they were
-    model(tokens)
-    assert torch.equal(seen["output"], first)
-    mixer.feature_map.register_forward_hook(times_2_to_the_minus_20)
-    model(tokens)
-    assert torch.equal(seen["output"], first)
-    mixer.wv.weight.mul_(2.0**9)
-    model(tokens)
-    assert torch.equal(seen["output"], 2**9 * first)
+    mixer = lively(config, torch.float32).layers["0"].attention
+    x = normal(2, 40, config.dim, dtype=torch.float32)
+    tables = rope_tables(torch.arange(40), config.head_dim, config.rope_theta)
+    output = mixer(x, tables)
+    mixer.ssm.C.mul_(2.0**-30)  # the denominators become 2^-60 of what they were
+    assert torch.equal(mixer(x, tables), output)
 
 
 def test_the_triton_kernel_is_refused_for_a_map_that_it_does_not_have():

@@ -7,29 +7,28 @@ from torch.nn.attention.bias import causal_lower_right
 from interdomain.model.generation import prefill
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer
 
-from .common import EPS, Largest, assert_near, positions_of, random_tokens, variant
+from .common import OPTIONS, Largest, assert_near, positions_of, random_tokens, rms_norm, variant
 from .test_mixer import literal, rotate
 
 
 def plain_softmax(mixer, x, window):
-    B, T, dim = x.shape
-    R = mixer.head_dim
-    q = rotate((x @ mixer.wq.weight.T).view(B, T, -1, R))
-    k = rotate((x @ mixer.wk.weight.T).view(B, T, -1, R))
-    v = (x @ mixer.wv.weight.T).view(B, T, -1, R)
-    heads = q.shape[2]
+    T = x.shape[1]
+    heads = (-1, mixer.head_dim)
+    q = (x @ mixer.wq.weight.T).unflatten(-1, heads)
+    k = (x @ mixer.wk.weight.T).unflatten(-1, heads)
+    v = (x @ mixer.wv.weight.T).unflatten(-1, heads)
+    q = rotate(q)
+    k = rotate(k)
+    # Query heads share the keys and values of their group.
+    group = q.shape[2] // k.shape[2]
+    k = k.repeat_interleave(group, dim=2)
+    v = v.repeat_interleave(group, dim=2)
     distance = torch.arange(T)[:, None] - torch.arange(T)
     hidden = (distance < 0) | (distance >= (window or T))
-    o = torch.zeros(B, T, heads, R, dtype=x.dtype)
-    for head in range(heads):
-        group = head // (heads // k.shape[2])  # query heads share the keys of their group
-        scores = q[:, :, head] @ k[:, :, group].mT / R**0.5
-        o[:, :, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[:, :, group]
-    return o.reshape(B, T, dim) @ mixer.wo.weight.T
-
-
-def rms_norm(x, norm):
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight
+    scores = torch.einsum("bihr,bjhr->bhij", q, k) / mixer.head_dim**0.5
+    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    o = torch.einsum("bhij,bjhr->bihr", shares, v)
+    return o.flatten(2) @ mixer.wo.weight.T
 
 
 # A window has 7 tokens: one block, two, and several blocks with a rest.
@@ -49,16 +48,18 @@ def test_the_model_by_the_letter(condition, option, T):
     model = variant(condition, option)
     tokens = random_tokens(model.config, 2, T)
     x = model.tok_embeddings.weight[tokens]
-    for layer, config in zip(model.layers.values(), model.config.layers, strict=True):
+    for layer in model.layers.values():
+        mixer = layer.attention
         y = rms_norm(x, layer.attention_norm)
-        if config.mixer.kind == "softmax":
-            x = x + plain_softmax(layer.attention, y, config.mixer.window)
+        if isinstance(mixer, SoftmaxMixer):
+            x = x + plain_softmax(mixer, y, OPTIONS[option].get("window"))
         else:
-            x = x + literal(layer.attention, y)
+            x = x + literal(mixer, y)
         y = rms_norm(x, layer.ffn_norm)
         mlp = layer.feed_forward
         gate = y @ mlp.w1.weight.T
-        x = x + (gate * torch.sigmoid(gate) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
+        gate = gate * torch.sigmoid(gate)
+        x = x + (gate * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
     wanted = rms_norm(x, model.norm) @ model.output.weight.T
     # The recurrence's bound on the decay differs from the letter (test_mixer.py).
     tolerance = 1e-10 if condition == "softmax" else 1e-6

@@ -7,37 +7,28 @@ from interdomain.model import ModelState
 
 from .common import (
     IN_TIME,
-    VARIANTS,
     assert_exact,
     assert_near,
+    each_variant,
+    in_pieces,
     normal,
     positions_of,
+    prompt_of,
     random_tokens,
+    tensors_of,
     variant,
 )
 
 
-def tensors_of(state):
-    return [x for layer in state.layers for x in layer.tensors().values()]
-
-
-def state_after(model, tokens):
-    state = model.init_state(len(tokens))
-    model(tokens, state)
-    return state
-
-
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+@each_variant
 def test_every_parameter_learns(condition, option):
     model = variant(condition, option)
     # Every token of the vocabulary of 61, so that every row of the embedding learns.
     tokens = torch.arange(62).view(2, 31) % 61
     logits = model(tokens)
-    assert logits.shape == (2, 31, 61)
     assert logits.dtype == torch.float64
-    (logits * normal(*logits.shape, seed=2)).sum().backward()
+    logits.backward(normal(2, 31, 61, seed=2))
     for name, p in model.named_parameters():
-        assert p.grad is not None, name
         assert p.grad.isfinite().all(), name
         assert (p.grad != 0).all(), name
 
@@ -52,45 +43,47 @@ class TestTime:
         whole = model(tokens)
         end = model.init_state(2, capacity=90)
         assert_exact(model(tokens, end), whole)
-        assert_exact(model(tokens, model.init_state(2), last=3), whole[:, -3:])
+        last = model(tokens, model.init_state(2), last=3)
+        assert_exact(last, whole[:, -3:])
         state = model.init_state(2, capacity=90)
         addresses = [x.data_ptr() for x in tensors_of(state)]
-        pieces = []
-        for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1):
-            pieces.append(model(piece, state))
-        assert_exact(torch.cat(pieces, dim=1), whole)
+        lengths = [1, 2, 65, 1, 1, 1, 7, 1, 11]
+        assert_exact(in_pieces(model, tokens, lengths, state), whole)
         assert [x.data_ptr() for x in tensors_of(state)] == addresses
-        assert state.position.tolist() == end.position.tolist() == [90, 90]
-        assert state.nbytes() == end.nbytes()
+        assert state.position.tolist() == [90, 90]
         for found, wanted in zip(tensors_of(state), tensors_of(end), strict=True):
-            assert found.dtype == torch.float64
             assert_exact(found, wanted)
 
     @torch.no_grad()
     def test_stacked_states_are_separate(self, condition, option):
         """Stacked states can be stacked again, as a server does when a request joins a batch."""
         model = variant(condition, option)
-        prompts = [random_tokens(model.config, 1, n, seed=n) for n in (3, 70, 1, 12)]
-        states = [state_after(model, tokens) for tokens in prompts]
-        stacked = ModelState.stack([ModelState.stack(states[:2]), *states[2:]])
+        prompts = [prompt_of(model, length) for length in (3, 70, 1, 12)]
+        states = [model.init_state(1) for _ in prompts]
+        for prompt, state in zip(prompts, states, strict=True):
+            model(prompt, state)
+        first_two = ModelState.stack(states[:2])
+        stacked = ModelState.stack([first_two, *states[2:]])
         more = random_tokens(model.config, 4, 6)
-        pieces = [model(piece, stacked) for piece in more.split([1, 4, 1], dim=1)]
-        together = torch.cat(pieces, dim=1)
-        for row, tokens in enumerate(prompts):
-            text = torch.cat([tokens, more[row : row + 1]], dim=1)
-            assert_exact(together[row], model(text)[0, -6:])
+        together = in_pieces(model, more, [1, 4, 1], stacked)
+        for prompt, continued, logits in zip(prompts, more, together, strict=True):
+            text = torch.cat([prompt[0], continued])
+            assert_exact(logits, model(text[None])[0, -6:])
         assert stacked.position.tolist() == [9, 76, 7, 18]
 
     def test_packed_documents_are_separate(self, condition, option):
         """Logits and gradients are those of each document by itself.
 
         Documents are shorter than the convolution, of one token, and longer than a scan's chunk.
+        The first and the last one begin in their middle: a window may cut documents.
         """
         model = variant(condition, option)
-        parameters = list(model.parameters())
         lengths = ((3, 1, 66, 2, 8), (40, 40))
+        positions = positions_of(lengths)
+        positions[0, :3] += 7
+        positions[0, -8:] += 1
         tokens = random_tokens(model.config, 2, 80)
-        packed = model(tokens, positions=positions_of(lengths))
+        packed = model(tokens, positions=positions.to(torch.uint8))
         separate = []
         for row, row_lengths in zip(tokens, lengths, strict=True):
             for document in row.split(row_lengths):
@@ -99,48 +92,19 @@ class TestTime:
         assert_exact(packed, separate)
         assert (packed - model(tokens)).abs().max() > 1e-3
         weights = normal(*packed.shape, seed=2)
-        found = torch.autograd.grad((packed * weights).sum(), parameters)
-        wanted = torch.autograd.grad((separate * weights).sum(), parameters)
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(packed, parameters, weights)
+        wanted = torch.autograd.grad(separate, parameters, weights)
         for x, y in zip(found, wanted, strict=True):
             # Near a zero of the normalised form's denominator, gradients reach 1e5.
             assert_near(x, y, 1e-8 * y.abs().max().clamp_min(1))
 
 
-@pytest.mark.parametrize("condition", ["interdomain", "softmax", "mamba2"])
-@torch.no_grad()
-def test_documents_that_begin_in_their_middle(condition):
-    """A window may cut documents. A document's first position in the window does not matter."""
-    model = variant(condition)
-    positions = torch.tensor([[*range(10), *range(5, 15), 14, 3, 4], [*range(7, 30)]])
-    tokens = random_tokens(model.config, 2, 23)
-    documents = [model(x[None])[0] for x in tokens[0].split([10, 10, 1, 2])]
-    wanted = torch.stack([torch.cat(documents), model(tokens[1:])[0]])
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        assert_exact(model(tokens, positions=positions.to(dtype)), wanted)
-
-
-@pytest.mark.parametrize("positions", [torch.arange(4.0)[None], torch.arange(3)[None]])
-def test_positions_of_another_type_or_shape_are_refused(positions):
-    model = variant("interdomain")
-    with pytest.raises(ValueError, match=r"positions are .*expected integers \[1, 4\]"):
-        model(random_tokens(model.config, 1, 4), positions=positions)
-
-
-def test_a_state_of_packed_documents_is_refused():
+def test_wrong_positions_are_refused():
     model = variant("interdomain")
     tokens = random_tokens(model.config, 1, 4)
+    for positions in (torch.arange(4.0)[None], torch.arange(3)[None]):
+        with pytest.raises(ValueError, match=r"positions are .*expected integers \[1, 4\]"):
+            model(tokens, positions=positions)
     with pytest.raises(ValueError, match="leave one out"):
         model(tokens, model.init_state(1), positions=torch.arange(4)[None])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_ssm_parameters_stay_float32_in_half_precision(dtype):
-    """A decay of 0.999 would become 1."""
-    model = variant("interdomain", "rff", torch.float32)
-    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert model.to(dtype)(random_tokens(model.config, 1, 5)).dtype == dtype
-    for name, tensor in model.state_dict().items():
-        if ".ssm." in name or name.endswith("frequencies"):
-            assert torch.equal(tensor, original[name]), name
-        else:
-            assert tensor.dtype == dtype, name
