@@ -3,6 +3,7 @@
 import json
 import random
 import string
+from unittest import mock
 
 import pytest
 import torch
@@ -28,11 +29,7 @@ def refusal(capsys, act, *arguments, **named):
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     """Code in this process runs as on a machine without a GPU."""
-
-    def is_available():
-        return False
-
-    monkeypatch.setattr(torch.accelerator, "is_available", is_available)
+    monkeypatch.setattr(torch.accelerator, "is_available", mock.Mock(return_value=False))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from .runs import assert_same_tensors
 # Another value than that of the tiny run.
 OTHERS = {
     "job.description": "another run",
-    "mixer.recompute": False,
+    "mixer.recompute": "False",
     "data.prefetch": 0,
     "training.gc_freq": 1,
     "validation.local_batch_size": 2,
@@ -20,11 +20,11 @@ OTHERS = {
     "checkpoint.keep_every": 5,
     "checkpoint.keep_every_tokens": 1024,
     "checkpoint.keep_steps": [1],
-    "metrics.log_freq": 3,
+    "metrics.log_freq": 2,
     "metrics.enable_tensorboard": True,
     "metrics.disable_color_printing": False,
     "metrics.save_tb_folder": "curves",
-    "metrics.mixer_freq": 1,
+    "metrics.mixer_freq": 3,
     "profiling.save_traces_folder": "traces",
     "profiling.profile_freq": 20,
     "profiling.profiler_active": 2,
@@ -60,3 +60,8 @@ def test_free_settings_change_no_bit_of_the_weights(runs):
     runs.add("1 free", checkpoint__enable=True, validation__enable=True, **settings)
     checkpoint = runs.at("1 free") / "elsewhere" / "step-6"
     assert_same_tensors(checkpoint, runs.checkpoint("1 text", 6))
+
+    # The mixer's frequency need be no multiple of the log's: the first log after every third step has it.
+    log = runs.seen("1 free")["log"]
+    assert list(log) == [1, 2, 4, 6]
+    assert [step for step in log if "mixer/layer_00/dt_median" in log[step]] == [1, 4, 6]
