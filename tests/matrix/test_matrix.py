@@ -13,7 +13,7 @@ import os
 import pytest
 
 from ..ranks import forks
-from ..titan.runs import AXES, TABLES, Runs, assert_same_run, settings_of
+from ..titan.runs import AXES, TABLES, Runs, assert_same_run, read_runs, settings_of
 from ..titan.test_spec_0_3 import TITAN03, entry_arguments
 
 pytestmark = pytest.mark.skipif(
@@ -21,30 +21,9 @@ pytestmark = pytest.mark.skipif(
     reason="a quarter of an hour: by request, with INTERDOMAIN_MATRIX=1",
 )
 
-EVERY = settings_of(
-    {"like": ["validated", "saved", "four", "gradients"], "checkpoint": {"interval": 2}},
-    TABLES["groups"],
-)
+EVERY = settings_of({"like": ["every"]}, TABLES["groups"])
 ONE_RANK = {"training__local_batch_size": 8}
-FEATURES = {
-    "softmax": {"mixer__condition": "softmax"},
-    "s4d": {"mixer__condition": "s4d"},
-    "single-query, grouped": {
-        "mixer__condition": "single-query",
-        "mixer__n_kv_heads": 2,
-        "mixer__output_gate": "True",
-    },
-    "hybrid": {"mixer__softmax_every": 2, "mixer__window": 16},
-    "rff": {"mixer__feature_map": "rff"},
-    "documents": {"data__reset_state_at_documents": True},
-    "accumulated": {"training__local_batch_size": 1, "validation__local_batch_size": 1},
-    "compiled": settings_of(TABLES["groups"]["compiled"], TABLES["groups"]),
-    "checkpointed": {"activation_checkpoint__mode": "full"},
-    "GPipe": {"parallelism__pipeline_parallel_schedule": "GPipe"},
-    "Interleaved1F1B": {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"},
-    "bf16": {"training__precision": "bf16", "near": 2e-2},
-    "bf16-products": {"training__precision": "bf16-products", "near": 2e-2},
-}
+FEATURES = read_runs("features")
 FEATURES_OF_TITAN_03 = ("hybrid", "documents", "compiled", "checkpointed", "s4d")
 PAIRS = ("context tensor", "tensor pipeline", "context pipeline")
 

@@ -9,7 +9,7 @@ OUTPUT.rankN.pt:
     samples          {step: one hash per sample that this rank got}
     compiled         arguments of every torch.compile of a block
     gradients        (a probe) whole gradients of the first step
-    states           (a probe) {step: sha256 of weights and optimizer state}
+    states           (a probe) {step: sha256 of each tensor of weights and optimizer state}
     calls, dtypes    (probe "scan") calls of its forward implementation by step; what it and the SSM parameters saw
     folds            (probe "scan") computations of a stage's SSM tensors, by step
     traffic          (a probe) bytes received in the first step
@@ -23,7 +23,6 @@ OUTPUT.rankN.pt:
 
 import contextlib
 import hashlib
-import json
 import math
 import signal
 import sys
@@ -144,7 +143,7 @@ def watch_steps(trainer, probes, seen):
                 train_step(batches)
         finally:  # the step may end the run
             if "states" in probes:
-                seen["states"][trainer.step] = state_digest(trainer)
+                seen["states"][trainer.step] = state_digests(trainer)
         if "gradients" in of_first_step:
             seen["gradients"] = {name: whole(p.grad) for name, p in parameters.items()}
         of_first_step.clear()
@@ -152,13 +151,10 @@ def watch_steps(trainer, probes, seen):
     trainer.train_step = probe_and_train
 
 
-def state_digest(trainer):
+def state_digests(trainer):
+    """Returns digests of weights and optimizer state, by name."""
     state = parameters_of(trainer) | trainer.optimizers.state_dict()
-    digests = {}
-    for name, value in sorted(state.items()):
-        if isinstance(value, torch.Tensor):
-            digests[name] = digest(value)
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    return {name: digest(x) for name, x in state.items() if isinstance(x, torch.Tensor)}
 
 
 def spoil_losses(trainer, spoil):
@@ -173,15 +169,14 @@ def spoil_losses(trainer, spoil):
 
     def spoil_loss(model, inputs, loss):
         what = spoil.get(str(trainer.step))
-        if not model.training or torch.distributed.get_rank() != 1:
+        if what is None or not model.training or torch.distributed.get_rank() != 1:
             return loss
-        if what == "loss":
-            return loss + math.nan
-        if what == "both":
-            return loss * math.nan
         if what == "gradient":
             loss.register_hook(infinite)
-        return loss
+            return loss
+        if what == "loss":
+            return loss + math.nan  # its gradient is finite
+        return loss * math.nan
 
     if spoil:
         trainer.model_parts[-1].register_forward_hook(spoil_loss)

@@ -130,20 +130,22 @@ def test_two_runs_that_share_a_checkpoint_folder_are_told_apart(alone, tmp_path,
 
 
 def test_a_resume_lists_every_setting_that_changed(new, folder, caplog):
-    """Paths, logging, saving and the ranks' batch are not listed."""
+    """Paths, logging, saving and the ranks' batch are not listed. Other data is recorded, too."""
     new(train="text", validation="old").save(4)
     given = """
         --metrics.log_freq 7 --training.local_batch_size 4 --data.corpus moved
         --optimizer.lr 9e-3 --training.precision bf16 --validation.tokens 2000
     """
-    assert new(given, train="text", validation="new").load() == 4
+    run = new(given, train="new", validation="old")
+    assert run.load() == 4
+    assert run.manager.record["run"]["earlier_data"] == [{"ends": 4}]
     messages = [entry.getMessage() for entry in caplog.records]
     (warning,) = [message for message in messages if "saved with other settings" in message]
     assert warning.splitlines()[1:] == [
         "  optimizer.lr: 0.003 -> 0.009",
         "  training.precision: float32 -> bf16",
         "  validation.tokens: 1000 -> 2000",
-        "  fingerprint of the validation text: old -> new",
+        "  fingerprint of the train text: text -> new",
     ]
 
 

@@ -38,7 +38,7 @@ def test_the_loss_is_what_every_document_gives_by_itself(runs):
         labels.append(window[1:])
     labels = torch.cat(labels)
     expected = F.cross_entropy(torch.cat(apart), labels).item()
-    assert runs.seen("1 layers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)
+    assert runs.log("1 layers")[1]["loss"] == pytest.approx(expected, rel=2e-6)
     assert F.cross_entropy(torch.cat(through), labels).item() != pytest.approx(expected, rel=2e-5)
 
 
@@ -48,4 +48,4 @@ def test_the_loss_is_the_mean_over_the_answers(runs):
     inputs, labels = next(iter(PackedLoader(dataset, 8, rank=0, ranks=1)))
     logits = model(inputs["input"])  # [B, T, V]
     expected = F.cross_entropy(logits.mT, labels, ignore_index=-100).item()
-    assert runs.seen("1 answers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)
+    assert runs.log("1 answers")[1]["loss"] == pytest.approx(expected, rel=2e-6)

@@ -24,7 +24,7 @@ def test_a_skipped_step_changes_neither_weights_nor_state_on_any_rank_and_is_cou
         5: (False, False, 3, 1),
         6: (False, True, 4, 2),
     }
-    undisturbed = runs.seen("2 text")["log"]
+    undisturbed = runs.log("2 text")
     for step, scalars in seen["log"].items():
         finite = (math.isfinite(scalars["loss"]), math.isfinite(scalars["grad_norm"]))
         counts = (scalars["skipped_steps/total"], scalars["skipped_steps/in_a_row"])

@@ -24,24 +24,14 @@ from interdomain.tools._start.torchrun import CONTINUE
 
 from ..common import REPOSITORY
 from ..ranks import forks
-from .runs import assert_same_tensors, flags, run_disturbed
+from .runs import TABLES, assert_same_tensors, flags, run_disturbed, settings_of
 
 pytestmark = pytest.mark.e2e
 
 README = str(REPOSITORY / "README.md")
 # What the watcher computes of each milestone.
 EVALUATION = ["--perplexity", README, "--packed", "--lengths", "64", "--limit", "2"]
-SETTINGS = {
-    "checkpoint__enable": True,
-    "checkpoint__keep_steps": [2, 4],
-    "checkpoint__interval": 1,
-    "checkpoint__keep_latest_k": 2,
-    "validation__enable": True,
-    "validation__freq": 1,
-    "validation__tokens": 128,
-    "training__local_batch_size": 4,
-    "metrics__enable_tensorboard": True,
-}
+SETTINGS = settings_of({"like": ["story"]}, TABLES["groups"])
 
 
 def watch_beside(run):

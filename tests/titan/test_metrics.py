@@ -87,8 +87,8 @@ def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
 
 def test_gradient_norms_by_group_make_up_the_norm_of_all(runs):
     """They are norms before clipping, which begins at 1."""
-    log = runs.seen("4 replicas shards layers")["log"]
-    expected = runs.seen("1 layers")["log"]
+    log = runs.log("4 replicas shards layers")
+    expected = runs.log("1 layers")
     assert log[1]["grad_norm"] > 1
     for step, scalars in log.items():
         main = scalars["grad_norm/main"]

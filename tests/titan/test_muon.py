@@ -19,7 +19,7 @@ def test_a_step_is_bitwise_pytorchs_own(runs, name):
     """It starts from one rank's checkpoint of step 3, with the gradients that this topology has in step 4."""
     before = tensors_of(runs.checkpoint("1 muon", 3))
     after = tensors_of(runs.checkpoint(name, 4))
-    log = runs.seen(name)["log"][4]
+    log = runs.log(name)[4]
     groups = []
     for parameter, gradient in runs.whole(name, "gradients").items():
         p = torch.nn.Parameter(before[parameter])

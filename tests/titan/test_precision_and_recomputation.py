@@ -22,17 +22,17 @@ def test_the_scan_s_products_are_bfloat16_and_the_ssm_tensors_float32(runs, name
 
 def test_bfloat16_is_near_to_float32(runs):
     """If only products are bfloat16, the gradients are nearer, too."""
-    exact = runs.seen("1 text")["log"][1]
-    loss = runs.seen("1 bfloat16")["log"][1]["loss"]
+    exact = runs.log("1 text")[1]
+    loss = runs.log("1 bfloat16")[1]["loss"]
     assert 0 < abs(loss - exact["loss"]) < 2e-3 * exact["loss"]
-    products = runs.seen("2 products compiled")["log"][1]
+    products = runs.log("2 products compiled")[1]
     assert products["loss"] == pytest.approx(exact["loss"], rel=1e-4)
     assert 0 < abs(products["grad_norm"] - exact["grad_norm"]) < 0.02 * exact["grad_norm"]
 
 
 def test_one_rank_rounds_as_many_do(runs):
-    two = runs.seen("2 bfloat16")["log"]
-    for step, scalars in runs.seen("1 bfloat16")["log"].items():
+    two = runs.log("2 bfloat16")
+    for step, scalars in runs.log("1 bfloat16").items():
         assert scalars["loss"] == pytest.approx(two[step]["loss"], rel=2e-5)
 
 

@@ -20,7 +20,7 @@ def test_a_run_goes_back_with_another_order_and_learning_rate(runs):
 
     # Step 4 is the second of four that decay to 1e-5: (1 + cos(pi / 3)) / 2 = 0.75.
     for name, peak in (("1 text", 3e-3), ("1 changed", 2e-4)):
-        scalars = runs.seen(name)["log"][4]
+        scalars = runs.log(name)[4]
         assert scalars["lr/main"] == pytest.approx(1e-5 + 0.75 * (peak - 1e-5))
     assert scalars["lr/ssm"] == scalars["lr/main"]
 

@@ -85,7 +85,7 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name):
 
 def test_a_run_continues_from_a_checkpoint_of_0_2_2(runs, new):
     continue_from(runs.checkpoint("2 text", 3), new.folder / "2 continued")
-    assert list(new.seen("2 continued")["log"]) == [4, 5]
+    assert list(new.log("2 continued")) == [4, 5]
     assert_same_run(new, "2 continued", runs)
     assert set(milestones(new.folder / "2 continued" / "checkpoint")) == {4, 5}
 

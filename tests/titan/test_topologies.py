@@ -44,7 +44,7 @@ def test_the_references_differ(runs):
     """It would say little that other runs agree with them if the switches did not reach the model."""
     losses = set()
     for name in ("text", "softmax", "s4d", "fixed"):
-        losses.add(runs.seen(f"1 {name}")["log"][1]["loss"])
+        losses.add(runs.log(f"1 {name}")[1]["loss"])
     assert len(losses) == 4
 
 
@@ -92,7 +92,7 @@ def test_gradients_summed_in_bf16(runs):
 )
 def test_the_worst_loss_is_a_mean_over_the_tokens_of_a_rank(runs, axis, alike):
     """Ranks that share heads or layers have the same tokens."""
-    for scalars in runs.seen(f"2 {axis} layers")["log"].values():
+    for scalars in runs.log(f"2 {axis} layers").values():
         worst = scalars["loss_metrics/global_max_loss"]
         assert scalars["loss"] <= worst < 1.2 * scalars["loss"]
         assert (worst == scalars["loss"]) == alike
