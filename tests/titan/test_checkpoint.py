@@ -418,15 +418,6 @@ def test_milestones_are_saved_and_stay(new, folder, mode):
     assert set(milestones(folder)) == {1, 4}
 
 
-def test_a_step_that_is_saved_again_keeps_no_older_file(new, folder):
-    """Four ranks saved it before, and one saves it now."""
-    (folder / "step-3" / "__3_0.distcp").write_bytes(b"shard")
-    new().save(3)
-    files = [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
-    assert names(folder / "step-3") == files
-    assert record(folder, 3)["tokens"] == 3 * 512
-
-
 def test_save_now_returns_once_the_step_is_on_the_disk(new, folder):
     run = new("--checkpoint.async_mode async --checkpoint.interval 4")
     run.save(4)
