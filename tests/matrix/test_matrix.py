@@ -34,12 +34,13 @@ def degrees_of(degrees):
 
 def combinations():
     """Returns {name: degrees} of all axes on 2 and on 4 ranks, and of one combination on 8."""
-    named = {"8 pipeline, context, tensor": {"pipeline": 2, "context": 2, "tensor": 2}}
+    named = {}
     for degrees in itertools.product((1, 2, 4), repeat=len(AXES)):
         ranks = math.prod(degrees)
         if ranks in (2, 4):
             used = {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1}
             named[f"{ranks} {used}"] = used
+    named["8 pipeline, context, tensor"] = {"pipeline": 2, "context": 2, "tensor": 2}
     return named
 
 

@@ -38,7 +38,6 @@ def tiny_config(given="", corpus="corpus", toml=TINY):
 
 # Flags, and a part of the error message.
 REFUSED = {
-    f"{TENSOR}--parallelism.enable_async_tensor_parallel": NO_ASYNC_TENSOR_PARALLEL,
     "--training.mixed_precision_param float32": "Set training.precision",
     "--training.max_skipped_steps 3": "start our trainer: ./launch.sh",
     "--lr_scheduler.min_lr_factor 0.1": "min_lr and lr_scheduler.min_lr_factor say the same",
@@ -73,6 +72,12 @@ def test_torchtitans_debug_model_is_a_configuration(monkeypatch):
     assert plan.tokens_per_step == 8 * 2048
     assert plan.steps == 10
     assert plan.warmup_steps == 2
+
+
+def test_asynchronous_tensor_parallelism_is_removed(capsys):
+    config = tiny_config(TENSOR)
+    vars(config.parallelism)["enable_async_tensor_parallel"] = True
+    assert NO_ASYNC_TENSOR_PARALLEL in refusal(capsys, spec.resolve, config)
 
 
 # A setting, and the feature with which it is refused.
