@@ -13,37 +13,17 @@ import os
 import pytest
 
 from ..ranks import forks
-from ..titan.runs import AXES, TABLES, Runs, assert_same_run, settings_of
-from ..titan.test_spec import toml_of
+from ..titan.runs import AXES, TABLES, Runs, assert_same_run, read_runs, settings_of
+from ..titan.test_spec_0_3 import TITAN03, entry_arguments
 
 pytestmark = pytest.mark.skipif(
     "INTERDOMAIN_MATRIX" not in os.environ,
     reason="a quarter of an hour: by request, with INTERDOMAIN_MATRIX=1",
 )
 
-EVERY = settings_of(
-    {"like": ["validated", "saved", "four", "gradients"], "checkpoint": {"interval": 2}},
-    TABLES["groups"],
-)
-FEATURES = {
-    "softmax": {"mixer__condition": "softmax"},
-    "s4d": {"mixer__condition": "s4d"},
-    "single-query, grouped": {
-        "mixer__condition": "single-query",
-        "mixer__n_kv_heads": 2,
-        "mixer__output_gate": True,
-    },
-    "hybrid": {"mixer__softmax_every": 2, "mixer__window": 16},
-    "rff": {"mixer__feature_map": "rff"},
-    "documents": {"data__reset_state_at_documents": True},
-    "accumulated": {"training__local_batch_size": 1, "validation__local_batch_size": 1},
-    "compiled": settings_of(TABLES["groups"]["compiled"], TABLES["groups"]),
-    "checkpointed": {"activation_checkpoint__mode": "full"},
-    "GPipe": {"parallelism__pipeline_parallel_schedule": "GPipe"},
-    "Interleaved1F1B": {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"},
-    "bf16": {"training__precision": "bf16", "near": 2e-2},
-    "bf16-products": {"training__precision": "bf16-products", "near": 2e-2},
-}
+EVERY = settings_of({"like": ["every"]}, TABLES["groups"])
+ONE_RANK = {"training__local_batch_size": 8}
+FEATURES = read_runs("features")
 FEATURES_OF_TITAN_03 = ("hybrid", "documents", "compiled", "checkpointed", "s4d")
 PAIRS = ("context tensor", "tensor pipeline", "context pipeline")
 
@@ -54,18 +34,13 @@ def degrees_of(degrees):
 
 def combinations():
     """Returns {name: degrees} of all axes on 2 and on 4 ranks, and of one combination on 8."""
-    found = []
-    for ranks in (2, 4):
-        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        for degrees in itertools.product(divisors, repeat=len(AXES)):
-            if math.prod(degrees) == ranks:
-                found.append(dict(zip(AXES, degrees, strict=True)))
-    found.append({"pipeline": 2, "context": 2, "tensor": 2})
     named = {}
-    for degrees in found:
-        used = {axis: degree for axis, degree in degrees.items() if degree > 1}
-        axes = ", ".join(f"{axis} {degree}" for axis, degree in used.items())
-        named[f"{math.prod(used.values())} {axes}"] = used
+    for degrees in itertools.product((1, 2, 4), repeat=len(AXES)):
+        ranks = math.prod(degrees)
+        if ranks in (2, 4):
+            used = {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1}
+            named[f"{ranks} {used}"] = used
+    named["8 pipeline, context, tensor"] = {"pipeline": 2, "context": 2, "tensor": 2}
     return named
 
 
@@ -77,8 +52,7 @@ def runs(tmp_path_factory, corpus, short):
     runs = Runs(tmp_path_factory.mktemp("matrix"), {"text": corpus, "short": short}, forks())
     runs.add("1 one", **EVERY)
     for feature, settings in FEATURES.items():
-        settings = EVERY | settings | {"training__local_batch_size": 8}
-        runs.add(f"1 {feature}", corpus="short", **settings)
+        runs.add(f"1 {feature}", corpus="short", **(EVERY | settings | ONE_RANK))
     before = "1 one"
     for name, degrees in COMBINATIONS.items():
         settings = {"same_as": "1 one", **EVERY, **degrees_of(degrees)}
@@ -93,13 +67,15 @@ def runs(tmp_path_factory, corpus, short):
 @pytest.fixture(scope="module")
 def titan_03(runs, tmp_path_factory):
     """Runs under TorchTitan 0.3.0's own trainer."""
-    packages = os.environ.get("INTERDOMAIN_TITAN03")
-    if not packages:
-        pytest.skip("INTERDOMAIN_TITAN03 names no folder with TorchTitan 0.3.0")
+    if TITAN03 not in os.environ:
+        pytest.skip(f"{TITAN03} names no folder with TorchTitan 0.3.0")
+    folder = tmp_path_factory.mktemp("titan03")
     spawn = multiprocessing.get_context("spawn")
-    new = Runs(tmp_path_factory.mktemp("titan03"), runs.corpora, spawn, [packages])
-    yield new
-    new.end()
+    new = Runs(folder, runs.corpora, spawn, [os.environ[TITAN03]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RUNS_OF_TITAN03", str(folder))
+        yield new
+        new.end()
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -111,22 +87,17 @@ def test_every_combination(runs, name):
 
 
 def check_titan_03(new, runs, name, same_as, degrees, **settings):
-    """Checks a run of TorchTitan 0.3.0's entry, whose settings all stand in its file.
-
-    It does not validate: more data ranks would read other windows.
-    """
+    """Checks a run of TorchTitan 0.3.0's entry. It does not validate: more data ranks would read other windows."""
     given = EVERY | {"validation__enable": False} | degrees_of(degrees) | settings
     new.add(name, same_as=same_as, stock=True, **given)
-    settings = dict(new.settings[name])
+    settings = new.settings[name]
     if "pipeline" in degrees:
+        # TorchTitan divides a local batch into its micro-batches.
         microbatch = settings["training__local_batch_size"]
         settings["parallelism__pipeline_parallel_microbatch_size"] = microbatch
         settings["training__local_batch_size"] = 4 * microbatch
         settings["validation__local_batch_size"] = 4 * microbatch
-    corpus = new.corpora[settings.pop("corpus", "text")]
-    file = toml_of(new.folder / f"{name}.toml", **settings, data__corpus=str(corpus))
-    arguments = ["--module", "interdomain.titan", "--config", str(file)]
-    new.jobs[name]["args"] = [*arguments, "--dump_folder", str(new.folder / name)]
+    new.jobs[name]["args"] = entry_arguments(new, name)
     assert_same_run(new, name, runs)
 
 

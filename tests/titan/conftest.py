@@ -3,6 +3,7 @@
 import json
 import random
 import string
+from unittest import mock
 
 import pytest
 import torch
@@ -15,24 +16,17 @@ from .runs import RUNS, Runs
 
 
 def refusal(capsys, act, *arguments, **named):
-    """Returns what a refusal prints: a line, and the problems as a list if there are several."""
+    """Returns what a refusal prints."""
     with pytest.raises(SystemExit) as end:
         act(*arguments, **named)
     assert end.value.code == 1
-    error = capsys.readouterr().err
-    _, *problems = error.strip().splitlines()
-    assert all(line.startswith("  - ") for line in problems)
-    return error
+    return capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     """Code in this process runs as on a machine without a GPU."""
-
-    def is_available():
-        return False
-
-    monkeypatch.setattr(torch.accelerator, "is_available", is_available)
+    monkeypatch.setattr(torch.accelerator, "is_available", mock.Mock(return_value=False))
 
 
 @pytest.fixture

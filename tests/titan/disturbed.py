@@ -19,34 +19,27 @@ from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.watch.validate import FixedValidator
 from tests.titan.driver import spoil_losses
 
-
-def step_of_trainer(trainer, batches):
-    return trainer.step
-
-
-def step_of_writer(writer, *_):
-    return step_of(writer.path)
-
-
-def step_of_validation(validator, parts, step):
-    return step
-
-
-# A method that is called at each place, and a function of its arguments that gives the step.
+# The method that is called at each place.
 PLACES = {
-    "step": (InterdomainTrainer, "train_step", step_of_trainer),
-    "finish": (FileSystemWriter, "finish", step_of_writer),
-    "validate": (FixedValidator, "validate", step_of_validation),
+    "step": (InterdomainTrainer, "train_step"),
+    "finish": (FileSystemWriter, "finish"),
+    "validate": (FixedValidator, "validate"),
 }
 
 
 def disturb(place, step, rank, name, process):
     """Sends a signal to this process or its agent right before a method is called."""
-    owner, method, step_now = PLACES[place]
+    owner, method = PLACES[place]
     original = getattr(owner, method)
 
     def disturbed(self, *args, **kwargs):
-        if step_now(self, *args) == step and int(os.environ["RANK"]) == rank:
+        if place == "step":
+            step_now = self.step
+        elif place == "finish":
+            step_now = step_of(self.path)
+        else:
+            _, step_now = args
+        if step_now == step and int(os.environ["RANK"]) == rank:
             target = os.getpid() if process == "rank" else os.getppid()
             os.kill(target, getattr(signal, name))
             if process == "agent":

@@ -6,15 +6,13 @@ OUTPUT.rankN.pt:
 
     log, validation  {step: {"loss", every other scalar}}
     initial          {parameter: sha256 of the whole tensor at the start}
-    drawn            names of the tensors whose initial values this rank drew
     samples          {step: one hash per sample that this rank got}
     compiled         arguments of every torch.compile of a block
     gradients        (a probe) whole gradients of the first step
-    states           (a probe) {step: sha256 of weights and optimizer state}
+    states           (a probe) {step: sha256 of each tensor of weights and optimizer state}
     calls, dtypes    (probe "scan") calls of its forward implementation by step; what it and the SSM parameters saw
     folds            (probe "scan") computations of a stage's SSM tensors, by step
     traffic          (a probe) bytes received in the first step
-    order            (a probe) names of the profiler's events in the first step, by their beginning
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings. With --checkpoint.create_seed_checkpoint its entry saves instead of training.
@@ -25,12 +23,11 @@ OUTPUT.rankN.pt:
 
 import contextlib
 import hashlib
-import json
 import math
-import operator
 import signal
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -40,7 +37,6 @@ import torchtitan.train
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor
-from torch.profiler import profile
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
@@ -70,7 +66,7 @@ if NEW:
     for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
         schedule.step = by_micro_batches(schedule.step)
 
-from interdomain.model import Transformer, initialize
+from interdomain.model import Transformer
 from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
@@ -143,16 +139,11 @@ def watch_steps(trainer, probes, seen):
                 with counted() as received:
                     train_step(batches)
                 seen["traffic"] = sum(received.values())
-            elif "order" in of_first_step:
-                with profile() as profiled:
-                    train_step(batches)
-                events = sorted(profiled.events(), key=operator.attrgetter("time_range.start"))
-                seen["order"] = [event.name for event in events]
             else:
                 train_step(batches)
         finally:  # the step may end the run
             if "states" in probes:
-                seen["states"][trainer.step] = state_digest(trainer)
+                seen["states"][trainer.step] = state_digests(trainer)
         if "gradients" in of_first_step:
             seen["gradients"] = {name: whole(p.grad) for name, p in parameters.items()}
         of_first_step.clear()
@@ -160,13 +151,10 @@ def watch_steps(trainer, probes, seen):
     trainer.train_step = probe_and_train
 
 
-def state_digest(trainer):
+def state_digests(trainer):
+    """Returns digests of weights and optimizer state, by name."""
     state = parameters_of(trainer) | trainer.optimizers.state_dict()
-    digests = {}
-    for name, value in sorted(state.items()):
-        if isinstance(value, torch.Tensor):
-            digests[name] = digest(value)
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    return {name: digest(x) for name, x in state.items() if isinstance(x, torch.Tensor)}
 
 
 def spoil_losses(trainer, spoil):
@@ -181,29 +169,28 @@ def spoil_losses(trainer, spoil):
 
     def spoil_loss(model, inputs, loss):
         what = spoil.get(str(trainer.step))
-        if not model.training or torch.distributed.get_rank() != 1:
+        if what is None or not model.training or torch.distributed.get_rank() != 1:
             return loss
-        if what == "loss":
-            return loss + math.nan
-        if what == "both":
-            return loss * math.nan
         if what == "gradient":
             loss.register_hook(infinite)
-        return loss
+            return loss
+        if what == "loss":
+            return loss + math.nan  # its gradient is finite
+        return loss * math.nan
 
     if spoil:
         trainer.model_parts[-1].register_forward_hook(spoil_loss)
 
 
 def watch_scan(trainer, stack, seen):
-    """Records the scan's calls, what it gets, and the SSM tensors that it is computed with."""
-    seen |= {"calls": {}, "folds": {}, "dtypes": {"scan_forward": set(), "ssm": {}}}
+    """Records the scan's calls, what it gets, and how often the SSM tensors are computed."""
+    seen |= {"calls": Counter(), "folds": Counter(), "dtypes": {"scan": set(), "ssm": {}}}
     call = ops._call
     ssm_tensors = Transformer.ssm_tensors
 
     def count(what):
-        step = trainer.step if trainer.model_parts[0].training else "validation"
-        seen[what][step] = seen[what].get(step, 0) + 1
+        if trainer.model_parts[0].training:
+            seen[what][trainer.step] += 1
 
     def count_and_fold(model):
         count("folds")
@@ -212,23 +199,20 @@ def watch_scan(trainer, stack, seen):
     def count_and_call(backend, name, *args, **kwargs):
         if name.endswith("forward"):
             count("calls")
-            dtypes = [str(x.dtype) for x in args if isinstance(x, torch.Tensor)]
-            seen["dtypes"].setdefault(name, set()).add(tuple(dtypes))
+            dtypes = [x.dtype for x in args if isinstance(x, torch.Tensor)]
+            seen["dtypes"]["scan"].add(tuple(dtypes))
         return call(backend, name, *args, **kwargs)
 
     def record_dtypes(module, args, output):
-        for name, p in module.named_parameters():
-            seen["dtypes"]["ssm"][f"parameter {name}"] = str(p.dtype)
-        for i, x in enumerate(output):
-            if x is not None:
-                seen["dtypes"]["ssm"][f"output {i}"] = str(x.dtype)
+        for name, x in [*module.named_parameters(), ("mixing", output[1])]:
+            seen["dtypes"]["ssm"][name] = x.dtype
 
     stack.enter_context(mock.patch.object(ops, "_call", count_and_call))
     stack.enter_context(mock.patch.object(Transformer, "ssm_tensors", count_and_fold))
     for part in trainer.model_parts:
-        for layer in part.layers.values():
-            if hasattr(layer.attention, "ssm"):
-                layer.attention.ssm.register_forward_hook(record_dtypes)
+        for module in part.modules():
+            if hasattr(module, "ssm"):
+                module.ssm.register_forward_hook(record_dtypes)
 
 
 def build(job):
@@ -264,9 +248,7 @@ def run(job):
     seen = {}
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
-        with mock.patch.object(initialize, "initial_value", wraps=initialize.initial_value) as draw:
-            trainer = build(job)
-        seen["drawn"] = [call.args[0] for call in draw.call_args_list]
+        trainer = build(job)
         seen["initial"] = {name: digest(p) for name, p in parameters_of(trainer).items()}
         watch_log(trainer, seen)
         watch_samples(trainer, seen)

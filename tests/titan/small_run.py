@@ -3,22 +3,20 @@
 import functools
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
-from interdomain.checkpoint.step_folder import RECORD_FACTS
-from interdomain.model import build_config
 from interdomain.titan.host import translate
-from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
-from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints, describe_run
 from interdomain.titan.step.guard import StepGuard
 
-from .runs import TINY
+from .runs import parse
 
 SHARD = "__0_0.distcp"
 RECORD = "interdomain.json"
+FLAGS = "--checkpoint.enable --checkpoint.interval 1 --training.steps 100"
 
 
 class State:
@@ -37,8 +35,12 @@ class State:
 
 
 class SmallTokenizer:
+    file = "tokenizer.model"
+    sha256 = ""
+    vocab_size = 512
+
     def write(self, folder):
-        (folder / "tokenizer.model").write_bytes(b"tokenizer")
+        (folder / self.file).write_bytes(b"tokenizer")
 
 
 class Run:
@@ -46,41 +48,15 @@ class Run:
 
     Args:
         folder: The run's folder.
-        model: The model's configuration in the run's record.
-        flags: The run's flags.
+        given: Flags of the run.
         fingerprints: Fingerprints of the texts in the run's record.
-        at: Another folder for the checkpoints.
-        settings: Settings of [checkpoint].
     """
 
-    def __init__(
-        self,
-        folder,
-        model=None,
-        tokens_per_step=512,
-        flags=(),
-        fingerprints=None,
-        milestones=(),
-        at=None,
-        **settings,
-    ):
-        job = read_job_config(["--job.config_file", str(TINY), *flags])
-        config = translate(job).checkpoint
-        vars(config).update({"enable": True, "interval": 1, **settings})
-
-        record = {name: {} for name in (*RECORD_FACTS, "tokenizer")}
-        record["format_version"] = 1
-        record["model"] = (model or build_config("debug")).to_dict()
-        record["size"] = "debug"
-        record["condition"] = "interdomain"
-        record["configuration"] = job.to_dict()
-        record["fingerprints"] = fingerprints or {}
-        record["run"] = {
-            "seed": job.debug.seed,
-            "tokens_per_step": tokens_per_step,
-            "planned_steps": 100,
-        }
-
+    def __init__(self, folder, given="", **fingerprints):
+        job = parse(f"--job.dump_folder {folder} {FLAGS} {given}")
+        plan = make_plan(job, 1)
+        tokenizer = SmallTokenizer()
+        record = describe_run(plan, job, {}, tokenizer)
         self.model = torch.nn.Linear(300, 7)
         self.trainer = State()
         self.optimizers = State()
@@ -92,15 +68,13 @@ class Run:
             dataloader=self.dataloader,
             model_parts=[self.model],
             states={"train_state": self.trainer},
-            checkpoint_config=config,
+            checkpoint_config=translate(job).checkpoint,
             base_folder=str(folder),
-            record=record,
-            tokenizer=SmallTokenizer(),
-            milestones=milestones,
+            record=record | {"fingerprints": fingerprints},
+            tokenizer=tokenizer,
+            milestones=plan.milestones,
             lock=None,
         )
-        if at:
-            self.manager.folder = str(at)
 
     def save(self, *steps):
         for step in steps:
@@ -126,7 +100,7 @@ class Run:
 
 @pytest.fixture
 def new(alone, tmp_path):
-    """new(...): a run in the folder, as a process that starts makes it."""
+    """new(flags): a run in the folder, as a process that starts makes it."""
     return functools.partial(Run, tmp_path / "run")
 
 
@@ -151,37 +125,32 @@ def write_record(step, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def shorten(path: Path, by=1):
+# How a checkpoint may be damaged.
+
+
+def cut(path, by):
     os.truncate(path, path.stat().st_size - by)
 
 
+def cut_index(step):
+    cut(step / ".metadata", 50)
+
+
+def cut_record(step):
+    cut(step / RECORD, 10)
+
+
+def cut_shard(step):
+    cut(step / SHARD, 1)
+
+
+def remove_shard(step):
+    (step / SHARD).unlink()
+
+
 def alter_shard(step):
-    """Inverts 16 bytes in the middle of a checkpoint's shard."""
+    """Overwrites 16 bytes in the middle of a checkpoint's shard."""
     data = bytearray((step / SHARD).read_bytes())
     middle = len(data) // 2
-    for place in range(middle, middle + 16):
-        data[place] = 255 - data[place]
+    data[middle : middle + 16] = b"\xff" * 16
     (step / SHARD).write_bytes(data)
-
-
-# How a checkpoint may be damaged, and what is said of it.
-DAMAGE = {
-    "index cut": ".metadata is damaged",
-    "shard gone": "its shard __0_0.distcp is missing",
-    "shard short": "its shard __0_0.distcp has",
-    "shard altered": "are not as they were saved",
-    "record cut": "interdomain.json is damaged",
-}
-
-
-def damage(step, kind):
-    if kind == "index cut":
-        shorten(step / ".metadata", 50)
-    elif kind == "shard gone":
-        (step / SHARD).unlink()
-    elif kind == "shard short":
-        shorten(step / SHARD)
-    elif kind == "shard altered":
-        alter_shard(step)
-    elif kind == "record cut":
-        shorten(step / RECORD, 10)

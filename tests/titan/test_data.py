@@ -1,41 +1,30 @@
 """The loader's order and state, and what a damaged or unfit corpus gets."""
 
-import json
-import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from interdomain.checkpoint.step_folder import read_run_record
-from interdomain.data import (
-    IndexedDatasetWriter,
-    MixtureDataset,
-    PackedDataset,
-    TokenCorpus,
-    read_manifest,
-)
+from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.titan.data.dataloader import PackedLoader, open_data
 from interdomain.titan.errors import user_errors
 from interdomain.titan.plan.run_plan import make_plan
-from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.watch.validate import FixedValidator
 
 from .conftest import refusal
-from .runs import flags
+from .runs import parse
 
 
-def parse(corpus, **settings):
-    return read_job_config(flags(corpus, "folder", **{"training__local_batch_size": 4, **settings}))
-
-
-def build(job):
+def build(corpus, given=""):
     """Opens the data as the trainer does, and returns the loader."""
+    job = parse(given, corpus)
     plan = user_errors(make_plan)(job, 1)
     return open_data(job, plan, 0, 1)[1]
 
 
-def build_validator(job):
+def build_validator(corpus, given):
+    job = parse(f"--validation.enable {given}", corpus)
     passes = SimpleNamespace(micro_batches_at_once=1)
     return FixedValidator(job=job, rank=0, ranks=1, passes=passes, metrics=None, checkpoints=None)
 
@@ -55,7 +44,7 @@ def take_rows(loader, n):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(("ranks", "prefetch"), [(1, 0), (1, 3), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "prefetch"), [(1, 3), (2, 2), (4, 0)])
 def test_a_state_continues_on_any_number_of_ranks(corpus, mixed, ranks, prefetch):
     dataset = packed(corpus)
     if mixed:
@@ -78,105 +67,73 @@ def test_a_state_continues_on_any_number_of_ranks(corpus, mixed, ranks, prefetch
 
 def test_other_data_begins_where_a_run_left_the_old(corpus, caplog):
     """A corpus that was read before continues where it was left, also after several changes."""
-    validation = f"{corpus}/validation-00000"
+    text = partial(packed, corpus)
+    other = partial(packed, f"{corpus}/validation-00000")
 
-    def read_on(dataset, state, steps):
-        """Returns the samples of some steps of 4, and the state after them."""
-        loader = PackedLoader(dataset, 4, rank=0, ranks=1)
+    def mixture():
+        return MixtureDataset([text(), other()], [3, 1])
+
+    # Each start reads some steps of four samples, and leaves its state to the next.
+    state = None
+    read = []
+    for open_dataset, steps in ((text, 3), (mixture, 1), (mixture, 1), (other, 1), (text, 1)):
+        loader = PackedLoader(open_dataset(), 4, rank=0, ranks=1)
         if state:
             loader.load_state_dict(state)
-        rows = take_rows(loader, steps).tolist()
-        return sorted(rows), loader.state_dict()
+        read.append(sorted(take_rows(loader, steps).tolist()))
+        state = loader.state_dict()
 
-    def mixed():
-        return MixtureDataset([packed(corpus), packed(validation)], [3, 1])
+    def samples(dataset, *indices):
+        return dataset().read_batch(indices)[:, :-1].tolist()
 
-    def samples(folder, indices):
-        return packed(folder).read_batch(indices)[:, :-1].tolist()
-
-    _, state = read_on(packed(corpus), None, 3)
-    assert json.loads(state["made_of"]) == packed(corpus).made_of
-
-    read, state = read_on(mixed(), state, 1)
-    assert read == sorted(samples(corpus, range(12, 15)) + samples(validation, [0]))
-    assert "THE DATA CHANGES after 12 samples" in caplog.text
-
-    caplog.clear()
-    read, state = read_on(mixed(), state, 1)
-    assert read == sorted(samples(corpus, range(15, 18)) + samples(validation, [1]))
-    assert "THE DATA CHANGES" not in caplog.text
-
-    read, state = read_on(packed(validation), state, 1)
-    assert read == sorted(samples(validation, range(2, 6)))
-    read, state = read_on(packed(corpus), state, 1)
-    assert read == sorted(samples(corpus, range(18, 22)))
+    assert read == [
+        sorted(samples(text, *range(12))),
+        sorted(samples(text, 12, 13, 14) + samples(other, 0)),
+        sorted(samples(text, 15, 16, 17) + samples(other, 1)),
+        sorted(samples(other, 2, 3, 4, 5)),
+        sorted(samples(text, 18, 19, 20, 21)),
+    ]
     assert state["consumed_samples"] == 28
+    assert "THE DATA CHANGES after 12 samples" in caplog.text
+    assert caplog.text.count("THE DATA CHANGES") == 3
 
 
 @pytest.fixture
-def copy(corpus, tmp_path):
-    """The same text as another corpus."""
-    folder = shutil.copytree(corpus, tmp_path / "copy")
-    manifest = read_manifest(folder) | {"source": "another"}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
-def mixture(corpora, weights, **settings):
-    return parse(",".join(map(str, corpora)), data__weights=weights, **settings)
+def two(corpus):
+    """Returns data.corpus of a mixture."""
+    return f"{corpus},{corpus}/validation-00000"
 
 
 @pytest.mark.parametrize(("setting", "value"), [("training.seq_len", 32), ("debug.seed", 43)])
-def test_another_length_or_seed_is_no_continuation(corpus, copy, alone, capsys, setting, value):
-    state = build(mixture([corpus, copy], [1, 2])).state_dict()
-    job = mixture([corpus, copy], [1, 2], **{setting.replace(".", "__"): value})
-    error = refusal(capsys, build(job).load_state_dict, state)
+def test_another_length_or_seed_is_no_continuation(two, alone, capsys, setting, value):
+    weights = "--data.weights 1 2"
+    state = build(two, weights).state_dict()
+    changed = build(two, f"{weights} --{setting} {value}")
+    error = refusal(capsys, changed.load_state_dict, state)
     assert f"was made with another {setting}" in error
     assert "exclude_from_loading dataloader" in error
 
 
-def test_weights_in_the_same_proportion_are_the_same_data(corpus, copy, alone, caplog):
-    state = build(mixture([corpus, copy], [1, 2])).state_dict()
-    build(mixture([corpus, copy], [10, 20])).load_state_dict(state)
+def test_weights_in_the_same_proportion_are_the_same_data(two, alone, caplog):
+    state = build(two, "--data.weights 1 2").state_dict()
+    build(two, "--data.weights 10 20").load_state_dict(state)
     assert "THE DATA CHANGES" not in caplog.text
-    build(mixture([corpus, copy], [2, 1])).load_state_dict(state)
+    build(two, "--data.weights 2 1").load_state_dict(state)
     assert "THE DATA CHANGES" in caplog.text
 
 
-@pytest.mark.e2e
-def test_a_run_that_continues_with_another_mixture(runs, corpus):
-    """It says so, and records the old data."""
-    runs.add(
-        "1 other mixture",
-        checkpoint__enable=True,
-        data__corpus=f"{corpus},{corpus}/validation-00000",
-        data__weights=[3, 1],
-        training__steps=4,
-        of=("2 text", 3),
-    )
-    said = runs.said("1 other mixture")
-    assert "THE DATA CHANGES after 24 samples" in said
-    assert "fingerprint of the train text: " in said
-    before = read_run_record(runs.checkpoint("2 text", 3))[1]["run"]
-    after = read_run_record(runs.checkpoint("1 other mixture", 4))[1]["run"]
-    (earlier,) = after["earlier_data"]
-    assert earlier["ends"] == 3
-    assert earlier["corpora"] == before["corpora"]
-    assert earlier["data_fingerprint"] == before["data_fingerprint"] != after["data_fingerprint"]
-    assert [corpus["name"] for corpus in after["corpora"]] == ["tiny", "validation-00000"]
-
-
-def test_mixtures_that_cannot_be(corpus, pairs, alone, capsys):
-    answers = mixture([pairs, pairs], [1.0, 1.0], model__vocab_size=8)
-    assert "cannot be part of a mixture" in refusal(capsys, build, answers)
-    one_weight = mixture([corpus, corpus], [1.0])
-    assert "A mixture of 2 corpora needs 2 weights" in refusal(capsys, build, one_weight)
+def test_mixtures_that_cannot_be(two, pairs, alone, capsys):
+    answers = "--data.weights 1 1 --model.vocab_size 8"
+    error = refusal(capsys, build, f"{pairs},{pairs}", answers)
+    assert "cannot be part of a mixture" in error
+    error = refusal(capsys, build, two, "--data.weights 1")
+    assert "A mixture of 2 corpora needs 2 weights" in error
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_labels_of_a_corpus_with_answers(pairs, alone, batch):
     """A label counts if its key came before. With B = 1 inputs and labels could be views of one memory."""
-    loader = build(parse(pairs, model__vocab_size=8, training__local_batch_size=batch))
+    loader = build(pairs, f"--model.vocab_size 8 --training.local_batch_size {batch}")
     for inputs, labels in take(loader, 20):
         for tokens, row in zip(inputs["input"].tolist(), labels.tolist(), strict=True):
             expected = [-100] * 64
@@ -191,15 +148,13 @@ def test_the_labels_of_a_corpus_with_answers(pairs, alone, batch):
 def test_an_id_outside_the_vocabulary_ends_the_run_when_it_is_read(corpus, tmp_path, alone, capsys):
     with IndexedDatasetWriter(tmp_path / "shard", 600) as writer:
         writer.add_document([1, 2, 599] * 40)
-    loader = build(parse(tmp_path / "shard", data__tokenizer=corpus / "tokenizer.model"))
-    with pytest.raises(SystemExit):
-        take(loader, 1)
-    assert "599" in capsys.readouterr().err
+    loader = build(tmp_path / "shard", f"--data.tokenizer {corpus}/tokenizer.model")
+    assert "599" in refusal(capsys, take, loader, 1)
 
 
 def test_the_vocabulary_of_the_model_is_the_tokenizers_or_larger(corpus, alone, capsys):
-    assert "vocab_size is 256" in refusal(capsys, build, parse(corpus, model__vocab_size=256))
-    _, labels = take(build(parse(corpus, model__vocab_size=640)), 1)[0]
+    assert "vocab_size is 256" in refusal(capsys, build, corpus, "--model.vocab_size 256")
+    _, labels = take(build(corpus, "--model.vocab_size 640"), 1)[0]
     assert labels.max() < 512
 
 
@@ -207,25 +162,24 @@ def test_another_tokenizer_than_the_corpus_was_made_with(corpus, tmp_path, alone
     # An empty extra field: still a model, of other bytes.
     model = (corpus / "tokenizer.model").read_bytes() + b"\xd2\x3e\x00"
     (tmp_path / "other.model").write_bytes(model)
-    error = refusal(capsys, build, parse(corpus, data__tokenizer=tmp_path / "other.model"))
+    error = refusal(capsys, build, corpus, f"--data.tokenizer {tmp_path}/other.model")
     assert "is not the tokenizer that made data.corpus" in error
 
 
-def test_what_data_needs(corpus, alone, capsys, tmp_path):
-    assert "data.corpus is not set" in refusal(capsys, build, parse(""))
-    error = refusal(capsys, build, parse(tmp_path / "nowhere"))
-    assert f"{tmp_path / 'nowhere'}" in error
+def test_what_data_needs(corpus, alone, capsys):
+    assert "data.corpus is not set" in refusal(capsys, build, "")
+    error = refusal(capsys, build, "/nowhere")
+    assert "/nowhere" in error
     assert "interdomain prepare-data" in error
 
     # A shard has neither tokenizer nor validation split.
     shard = corpus / "train-00000"
-    assert "data.tokenizer" in refusal(capsys, build, parse(shard))
-    given = {"data__tokenizer": corpus / "tokenizer.model", "validation__enable": True}
-    error = refusal(capsys, build_validator, parse(shard, **given))
-    assert "data.validation_corpus" in error
-    job = parse(shard, **given, data__validation_corpus=corpus / "validation-00000")
-    assert build_validator(job).windows == 16
+    assert "data.tokenizer" in refusal(capsys, build, shard)
+    given = f"--data.tokenizer {corpus}/tokenizer.model"
+    assert "data.validation_corpus" in refusal(capsys, build_validator, shard, given)
+    given += f" --data.validation_corpus {corpus}/validation-00000"
+    assert build_validator(shard, given).windows == 16
 
     # The split is shorter than one sequence.
-    job = parse(corpus, validation__enable=True, validation__seq_len=100_000)
-    assert "100,001" in refusal(capsys, build_validator, job)
+    error = refusal(capsys, build_validator, corpus, "--validation.seq_len 100000")
+    assert "100,001" in error

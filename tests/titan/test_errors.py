@@ -11,7 +11,9 @@ from interdomain import launcher
 from interdomain.titan import errors
 from interdomain.titan.resume.preemption import Preemption
 from interdomain.titan.settings import rules
-from interdomain.titan.settings.schema import JobConfig
+
+from .conftest import refusal
+from .runs import parse
 
 
 @errors.user_errors
@@ -23,17 +25,13 @@ def test_another_rank_than_0_speaks_if_it_is_left_alone(monkeypatch, capsys):
     """torchrun ends it before, if rank 0 speaks: test_launch.py has both ranks of a run refuse."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setattr(errors.signal, "alarm", mock.Mock())
-    monkeypatch.setattr(errors.signal, "signal", mock.Mock())
-    sleep = mock.Mock()
-    monkeypatch.setattr(errors.time, "sleep", sleep)
+    monkeypatch.setattr(errors, "signal", mock.Mock(SIGTERM=signal.SIGTERM))
+    wait = mock.Mock()
+    monkeypatch.setattr(errors, "time", wait)
     kill = mock.Mock()
     monkeypatch.setattr(errors.os, "kill", kill)
-    with pytest.raises(SystemExit) as end:
-        fail(FileNotFoundError("the disk is gone"))
-    assert end.value.code == 1
-    assert capsys.readouterr().err.strip().startswith("error: rank 3: the disk")
-    sleep.assert_called_once_with(errors.GRACE_SECONDS)
+    assert "error: rank 3: the disk" in refusal(capsys, fail, FileNotFoundError("the disk is gone"))
+    wait.sleep.assert_called_once_with(errors.GRACE_SECONDS)
     kill.assert_called_once_with(os.getppid(), signal.SIGTERM)  # torchrun starts no ranks again
 
 
@@ -50,25 +48,14 @@ def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
         Preemption()
 
 
-@pytest.mark.parametrize(
-    ("features", "compiles", "refused"),
-    [("torch", False, False), ("auto", False, True), ("torch", True, True)],
-)
-def test_a_gpu_that_nothing_can_be_compiled_for(monkeypatch, features, compiles, refused):
+@pytest.mark.parametrize("needs_it", ["--mixer.features auto", "--compile.enable"])
+def test_a_gpu_that_nothing_can_be_compiled_for(monkeypatch, needs_it):
     """Plain PyTorch needs no compiler."""
-    monkeypatch.setattr(torch.accelerator, "is_available", mock.Mock(return_value=True))
-    monkeypatch.setattr(torch.cuda, "is_available", mock.Mock(return_value=True))
-    reason = "there is no C compiler"
-    monkeypatch.setattr(rules, "cannot_launch", mock.Mock(return_value=reason))
-    job = JobConfig().changed(
-        {
-            "mixer.backend": "chunkwise-torch",
-            "mixer.features": features,
-            "compile.enable": compiles,
-        }
-    )
-    if not refused:
-        rules.check_device(job)
-        return
-    with pytest.raises(ValueError, match=rf"^{reason}\. Without kernels, much slower: "):
-        rules.check_device(job)
+    yes = mock.Mock(return_value=True)
+    monkeypatch.setattr(torch.accelerator, "is_available", yes)
+    monkeypatch.setattr(torch.cuda, "is_available", yes)
+    monkeypatch.setattr(rules, "cannot_launch", mock.Mock(return_value="there is no compiler"))
+    plain = "--mixer.backend chunkwise-torch --mixer.features torch"
+    rules.check_device(parse(plain))
+    with pytest.raises(ValueError, match=r"^there is no compiler\. Without kernels, much slower: "):
+        rules.check_device(parse(f"{plain} {needs_it}"))

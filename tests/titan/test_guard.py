@@ -15,25 +15,23 @@ def test_a_skipped_step_changes_neither_weights_nor_state_on_any_rank_and_is_cou
     assert states == other["states"]
     assert states[1] == states[2] == states[3] != states[4] == states[5] == states[6]
 
-    finite = []
-    counts = []
-    undisturbed = runs.seen("2 text")["log"]
+    # Whether loss and gradient norm are finite, steps skipped in all and in a row.
+    expected = {
+        1: (True, True, 0, 0),
+        2: (False, True, 1, 1),
+        3: (True, False, 2, 2),
+        4: (True, True, 2, 0),
+        5: (False, False, 3, 1),
+        6: (False, True, 4, 2),
+    }
+    undisturbed = runs.log("2 text")
     for step, scalars in seen["log"].items():
-        finite.append((math.isfinite(scalars["loss"]), math.isfinite(scalars["grad_norm"])))
-        counts.append((scalars["skipped_steps/total"], scalars["skipped_steps/in_a_row"]))
+        finite = (math.isfinite(scalars["loss"]), math.isfinite(scalars["grad_norm"]))
+        counts = (scalars["skipped_steps/total"], scalars["skipped_steps/in_a_row"])
+        assert finite + counts == expected[step], step
         # The schedule and the data move on.
         for quantity in ("lr/main", "lr/ssm", "n_tokens_seen"):
             assert scalars[quantity] == undisturbed[step][quantity]
-    # The loss of step 2 is not finite, and so on.
-    assert finite == [
-        (True, True),
-        (False, True),
-        (True, False),
-        (True, True),
-        (False, False),
-        (False, True),
-    ]
-    assert counts == [(0, 0), (1, 1), (2, 2), (2, 0), (3, 1), (4, 2)]
     assert runs.samples("2 spoiled") == runs.samples("2 text")
 
     assert read_run_record(runs.checkpoint("2 spoiled", 6))[1]["skipped_steps"] == 4

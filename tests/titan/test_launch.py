@@ -82,8 +82,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     assert said.count("\nerror: ") == 1
     ours = said.partition("ChildFailedError")[0]
     paragraph = ours.partition("\nerror: ")[2]
-    assert "The disk is full: saving" in paragraph
-    assert "step-4 failed (unexpected pos)" in paragraph
-    assert "checkpoint is step 3" in paragraph
+    for part in ("disk is full: saving", "step-4 failed (unexpected pos)", "checkpoint is step 3"):
+        assert part in paragraph
     assert not re.search('^ *File ".*interdomain/titan', ours, re.MULTILINE)
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-3"]

@@ -29,10 +29,10 @@ def plan_of(given="", ranks=1):
     return make_plan(parse(given), ranks)
 
 
-def dry_run(given="", ranks=1, on_gpus=False):
+def dry_run(given="", on_gpus=False):
     """Returns the dry run's table."""
     job = parse(given)
-    return describe(make_plan(job, ranks, on_gpus), job, on_gpus)
+    return describe(make_plan(job, 1, on_gpus), job, on_gpus)
 
 
 def memory_of(job, plan):
@@ -50,17 +50,20 @@ def memory_of(job, plan):
 )
 def test_the_papers_runs(size, peak, tokens, steps):
     job = parse_flags(toml=CONFIGS / f"{size}.toml")
-    assert job.training.tokens == tokens
-    assert job.training.max_norm == 1.0
-    assert job.optimizer.lr == peak
-    assert job.optimizer.ssm_lr == 1e-3
-    assert job.lr_scheduler.min_lr == 1e-5
-    assert job.lr_scheduler.decay_type == "cosine"
     plan = make_plan(job, 8)
+    recipe = {
+        "training.tokens": tokens,
+        "training.max_norm": 1.0,
+        "optimizer.lr": peak,
+        "optimizer.ssm_lr": 1e-3,
+        "lr_scheduler.min_lr": 1e-5,
+        "lr_scheduler.decay_type": "cosine",
+    }
+    assert {name: job[name] for name in recipe} == recipe
     assert plan.steps == steps
     assert plan.warmup_steps == 715
     assert plan.tokens_per_step == 524_288
-    assert plan.local_batch * 8 * plan.accumulation == plan.global_batch == 128
+    assert plan.local_batch * 8 * plan.accumulation == 128
     assert plan.seed == 42
     assert plan.precision == "bf16"
     # On cards of 80 GB the scan's scores are kept, and there is room for the allocator.
@@ -90,45 +93,26 @@ def test_the_largest_run_on_hundreds_of_ranks(ranks, given, mesh, accumulation):
     assert str(plan.topology) == f"{mesh} = {ranks} ranks"
     assert plan.accumulation == accumulation
     assert memory_of(job, plan) < 80e9
-    # Every axis of several ranks has traffic.
-    traffic = cost_model(plan, job).traffic()
-    for axis, degree in plan.topology._asdict().items():
-        if axis != "shards":
-            assert (traffic[axis] > 0) == (degree > 1), axis
 
 
 @pytest.mark.parametrize("name", ["125M", "350M", "760M", "1.3B", "7B", "70B"])
 def test_a_file_fits_on_the_ranks_that_it_names(name):
     file = CONFIGS / f"{name}.toml"
-    ranks = int(re.search(r"on (\d+) GPUs", file.read_text())[1])
-    gib = int(re.search(r"about (\d+) GiB", file.read_text())[1])
+    ranks, gib = re.search(r"on (\d+) GPUs.*about (\d+) GiB", file.read_text(), re.DOTALL).groups()
     job = parse_flags(toml=file)
-    memory = memory_of(job, make_plan(job, ranks, on_gpus=True))
+    memory = memory_of(job, make_plan(job, int(ranks), on_gpus=True))
     assert memory < 0.7 * 80e9
-    assert memory / GIB == pytest.approx(gib, abs=1)
-
-
-BFLOAT16 = "--training.mixed_precision_reduce bf16 "
-SEVERAL = "--training.local_batch_size 1 "
-EACH = "--training.reduce_gradients micro-batch "
-
-
-def test_sums_after_each_micro_batch_save_memory_and_cost_traffic():
-    once = parse(SEVERAL)
-    plan = make_plan(once, 2)
-    costs = cost_model(plan, once)
-    often = parse(SEVERAL + EACH)
-    costs_often = cost_model(make_plan(often, 2), often)
-    saved = costs.memory()["gradients"] - costs_often.memory()["gradients"]
-    assert f"micro-batch takes {saved / GIB:.2f} GiB less" in describe(plan, once)
-    assert costs.traffic()["shards"] < costs_often.traffic()["shards"]
+    assert memory / GIB == pytest.approx(int(gib), abs=1)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("--comm.mode fake_backend --checkpoint.enable", "is not possible with comm"),
-        (BFLOAT16 + SEVERAL, "would add up the micro-batches in bf16, too"),
+        (
+            "--training.mixed_precision_reduce bf16 --training.local_batch_size 1",
+            "would add up the micro-batches in bf16, too",
+        ),
         ("--training.enable_cpu_offload " + TENSOR, r"enable_cpu_offload with .* not\s+tested"),
     ],
 )
@@ -199,6 +183,7 @@ def test_a_dry_run_says_how_the_mixer_is_computed():
 
 def test_a_size_of_ones_own():
     plan = plan_of("--model.dim 192 --model.n_layers 2 --model.n_heads 4")
-    expected = {"dim": 192, "n_layers": 2, "n_heads": 4, "head_dim": 48, "ffn_hidden": 512}
-    assert {name: getattr(plan.config, name) for name in expected} == expected
+    assert plan.config.dim == 192
+    assert plan.config.head_dim == 48
+    assert plan.config.ffn_hidden == 512
     assert plan.cell.size.startswith("debug with dim 192")

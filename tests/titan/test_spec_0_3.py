@@ -65,11 +65,14 @@ def entry_arguments(new, name):
     module = "interdomain.titan"
     if name == "2 entered":
         module = "interdomain.titan.trainer"
-    flags = f"--module {module} --training.steps {steps} --lr_scheduler.warmup_steps 2"
-    arguments = [*flags.split(), "--model.n_layers", str(n_layers), "--config", str(file)]
     corpus = new.corpora[new.jobs[name]["corpus"]]
-    arguments += ["--data.corpus", str(corpus), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
-    return arguments
+    flags = f"""
+        --module {module} --training.steps {steps} --lr_scheduler.warmup_steps 2
+        --model.n_layers {n_layers} --data.corpus {corpus}
+    """
+    # The run's name has spaces.
+    paths = ["--config", str(file), "--dump_folder", f"$RUNS_OF_TITAN03/{name}"]
+    return flags.split() + paths
 
 
 @pytest.mark.parametrize("name", [name for name in GIVEN if name not in ("1 seed", "2 continued")])
@@ -82,7 +85,7 @@ def test_torchtitan_0_3_trains_the_same(runs, new, name):
 
 def test_a_run_continues_from_a_checkpoint_of_0_2_2(runs, new):
     continue_from(runs.checkpoint("2 text", 3), new.folder / "2 continued")
-    assert list(new.seen("2 continued")["log"]) == [4, 5]
+    assert list(new.log("2 continued")) == [4, 5]
     assert_same_run(new, "2 continued", runs)
     assert set(milestones(new.folder / "2 continued" / "checkpoint")) == {4, 5}
 
@@ -108,9 +111,9 @@ def test_a_configuration_of_the_users_own(new, axis):
     seen = new.every(f"2 own {axis}")[-1]
     expected = new.seen("2 own tensor")
     for what in ("log", "validation"):
-        losses = {step: scalars["loss"] for step, scalars in seen[what].items()}
-        of_tensor = {step: scalars["loss"] for step, scalars in expected[what].items()}
-        assert losses == pytest.approx(of_tensor, rel=1e-6)
+        assert seen[what].keys() == expected[what].keys()
+        for step, scalars in seen[what].items():
+            assert scalars["loss"] == pytest.approx(expected[what][step]["loss"], rel=1e-6)
     assert seen["log"][3]["n_tokens_seen"] == 3 * 512
 
 
@@ -131,13 +134,11 @@ REFUSED = [
     (f"{TITANS} --hf_assets_path elsewhere", "the tokenizer is that of data.corpus"),
     (f"{TITANS} --training.mixed_precision_param float32", "Set training.precision instead"),
     (f"{TITANS} --debug.spmd_typechecking", "no types to check"),
-    (f"{TITANS} --lr_scheduler.min_lr_factor 0.1", "Set lr_scheduler.min_lr instead"),
     (f"{TITANS} {PIPELINE}_schedule ZBVZeroBubble", NO_ZERO_BUBBLE),
     (f"{TITANS} {PIPELINE}_microbatch_size 8", "a multiple of 16"),
     (f"{TITANS} --mixer.condition softmax --mixer.n_basis 8", "no layer reads it"),
     ("--module interdomain.titan --config wrong.toml", "must be int"),
     (f"{OURS} --checkpoint.load_only", "no effect in our trainer"),
-    (f"{OURS} --parallelism.pipeline_parallel_microbatch_size 4", "no effect in our trainer"),
     (f"{OWN} --training.dtype bfloat16", "Parameters are float32"),
     (f"{OWN} --parallelism.context_parallel_load_balancer ptrr", "needs contiguous pieces"),
 ]
@@ -148,15 +149,9 @@ def test_what_torchtitan_0_3_does_not_honour_is_refused(new, corpus, tmp_path):
     toml_of(tmp_path / "wrong.toml", parallelism__pipeline_parallel_microbatch_size="two")
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([os.environ[TITAN03], env["PYTHONPATH"]])
-    lines = [given for given, _ in REFUSED]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.titan.refused_0_3", *lines],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-m", "tests.titan.refused_0_3"]
+    command += [given for given, _ in REFUSED]
+    output = subprocess.run(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, check=True)
+    answers = json.loads(output.stdout.splitlines()[-1])
     for (given, message), answer in zip(REFUSED, answers, strict=True):
         assert message in " ".join(answer.split()), given

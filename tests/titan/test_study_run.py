@@ -39,15 +39,13 @@ seeds = [7]
 def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    files = []
-    runs = []
     for name in ("calm", "disturbed"):
-        file = tmp_path / f"{name}.toml"
-        file.write_text(STUDY.format(tiny=TINY, folder=tmp_path / name, corpus=corpus))
-        files.append(file)
-        runs += definition.read_study(file).runs
-    calm, disturbed = runs
-    command = ["run", str(files[1])]
+        study_file = STUDY.format(tiny=TINY, folder=tmp_path / name, corpus=corpus)
+        (tmp_path / f"{name}.toml").write_text(study_file)
+    (calm,) = definition.read_study(tmp_path / "calm.toml").runs
+    (disturbed,) = definition.read_study(tmp_path / "disturbed.toml").runs
+    file = str(tmp_path / "disturbed.toml")
+    command = ["run", file]
 
     # The killed study leaves a run behind, which saves and leaves.
     killed = forks().Process(target=study.main, args=(command,))
@@ -57,7 +55,7 @@ def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
         time.sleep(0.05)
     killed.kill()
     killed.join()
-    assert study.main(["plan", str(files[1])]) == 0
+    assert study.main(["plan", file]) == 0
     assert re.search(r"\| at step \d+ of 12 \|", capsys.readouterr().out)
     assert study.main(command) == 0
 

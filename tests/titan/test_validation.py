@@ -3,7 +3,7 @@
 import itertools
 import math
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from interdomain.model import Transformer, build_config, loss
 from interdomain.model.loss import Head
-from interdomain.titan.data.folders import open_dataset
 from interdomain.titan.step.passes import Passes
 from interdomain.titan.watch.validate import FixedValidator
 
@@ -19,8 +18,6 @@ from .conftest import synthetic
 from .runs import parse
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-WINDOWS = 16  # of 64 tokens: validation.tokens = 1,000, rounded up
 
 
 @pytest.fixture(scope="module")
@@ -30,44 +27,37 @@ def model():
     return model
 
 
-def whole_sequences(scores):
-    return scores
-
-
 def make_validator(corpus, model=None, given="", rank=0, ranks=1):
-    meshes = SimpleNamespace(
-        context=None, is_first_of_sequences=True, gather_sequences=whole_sequences
-    )
+    meshes = SimpleNamespace(context=None, is_first_of_sequences=True, gather_sequences=torch.clone)
     return FixedValidator(
         job=parse(f"--validation.enable {given}", corpus),
         rank=rank,
         ranks=ranks,
         passes=Passes([model], None, meshes, torch.device("cpu"), 1),
-        metrics=Mock(ntokens_since_last_log=0),
-        checkpoints=Mock(),
+        metrics=mock.Mock(ntokens_since_last_log=0),
+        checkpoints=mock.Mock(),
     )
 
 
-def logged(validator):
-    """Returns loss, step and other scalars of the only validation that was logged."""
+def validate(validator, model):
+    """Validates once. Returns what was logged: the loss and other scalars."""
+    validator.validate([model], 1)
     validator.metrics.log_validation.assert_called_once()
-    return validator.metrics.log_validation.call_args.args
+    loss, _, scalars = validator.metrics.log_validation.call_args.args
+    return loss, scalars
 
 
-def test_positions_reach_the_model_if_training_has_them(corpus, model):
-    losses = set()
-    for flag in ("--data.reset_state_at_documents", "--data.no-reset_state_at_documents"):
-        validator = make_validator(corpus, model, f"--validation.tokens 0 {flag}")
-        validator.validate([model], 1)
-        losses.add(logged(validator)[0])
-    assert len(losses) == 2
+def test_positions_reach_the_model_if_training_has_them(short, model):
+    through, _ = validate(make_validator(short, model), model)
+    apart = make_validator(short, model, "--data.reset_state_at_documents")
+    assert validate(apart, model)[0] != through
     assert model.training
 
 
-def labels_of(validator):
+def labels_of(corpus, given, rank=0, ranks=1):
     """Returns the labels of each pass."""
     passes = []
-    for (inputs, labels), _ in validator._batches():
+    for (inputs, labels), _ in make_validator(corpus, None, given, rank, ranks)._batches():
         assert (inputs["input"] >= 0).all()  # windows that fill up the last pass keep their inputs
         passes.append(labels)
     return passes
@@ -77,28 +67,29 @@ def labels_of(validator):
 def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks, batch, windows):
     """The last passes are filled up with windows without labels."""
     given = f"--validation.local_batch_size {batch} --validation.tokens {64 * windows}"
-    by_rank = [labels_of(make_validator(corpus, None, given, rank, ranks)) for rank in range(ranks)]
-    assert len(set(map(len, by_rank))) == 1
-    labels = torch.cat(list(itertools.chain.from_iterable(by_rank)))
-    counted = labels[(labels != -100).all(1)]
-    expected = torch.cat(labels_of(make_validator(corpus, None, given)))[:windows]
-    assert sorted(counted.tolist()) == sorted(expected.tolist())
+    expected = torch.cat(labels_of(corpus, given))[:windows]
+    labels = []
+    for rank in range(ranks):
+        passes = labels_of(corpus, given, rank, ranks)
+        assert len(passes) == math.ceil(windows / batch / ranks)
+        labels += [row for row in torch.cat(passes).tolist() if -100 not in row]
+    assert sorted(labels) == sorted(expected.tolist())
 
 
 def test_the_windows_lie_evenly_over_the_split(corpus):
     """The first tokens of mixed files would be one file's."""
-    dataset = open_dataset(parse(corpus=corpus), "validation")
-    batches = make_validator(corpus, None, "--validation.tokens 256")._batches()
-    (inputs, _), _ = next(batches)
-    quarters = [0, len(dataset) // 4, 2 * len(dataset) // 4]
-    assert inputs["input"].tolist() == dataset.read_batch(quarters)[:, :-1].tolist()
+    validator = make_validator(corpus, None, "--validation.tokens 256")
+    (inputs, _), _ = next(validator._batches())
+    quarter = len(validator.dataset) / 4
+    windows = validator.dataset.read_batch([0, int(quarter), int(2 * quarter)])
+    assert inputs["input"].tolist() == windows[:, :-1].tolist()
 
 
 @pytest.mark.parametrize("tokens", [0, 10**9])
 def test_all_windows_of_the_split(corpus, tokens):
     """The split may hold less than is asked for."""
-    windows = len(open_dataset(parse(corpus=corpus), "validation"))
-    assert make_validator(corpus, None, f"--validation.tokens {tokens}").windows == windows
+    validator = make_validator(corpus, None, f"--validation.tokens {tokens}")
+    assert validator.windows == len(validator.dataset)
 
 
 @pytest.mark.parametrize(
@@ -122,29 +113,26 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(
     assert validator.checkpoints.note_validation.called == validated
 
 
-def test_losses_by_document(corpus, model):
+def test_losses_by_document(short, model):
     """They add up to the mean. A document's labels are those that the windows have of it."""
-    validator = make_validator(corpus, model, "--validation.tokens 0")
+    validator = make_validator(short, model, "--validation.tokens 0")
     validator.validate([model], 1)
-    result = validator.checkpoints.note_validation.call_args.args
-    _, mean, perplexity, _, (nats, labels) = result
+    _, mean, perplexity, _, by_document = validator.checkpoints.note_validation.call_args.args
+    nats, labels = by_document
     assert perplexity == pytest.approx(math.exp(mean))
     assert sum(nats) / sum(labels) == pytest.approx(mean)
 
-    # The number of each token's document, over all shards.
-    documents = []
-    number = 0
-    for shard in validator.dataset.corpus.shards:
-        for i in range(len(shard)):
-            documents += [number] * len(shard[i])
-            number += 1
-    read = documents[1 : 64 * len(validator.dataset) + 1]
-    assert labels == [read.count(i) for i in range(number)]
-    assert number > 1
+    # Each token's document has a number, over all shards.
+    numbers = []
+    for number, document in enumerate(itertools.chain(*validator.dataset.corpus.shards)):
+        numbers += [number] * len(document)
+    read = numbers[1 : 64 * len(validator.dataset) + 1]
+    assert labels == [read.count(number) for number in range(len(labels))]
+    assert len(labels) > 1
 
 
 class Guessing(torch.nn.Module):
-    """A model that favours the next token two times in three, and else any token."""
+    """A model that knows two labels in three, and else guesses any token."""
 
     def __init__(self, words):
         super().__init__()
@@ -152,79 +140,48 @@ class Guessing(torch.nn.Module):
         self.output = Head(words, words)
         torch.nn.init.eye_(self.output.weight)
         self.draw = torch.Generator().manual_seed(0)
-        self.logits = []
-        self.labels = []
+        self.passes = []
 
     def ssm_tensors(self):
         return []
 
     def forward(self, tokens, labels):
-        knows = torch.rand(tokens.shape, generator=self.draw) < 0.67
-        others = torch.randint(self.words, tokens.shape, generator=self.draw)
-        guesses = torch.where(knows, tokens.roll(-1, dims=1), others)
-        noise = torch.rand(*tokens.shape, self.words, generator=self.draw)
-        logits = noise + 2 * F.one_hot(guesses, self.words)
-        self.logits += logits
-        self.labels += labels
+        knows = torch.rand(*labels.shape, 1, generator=self.draw) < 0.67
+        noise = torch.rand(*labels.shape, self.words, generator=self.draw)
+        logits = noise + 2 * knows * F.one_hot(labels.clamp(min=0), self.words)
+        self.passes.append((logits, labels.clone()))
         return self.output(logits, labels)
 
 
-def losses_and_answers(model):
-    """Computes (position, loss) of every label and whether each answer is right, one token after the other."""
-    losses = []
-    answers = []
-    for logits, labels in zip(model.logits, model.labels, strict=True):
-        before = -100
-        for t, label in enumerate(labels.tolist()):
-            if label != -100:
-                losses.append((t, F.cross_entropy(logits[t].double(), labels[t]).item()))
-                if before == -100:
-                    answers.append(True)
-                if logits[t].argmax() != label:
-                    answers[-1] = False
-            before = label
-    return losses, answers
+@pytest.mark.parametrize("has_answers", [True, False])
+def test_loss_by_position_and_accuracy(has_answers, corpus, tmp_path, monkeypatch):
+    """Each window has two answers of four tokens. The pieces in which the loss is computed cut both windows and answers."""
+    monkeypatch.setattr(loss, "piece_tokens", mock.Mock(return_value=49))
+    source = corpus
+    words = 512
+    if has_answers:
+        source = synthetic(tmp_path / "copies", "selective-copying", 4, 20, length=32)
+        words = 20
+    model = Guessing(words)
+    mean, scalars = validate(make_validator(source, model), model)
 
-
-def mean_of(losses, first, last):
-    """Returns the mean loss at positions from `first` to `last`, or None if none has a label."""
-    values = [value for t, value in losses if first <= t <= last]
-    if not values:
-        return None
-    return sum(values) / len(values)
-
-
-@pytest.mark.parametrize("kind", ["selective-copying", None])
-def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
-    """Answers have four tokens. The pieces in which the loss is computed cut both windows and answers."""
-
-    def piece_tokens(vocab_size):
-        return 49
-
-    monkeypatch.setattr(loss, "piece_tokens", piece_tokens)
-    if kind:
-        source = synthetic(tmp_path / "copies", kind, 4, 20, length=32)
-        model = Guessing(20)
-        labels_per_window = 8
-    else:
-        source = corpus
-        model = Guessing(512)
-        labels_per_window = 64
-    validator = make_validator(source, model)
-    validator.validate([model], 1)
-    mean, _, scalars = logged(validator)
-    losses, answers = losses_and_answers(model)
-    assert len(losses) == WINDOWS * labels_per_window
-    assert mean == pytest.approx(mean_of(losses, 0, 63), rel=1e-6)
-    if kind:
-        assert len(answers) == WINDOWS * 2
-        accuracy = scalars.pop("validation_metrics/accuracy")
-        assert accuracy == sum(answers) / len(answers)
+    # Loss and mistake of each token that counts, of 16 windows. Others fill up the last pass.
+    logits = torch.cat([logits for logits, _ in model.passes])[:16]
+    labels = torch.cat([labels for _, labels in model.passes])[:16]
+    counted = labels != -100
+    losses = F.cross_entropy(logits.double().mT, labels, reduction="none")
+    assert mean == pytest.approx(losses[counted].mean().item(), rel=1e-6)
+    if has_answers:
+        is_right = logits.argmax(dim=-1) == labels
+        answers = is_right[counted].view(32, 4).all(dim=1)
+        accuracy = answers.float().mean().item()
+        assert scalars.pop("validation_metrics/accuracy") == accuracy
         assert 0.05 < accuracy < 0.5
     expected = {}
     for first, last in [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63)]:
-        value = mean_of(losses, first, last)
-        if value is not None:
-            expected[f"validation_position/{first:04d}-{last:04d}"] = value
+        places = slice(first, last + 1)
+        values = losses[:, places][counted[:, places]]
+        if len(values):
+            expected[f"validation_position/{first:04d}-{last:04d}"] = values.mean().item()
     assert scalars == pytest.approx(expected, rel=1e-6)
     assert model.output.scores is None
