@@ -15,7 +15,6 @@ from interdomain.megatron import layer_spec, patches, spec
 from interdomain.tools import prepare_data
 
 from ..ranks import forks
-from ..titan.driver import digest
 from ..titan.runs import Runs
 from . import ranks
 
@@ -155,13 +154,6 @@ def titan(tmp_path_factory, corpus):
     )
     seen = runs.seen("1 ten")
     runs.end()
-    start = ranks.plain_model("torchtitan").named_parameters()
-    assert {name: digest(p) for name, p in start} == seen["initial"]
-    batches = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
-    samples = []
-    for step_samples in seen["samples"].values():
-        samples += step_samples
-    assert [digest(row) for row in batches] == samples
     return seen
 
 

@@ -52,7 +52,7 @@ def test_every_gradient(layout, start, computed):
     loss = model(tokens[:, :-1], labels=tokens[:, 1:])
     (loss / (ranks.BATCH * ranks.T)).backward()
     parts = computed[0][layout] + computed[1][layout]
-    found = ranks.whole_gradients(model.config, parts, "hybrid")
+    found = ranks.whole_tensors(model.config, parts, "hybrid")
     for name, p in model.named_parameters():
         assert (found[name] - p.grad).norm() < 1e-4 * p.grad.norm(), name
 

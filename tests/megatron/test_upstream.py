@@ -157,16 +157,3 @@ def test_ten_steps_go_as_torchtitan_s(layout, corpus, titan, tmp_path):
     # Megatron-LM logs the mean of the first two losses at step 2.
     wanted[2] = (wanted[1] + wanted[2]) / 2
     assert losses == pytest.approx(wanted, abs=1e-5)
-
-
-def test_separate_documents_over_context_parallel_ranks(corpus, tmp_path):
-    if minor_version() < 19:
-        pytest.skip("--dataloader-inter-document-masking is of 0.19")
-    ranks.write_start(tmp_path / "start", "torchtitan")
-    line = f"--train-iters 3 {START}"
-    joined = train(tmp_path, corpus, line)
-    line += " --dataloader-inter-document-masking"
-    separate = train(tmp_path, corpus, line)
-    assert separate[1] != pytest.approx(joined[1], abs=1e-4)
-    pieces = train(tmp_path, corpus, f"{line} --context-parallel-size 2")
-    assert pieces == pytest.approx(separate, rel=1e-6)
