@@ -10,7 +10,8 @@ from multiprocessing import connection, forkserver
 from unittest import mock
 
 from torch.distributed import TCPStore
-from torch.multiprocessing import ProcessException, start_processes
+from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import ProcessException
 
 from interdomain.launcher import end_with_parent
 

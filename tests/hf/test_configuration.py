@@ -32,14 +32,11 @@ SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     [
         ({"hidden_size": 2**40}, "dim must be from 1 to 1,048,576: got 1099511627776"),
         ({"hidden_size": 30}, r"n_heads \* head_dim must be dim"),
-        ({"num_key_value_heads": 3}, "mixer.n_kv_heads must divide n_heads"),
         ({"mixer": "mamba"}, "mixer.kind must be one of interdomain, "),
         (
             {"mixer": "hybrid", "layer_settings": [{"mixer": "softmax"}] * 3},
             "3 conditions.*divide n_layers = 2",
         ),
-        ({"query_readout": False, "num_key_value_heads": 2}, "n_kv_heads = 2 is not possible"),
-        ({"rope_theta": 0.0}, "rope_theta must be positive"),
     ],
 )
 def test_a_configuration_of_no_model_is_refused(settings, words):

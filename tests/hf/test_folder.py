@@ -43,6 +43,7 @@ def test_the_code_of_an_exported_model(exported):
     assert len(names) == len(set(names)) > 40
     card = (folder / "README.md").read_text()
     assert "license:" not in card  # nobody gave one for the weights
+    assert 'target_modules=["w1", "w2", "w3", "wk", "wo", "wq", "wv"]' in card
 
 
 def test_kernels_of_another_interface_are_not_used(tmp_path, exported, monkeypatch, caplog):
@@ -98,17 +99,16 @@ def test_the_package_registers_the_same_classes(tmp_path, exported, package):
     from transformers import AutoConfig, AutoModel
 
     model, folder = exported("interdomain")
-    saved = tmp_path / "saved"
     assert type(AutoConfig.from_pretrained(folder)) is package.InterdomainConfig
     there = load(folder, trust_remote_code=None)
     assert type(there) is package.InterdomainForCausalLM
-    there.save_pretrained(saved)
+    there.save_pretrained(tmp_path)
     for file in folder.glob("*.py"):
-        assert (saved / file.name).read_text() == file.read_text()
+        assert (tmp_path / file.name).read_text() == file.read_text()
     tokens = random_texts(1, 9)
     hidden = AutoModel.from_pretrained(folder)(tokens).last_hidden_state
     torch.testing.assert_close(there.output(hidden), there(tokens).logits)
-    text = load(saved).generate(tokens, max_new_tokens=3, **GREEDY)
+    text = load(tmp_path).generate(tokens, max_new_tokens=3, **GREEDY)
     assert torch.equal(text, greedy(model, tokens, 3))
 
 

@@ -31,8 +31,8 @@ RATES = {"lr": 3e-3, "ssm_lr": 1e-3, "steps": STEPS, "micro_batch": MICRO_BATCH}
 MIN_LR = 1e-4
 SEED = 42  # debug.seed of TorchTitan's runs
 VOCAB = 304  # some more than the tokenizer has
-ENDS = (0, 5, 6, 20, T)  # of packed documents
-PACKED = ((2, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2))  # layouts that compute packed documents
+ENDS = (0, 5, 6, 20, T)  # of the documents that a packed sequence has
+
 
 WITHOUT = {"sequence_parallel": False}
 FULL = {
@@ -43,6 +43,7 @@ FULL = {
 CORE_ATTN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 ENGINE = {"transformer_engine": True}
 BF16 = {"bf16": True}
+PACKED = {"packed": True}
 # A layout is (tensor-parallel ranks, stages, context-parallel ranks). Other ranks are data-parallel.
 # A leg's name: (the leg whose checkpoint of step 5 it resumes, or "start"; its last step; options).
 LEGS = {
@@ -54,6 +55,7 @@ LEGS = {
         "transformer engine": ("start", 6, ENGINE),
         "tensor to transformer engine": ("tensor and sequence", 7, ENGINE | WITHOUT),
         "mamba2, transformer engine": ("start", 0, ENGINE | {"case": "mamba2"}),
+        "packed, tensor": ("start", 0, PACKED),
     },
     (1, 1, 1): {
         "one": ("start", STEPS, {}),
@@ -74,12 +76,14 @@ LEGS = {
         "context": ("start", STEPS, {}),
         "recompute, context": ("start", 1, FULL),
         "hybrid, context": ("start", 0, {"case": "hybrid"}),
+        "packed, four pieces": ("start", 0, PACKED),
     },
-    (1, 1, 2): {},
+    (1, 1, 2): {"packed, two pieces": ("start", 0, PACKED)},
     (2, 1, 2): {
         "tensor and context": ("start", 2, {}),
         "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | CORE_ATTN),
         "mamba2, context": ("start", 0, {"case": "mamba2"}),
+        "packed, tensor and context": ("start", 0, PACKED),
         "hybrid, gated-deltanet, context": ("start", 0, {"case": "hybrid, gated-deltanet"}),
     },
     (1, 2, 2): {"pipeline and context": ("start", 2, {})},
@@ -170,8 +174,6 @@ def run_rank(rank: int, folder: Path) -> None:
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, last_step, options) in legs.items():
             train(folder, name, seen, source, last_step, **options)
-        if layout in PACKED:
-            seen["gradients"][f"packed, {tensor} x {context}"] = packed_documents(folder)
         if context == 4:
             seen["refused"]["pieces"] = error_of(open_run, contiguous=False)
         if layout == (2, 1, 1):
@@ -238,13 +240,24 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
     return list(tokens.split(MICRO_BATCH)[rank::ranks])
 
 
-def train(folder, name, seen, source, last_step, *, case="interdomain", **options) -> None:
+def train(
+    folder, name, seen, source, last_step, *, case="interdomain", packed=False, **options
+) -> None:
     """Puts losses and gradient norms of the steps into seen["losses"][name].
 
     The gradients of the first step go into seen["gradients"][name]. With last_step = 0 the
     parameters are not updated.
+
+    Args:
+        packed: Each rank reads the first sequence, in which documents end at ENDS.
     """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     run = open_run(case, **options)
+    if packed:
+        ends = torch.tensor(ENDS, dtype=torch.int32)
+        documents = PackedSeqParams("thd", ends, ends, max_seqlen_q=T, max_seqlen_kv=T)
+        run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=documents)
     if source == "start":
         run.load_weights(folder / "start" / case / "release")
     else:
@@ -256,7 +269,8 @@ def train(folder, name, seen, source, last_step, *, case="interdomain", **option
     corpus = folder / "corpus" if case == "torchtitan" else None
     while run.step < max(last_step, 1):
         step = run.step
-        batches = batches_of(tokens_of(step, corpus))
+        tokens = tokens_of(step, corpus)
+        batches = [tokens[:1]] if packed else batches_of(tokens)
         ssm_tensors = InterdomainMixer.ssm_tensors
         with mock.patch.object(InterdomainMixer, "ssm_tensors", side_effect=ssm_tensors) as calls:
             loss = run.gradients(batches)
@@ -317,21 +331,6 @@ def whole_tensors(config: ModelConfig, parts: list[tuple], form=None) -> dict[st
     if form is None:
         form = "stacked" if len(config.mixers) == 1 else "by layer"
     return {name: part_of(whole, name, form) for name, _ in meta_model(config).named_parameters()}
-
-
-def packed_documents(folder: Path) -> list[tuple]:
-    """Returns the gradients of the mean loss of a sequence in which documents end at ENDS."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    run = open_run()
-    run.load_weights(folder / "start" / "interdomain" / "release")
-    ends = torch.tensor(ENDS, dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T
-    )
-    run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=packed)
-    run.gradients([tokens_of(0)[:1]])
-    return own_gradients(run)
 
 
 def delayed_linears() -> list[str]:

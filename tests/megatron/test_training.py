@@ -13,7 +13,7 @@ from ..model.common import positions_of
 from . import ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-# The model of each leg, case and layout of packed documents that has gradients.
+# The model of each leg and case that has gradients.
 MODELS = {case: case for case in ranks.CASES}
 TRAINED = []  # legs that train the first model in float32
 for legs in ranks.LEGS.values():
@@ -22,8 +22,6 @@ for legs in ranks.LEGS.values():
             MODELS[leg] = options.get("case", "interdomain")
         if last_step > 1 and options.keys().isdisjoint({"bf16", "case"}):
             TRAINED.append(leg)
-for tensor, _, context in ranks.PACKED:
-    MODELS[f"packed, {tensor} x {context}"] = "interdomain"
 
 
 @functools.cache

@@ -122,8 +122,8 @@ def test_requests_do_not_see_each_other(case, exported_model):
                 if out.finished:
                     answers[out.request_id] = list(out.outputs[0].token_ids)
             steps += 1
-            if steps % 3 == 0:
-                core.abort_request([str(steps)])  # nothing happens to one that has ended
+            if steps % 3 == 0 and str(steps) not in answers and steps < len(given):
+                core.abort_request([str(steps)])
     assert 12 < len(answers) < len(given)
     texts_of_all = wanted(model, given)
     for i, answer in answers.items():
