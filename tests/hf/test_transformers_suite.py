@@ -79,7 +79,7 @@ class Settings:
         return config, {"input_ids": tokens, "attention_mask": mask}
 
 
-class TestInterdomain(common.ModelTesterMixin, unittest.TestCase):
+class TestInterdomain(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (
         hf.InterdomainModel,
         hf.InterdomainForCausalLM,
