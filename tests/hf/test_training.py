@@ -209,7 +209,7 @@ def test_trainer(tmp_path, loaded):
     )
     first = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < first < 6.5
+    assert trainer.evaluate()["eval_loss"] < 6 < first
     folder = tmp_path / "run" / "checkpoint-12"
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert_same_tensors(saved.state_dict(), tuned.state_dict())

@@ -5,6 +5,7 @@ import gc
 import math
 import multiprocessing
 import shutil
+import tomllib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -33,99 +34,22 @@ SEED = 42  # debug.seed of TorchTitan's runs
 VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of the documents that a packed sequence has
 
-
-WITHOUT = {"sequence_parallel": False}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-CORE_ATTN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-ENGINE = {"transformer_engine": True}
-BF16 = {"bf16": True}
-PACKED = {"packed": True}
-# A layout is (tensor-parallel ranks, stages, context-parallel ranks). Other ranks are data-parallel.
-# A leg's name: (the leg whose checkpoint of step 5 it resumes, or "start"; its last step; options).
-LEGS = {
-    (2, 1, 1): {
-        "tensor and sequence": ("start", STEPS, {}),
-        "tensor": ("start", 2, WITHOUT),
-        "recompute core_attn": ("start", 1, WITHOUT | CORE_ATTN),
-        "bf16": ("start", 6, BF16),
-        "transformer engine": ("start", 6, ENGINE),
-        "tensor to transformer engine": ("tensor and sequence", 7, ENGINE | WITHOUT),
-        "mamba2, transformer engine": ("start", 0, ENGINE | {"case": "mamba2"}),
-        "packed, tensor": ("start", 0, PACKED),
-    },
-    (1, 1, 1): {
-        "one": ("start", STEPS, {}),
-        "tensor to one": ("tensor and sequence", 7, FULL),
-        "transformer engine to one": ("transformer engine", 7, {}),
-        "torchtitan": ("start", STEPS, {"case": "torchtitan", "min_lr": 1e-5, "warmup_steps": 2}),
-    },
-    (1, 2, 1): {
-        "pipeline": ("start", 2, {}),
-        "one to pipeline": ("one", 7, {}),
-        "bf16 to pipeline": ("bf16", 6, BF16),
-    },
-    (2, 2, 1): {
-        "mamba2, stages": ("start", 0, {"case": "mamba2"}),
-        "one to tensor and pipeline": ("one", 7, {}),
-    },
-    (1, 1, 4): {
-        "context": ("start", STEPS, {}),
-        "recompute, context": ("start", 1, FULL),
-        "hybrid, context": ("start", 0, {"case": "hybrid"}),
-        "packed, four pieces": ("start", 0, PACKED),
-    },
-    (1, 1, 2): {"packed, two pieces": ("start", 0, PACKED)},
-    (2, 1, 2): {
-        "tensor and context": ("start", 2, {}),
-        "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | CORE_ATTN),
-        "mamba2, context": ("start", 0, {"case": "mamba2"}),
-        "packed, tensor and context": ("start", 0, PACKED),
-        "hybrid, gated-deltanet, context": ("start", 0, {"case": "hybrid, gated-deltanet"}),
-    },
-    (1, 2, 2): {"pipeline and context": ("start", 2, {})},
-}
-SOURCES = ("tensor and sequence", "one", "bf16", "transformer engine")  # of resumed legs
-STATE = {"n_basis": 6, "state_heads": 4}
-# Models of which the first gradients are compared, on two tensor-parallel ranks.
-CASES = {}
+# The legs of each layout: training runs, and first gradients of models.
+LEGS = tomllib.loads(Path(__file__).with_name("legs.toml").read_text())
+CASES = LEGS.pop("cases")
 for condition in CONDITIONS:
     if condition not in ("interdomain", *FIXED_STATE):
-        CASES[condition] = (condition, {})
-CASES |= {
-    "gate, kv2, soft": (
-        "interdomain",
-        {"output_gate": True, "n_kv_heads": 2, "readout": "hermitian", "output_norm": "soft"},
-    ),
-    "kv2, identity": ("interdomain", {"n_kv_heads": 2, "c_form": "identity"}),
-    "gate, s4d": ("s4d", {"output_gate": True}),
-    "rff, no sequence": (
-        "single-query",
-        {"feature_map": "rff", "normalize": True, "c_form": "diagonal"},
-    ),
-    "favor, kv2": ("interdomain", {"feature_map": "favor", "normalize": True, "n_kv_heads": 2}),
-    "hermitian": ("interdomain", {"readout": "hermitian"}),
-    "softmax, kv2": ("softmax", {"n_kv_heads": 2}),
-    "gla": ("gla", STATE | {"conv_width": 3}),
-    "mamba2": ("mamba2", STATE),
-    "mamba2, no sequence": ("mamba2", STATE),
-    "deltanet": ("deltanet", STATE),
-    "hybrid, gated-deltanet": ("gated-deltanet", STATE | {"softmax_every": 2}),
-    "hybrid": (
-        "single-query",
-        {"softmax_every": 2, "window": 7, "n_kv_heads": 2, "c_form": "diagonal"},
-    ),
-}
+        CASES[condition] = {"condition": condition}
+for case in CASES:
+    LEGS["2 x 1 x 1"][case] = {"case": case}
+SOURCES = ("tensor and sequence", "one", "bf16", "transformer engine")  # of resumed legs
 
 
 def config_of(case="interdomain") -> ModelConfig:
     if case == "torchtitan":
         return replace(build_config("debug"), vocab_size=VOCAB, max_seq_len=2 * T)
-    condition, options = CASES.get(case, ("interdomain", {}))
-    return small_config(condition, n_layers=2, vocab_size=VOCAB, max_seq_len=T, **options)
+    settings = {"condition": "interdomain", "n_layers": 2} | CASES.get(case, {})
+    return small_config(**settings, vocab_size=VOCAB, max_seq_len=T)
 
 
 def plain_model(case="interdomain") -> Transformer:
@@ -170,16 +94,13 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     seen: dict = {"losses": {}, "gradients": {}, "folds": {}, "refused": {}}
     for layout, legs in LEGS.items():
-        tensor, pipeline, context = layout
+        tensor, pipeline, context = map(int, layout.split(" x "))
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
-        for name, (source, last_step, options) in legs.items():
-            train(folder, name, seen, source, last_step, **options)
+        for name, leg in legs.items():
+            train(folder, name, seen, **leg)
         if context == 4:
             seen["refused"]["pieces"] = error_of(open_run, contiguous=False)
-        if layout == (2, 1, 1):
-            for case in CASES:
-                options = WITHOUT if case.endswith("no sequence") else {}
-                train(folder, case, seen, "start", 0, case=case, **options)
+        if layout == "2 x 1 x 1":
             seen["initial"] = own_parts(open_run())
             seen["delayed"] = delayed_linears()
             refusals(folder, seen["refused"])
@@ -241,15 +162,16 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def train(
-    folder, name, seen, source, last_step, *, case="interdomain", packed=False, **options
+    folder, name, seen, *, steps=0, resume=None, case="interdomain", packed=False, **options
 ) -> None:
-    """Puts losses and gradient norms of the steps into seen["losses"][name].
-
-    The gradients of the first step go into seen["gradients"][name]. With last_step = 0 the
-    parameters are not updated.
+    """Computes a leg: losses and gradient norms by step, and the gradients of the first step.
 
     Args:
+        seen: What this rank has computed, to which the leg's numbers are added.
+        steps: The last step. If it is 0, the parameters are not updated.
+        resume: The leg whose checkpoint of step 5 is resumed.
         packed: Each rank reads the first sequence, in which documents end at ENDS.
+        options: Arguments of `open_run`.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -258,16 +180,16 @@ def train(
         ends = torch.tensor(ENDS, dtype=torch.int32)
         documents = PackedSeqParams("thd", ends, ends, max_seqlen_q=T, max_seqlen_kv=T)
         run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=documents)
-    if source == "start":
-        run.load_weights(folder / "start" / case / "release")
+    if resume:
+        run.load(folder / resume / "iter_0000005")
     else:
-        run.load(folder / source / "iter_0000005")
+        run.load_weights(folder / "start" / case / "release")
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
     seen["losses"][name] = {}
     seen["folds"][name] = []
     corpus = folder / "corpus" if case == "torchtitan" else None
-    while run.step < max(last_step, 1):
+    while run.step < max(steps, 1):
         step = run.step
         tokens = tokens_of(step, corpus)
         batches = [tokens[:1]] if packed else batches_of(tokens)
@@ -277,7 +199,7 @@ def train(
         seen["folds"][name].append(calls.call_count)
         if step == 0 and name != "bf16":
             seen["gradients"][name] = own_gradients(run)
-        if last_step == 0:
+        if steps == 0:
             break
         seen["losses"][name][step] = loss, run.update()
         if run.step == 5 and name in SOURCES:
@@ -337,7 +259,7 @@ def delayed_linears() -> list[str]:
     """Returns the names of the linears whose weights' gradients the layer delays."""
     from . import stand_ins
 
-    attention = open_run(**ENGINE).model.decoder.layers[1].self_attention
+    attention = open_run(transformer_engine=True).model.decoder.layers[1].self_attention
     attention.backward_dw()
     return [name for name, linear in attention.named_modules() if linear in stand_ins.DELAYED]
 
@@ -359,7 +281,8 @@ def refusals(folder: Path, refused: dict) -> None:
     context = StaticInferenceContext(1, T)
     with torch.no_grad():
         refused["inference"] = error_of(run.model, tokens, None, None, inference_context=context)
-    refused["a norm within in_proj"] = error_of(open_run, "mamba2", kind="interdomain", **ENGINE)
+    options = {"kind": "interdomain", "transformer_engine": True}
+    refused["a norm within in_proj"] = error_of(open_run, "mamba2", **options)
     hermitian = folder / "start" / "hermitian" / "release"
     refused["another mixer"] = error_of(run.load_weights, hermitian)
     # The record of another tokenizer, as at the end of a sharded load.

@@ -46,22 +46,30 @@ def test_a_run_becomes_an_exported_model(leg, tolerance, computed, tmp_path):
     assert loss / (ranks.BATCH * ranks.T) == pytest.approx(wanted, rel=tolerance)
 
 
-@pytest.mark.parametrize("case", ["gate, kv2, soft", "hybrid", "mamba2"])
-def test_an_exported_model_goes_to_megatron_and_comes_back(case, computed, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("case", "form", "words"),
+    [
+        ("gate, kv2, soft", "", "start with Megatron's --load "),
+        ("hybrid", "", "start with Megatron's --load "),
+        ("mamba2", "", "start with Megatron's --load "),
+        ("layers", "hybrid", '--hybrid-layer-pattern "G-*-G-M-"'),
+    ],
+)
+def test_an_exported_model_goes_to_megatron_and_comes_back(
+    case, form, words, corpus, tmp_path, capsys
+):
     """The values are bitwise the same. test_training.py starts every leg from such a checkpoint."""
-    folder, _ = computed
-    start = folder / "start" / case
-    model = tmp_path / "model"
-    again = tmp_path / "start"
-    line = f"--tokenizer {folder}/corpus --output {model}"
-    assert convert.main([str(start), *line.split()]) == 0
-    assert convert.main(f"{model} --to-megatron --output {again}".split()) == 0
-    assert f"start with Megatron's --load {again}" in capsys.readouterr().out
-    checkpoint = MegatronCheckpoint(again / "release")
-    assert checkpoint.config == ranks.config_of(case)
+    ranks.write_start(tmp_path / "start", case, hybrid=form == "hybrid")
+    line = f"{tmp_path}/start --tokenizer {corpus} --output {tmp_path}/model"
+    assert convert.main(line.split()) == 0
+    line = f"{tmp_path}/model --to-megatron {form} --output {tmp_path}/again"
+    assert convert.main(line.split()) == 0
+    assert words in capsys.readouterr().out
+    checkpoint = MegatronCheckpoint(tmp_path / "again" / "release")
+    assert checkpoint.config.mixers == ranks.config_of(case).mixers
     wanted = ranks.plain_model(case).state_dict()
     assert_same_tensors(checkpoint.read(list(wanted)), wanted)
-    stored = load_file(model / "model.safetensors")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
     assert_same_tensors({name.removeprefix(BASE): x for name, x in stored.items()}, wanted)
 
 

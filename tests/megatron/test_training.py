@@ -13,15 +13,15 @@ from ..model.common import positions_of
 from . import ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-# The model of each leg and case that has gradients.
-MODELS = {case: case for case in ranks.CASES}
+MODELS = {}  # the case of each leg that has float32 gradients
 TRAINED = []  # legs that train the first model in float32
 for legs in ranks.LEGS.values():
-    for leg, (source, last_step, options) in legs.items():
-        if source == "start" and leg not in ("bf16", "torchtitan"):
-            MODELS[leg] = options.get("case", "interdomain")
-        if last_step > 1 and options.keys().isdisjoint({"bf16", "case"}):
-            TRAINED.append(leg)
+    for name, leg in legs.items():
+        case = leg.get("case", "interdomain")
+        if "resume" not in leg and name not in ("bf16", "torchtitan"):
+            MODELS[name] = case
+        if leg.get("steps", 0) > 1 and case == "interdomain" and "bf16" not in leg:
+            TRAINED.append(name)
 
 
 @functools.cache
