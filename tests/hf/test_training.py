@@ -121,15 +121,12 @@ def loss_in_two_pieces(model, cache):
 @pytest.mark.parametrize("case", ["interdomain", "all", "s4d", "softmax", "mamba2"])
 def test_a_cache_under_fsdp2_with_mixed_precision(there, mesh):
     """FSDP2 hands a layer copies of its arguments; the caller's cache still advances."""
-    plain = copy.deepcopy(there)
+    plain = copy.deepcopy(there).train()
     policy = MixedPrecisionPolicy(torch.float32, output_dtype=torch.float32)
-    sharded = shard(copy.deepcopy(there), mesh, policy)
-    tokens = random_texts(2, 9)
-    wanted = plain.generate(tokens, max_new_tokens=8, **GREEDY)
-    assert torch.equal(sharded.generate(tokens, max_new_tokens=8, **GREEDY), wanted)
+    sharded = shard(copy.deepcopy(plain), mesh, policy)
     cache_class = code_of(plain).InterdomainCache
-    loss_in_two_pieces(plain.train(), cache_class()).backward()
-    loss_in_two_pieces(sharded.train(), cache_class()).backward()
+    loss_in_two_pieces(plain, cache_class()).backward()
+    loss_in_two_pieces(sharded, cache_class()).backward()
     found = {name: p.grad.full_tensor() for name, p in sharded.named_parameters()}
     torch.testing.assert_close(found, gradients_of(plain))
 
