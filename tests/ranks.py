@@ -10,6 +10,8 @@ from multiprocessing import connection, forkserver
 from unittest import mock
 
 from torch.distributed import TCPStore
+from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import ProcessException
 
 from interdomain.launcher import end_with_parent
 
@@ -66,21 +68,12 @@ def launch(log, ranks, *program):
     """Runs FILE, *arguments on each rank. Returns the output if all ranks came to their end."""
     program = [str(part) for part in program]
     store = new_store()
-    context = forks()
-    running = []
-    for rank in range(ranks):
-        args = (rank, ranks, store.port, program, log)
-        process = context.Process(target=run_rank, args=args)
-        process.start()
-        running.append(process)
-    waiting = {process.sentinel: process for process in running}
-    while waiting:
-        for sentinel in connection.wait(waiting):
-            waiting.pop(sentinel).join()
-        if any(process.exitcode for process in running):  # the first that fails ends the others
-            for process in waiting.values():
-                process.kill()
-    assert not any(process.exitcode for process in running), log.read_text()[-8000:]
+    forks()
+    arguments = (ranks, store.port, program, log)
+    try:
+        start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")
+    except ProcessException as error:  # the first that fails ends the others
+        raise AssertionError(f"{error}\n{log.read_text()[-8000:]}") from None
     return log.read_text()
 
 

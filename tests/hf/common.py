@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from interdomain.model.config import FIXED_STATE
 
@@ -62,12 +63,17 @@ def greedy(model, tokens: torch.Tensor, steps: int) -> torch.Tensor:
 
 def padded(rows, side: str, value: int = 9):
     """Returns tokens [B, T] and attention_mask [B, T] of rows [1, T'] of unequal length."""
-    T = max(row.shape[1] for row in rows)
-    tokens = torch.full((len(rows), T), value)
-    mask = torch.zeros(len(rows), T, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        length = row.shape[1]
-        place = slice(T - length, T) if side == "left" else slice(length)
-        tokens[i, place] = row
-        mask[i, place] = 1
-    return tokens, mask
+    longest = max(row.shape[1] for row in rows)
+    tokens = []
+    mask = []
+    for row in rows:
+        missing = longest - row.shape[1]
+        padding = (missing, 0) if side == "left" else (0, missing)
+        tokens.append(F.pad(row, padding, value=value))
+        mask.append(F.pad(torch.ones_like(row), padding))
+    return torch.cat(tokens), torch.cat(mask)
+
+
+def padded_batch(longest: int = 12):
+    """Returns tokens and attention_mask of two rows with padding on the left."""
+    return padded([random_texts(1, 5), random_texts(1, longest, seed=2)], "left")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..common import REPOSITORY
-from .common import CASES, EXPECTED, GREEDY, KINDS, greedy, padded, random_texts
+from .common import CASES, EXPECTED, KINDS, greedy, padded, random_texts
 
 # Nothing of `absent` can be imported. No answer can be given to a question, and no socket be opened.
 ALONE = """
@@ -34,7 +34,6 @@ for case, folder in given["folders"].items():
     found[case] = [
         tokenizer("import os").input_ids,
         model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None).tolist(),
-        model.generate(**batch, max_new_tokens=4, do_sample=False, eos_token_id=None).tolist(),
         model(**batch, labels=batch["input_ids"]).loss.item(),
     ]
 loaded = [n for n, m in sys.modules.items() if m and n.partition(".")[0] in absent]
@@ -45,9 +44,10 @@ json.dump(found, sys.stdout)
 
 def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
     """The exported model computes the native model's text, and the package's kernels' loss."""
-    cases = ("interdomain", "all", "s4d", "softmax", "gla")
     tokens = random_texts(1, 70)
-    folders = {case: str(exported(case)[1]) for case in cases}
+    folders = {}
+    for case in ("all", "hybrid, window", "gla"):
+        folders[case] = str(exported(case)[1])
     environment = {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -64,14 +64,12 @@ def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
     assert done.returncode == 0, done.stderr
     rows = [tokenizer.encode(text) for text in ("import os", "def f(x):\n    return")]
     batch, mask = padded([torch.tensor([row]) for row in rows], "left", tokenizer.unk_id)
-    for case, (ids, text, batch_text, loss) in json.loads(done.stdout).items():
+    for case, (ids, text, loss) in json.loads(done.stdout).items():
         native, model = loaded(case)
         assert ids == rows[0]
         assert text == greedy(native, tokens, 6).tolist(), case
-        wanted = model.generate(batch, attention_mask=mask, max_new_tokens=4, **GREEDY)
-        assert batch_text == wanted.tolist()
         wanted = model(batch, attention_mask=mask, labels=batch).loss.item()
-        assert loss == pytest.approx(wanted, abs=1e-4)
+        assert loss == pytest.approx(wanted, abs=1e-4), case
 
 
 VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import shutil
 
 import pytest
@@ -28,14 +27,12 @@ def test_the_code_of_an_exported_model(exported):
     """A reader finds four short files, of which one has the package's definitions, each once."""
     folder = exported("interdomain")[1]
     package = REPOSITORY / "plugin" / "interdomain"
-    nodes = 0
-    for file in folder.glob("*.py"):
-        nodes += len(list(ast.walk(ast.parse(file.read_text()))))
-        if file.name != PLAIN:
-            assert file.read_bytes() == (package / "hf" / file.name).read_bytes()
-    assert len(list(folder.glob("*.py"))) == 4
-    assert nodes <= 30_000
+    files = [path for path in folder.glob("*.py") if path.name != PLAIN]
+    assert len(files) == 3
+    for file in files:
+        assert file.read_bytes() == (package / "hf" / file.name).read_bytes()
     code = (folder / PLAIN).read_text()
+    assert code.count("\n") < 5_000
     originals = "".join((package / module).read_text() for module in MODULES)
     names = []
     for definition in ast.parse(code).body:
@@ -44,7 +41,6 @@ def test_the_code_of_an_exported_model(exported):
         if isinstance(definition, ast.FunctionDef):
             assert ast.get_source_segment(code, definition) in originals, definition.name
     assert len(names) == len(set(names)) > 40
-    assert (folder / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     card = (folder / "README.md").read_text()
     assert "license:" not in card  # nobody gave one for the weights
     assert 'target_modules=["w1", "w2", "w3", "wk", "wo", "wq", "wv"]' in card
@@ -59,6 +55,16 @@ def test_kernels_of_another_interface_are_not_used(tmp_path, exported, monkeypat
     assert words in caplog.text
 
 
+def stored_tensors(model, dtype=torch.float32):
+    """Returns a native model's tensors as transformers has them: SSM parameters and random frequencies stay float32."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if ".ssm." not in name and not name.endswith("frequencies"):
+            tensor = tensor.to(dtype)
+        tensors[stored_name(name)] = tensor
+    return tensors
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float64, 1e-9)],
@@ -67,16 +73,10 @@ def test_kernels_of_another_interface_are_not_used(tmp_path, exported, monkeypat
 @each_kind
 @torch.no_grad()
 def test_every_bit_arrives_in_every_dtype(exported, case, dtype, tolerance):
-    """SSM parameters and random frequencies stay as they are stored."""
     model, folder = exported(case)
     there = load(folder, dtype=dtype)
     assert not there.training
-    wanted = {}
-    for name, tensor in model.state_dict().items():
-        if ".ssm." not in name and not name.endswith("frequencies"):
-            tensor = tensor.to(dtype)
-        wanted[stored_name(name)] = tensor
-    assert_same_tensors(there.state_dict(), wanted)
+    assert_same_tensors(there.state_dict(), stored_tensors(model, dtype))
     tokens = random_texts(1, 9)
     native = load_model(folder, dtype=dtype)
     torch.testing.assert_close(there(tokens).logits, native(tokens), rtol=tolerance, atol=tolerance)
@@ -89,9 +89,7 @@ def test_saved_and_loaded_again(native, there, tmp_path):
     folder = tmp_path / "saved"
     there.save_pretrained(folder, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    assert "weights" not in json.loads((folder / "config.json").read_text())
-    wanted = {stored_name(name): tensor for name, tensor in native.state_dict().items()}
-    assert_same_tensors(load(folder).state_dict(), wanted)
+    assert_same_tensors(load(folder).state_dict(), stored_tensors(native))
     tokens = random_texts(1, 5)
     torch.testing.assert_close(load_model(folder)(tokens), native(tokens), **CLOSE)
 
@@ -101,17 +99,16 @@ def test_the_package_registers_the_same_classes(tmp_path, exported, package):
     from transformers import AutoConfig, AutoModel
 
     model, folder = exported("interdomain")
-    saved = tmp_path / "saved"
     assert type(AutoConfig.from_pretrained(folder)) is package.InterdomainConfig
     there = load(folder, trust_remote_code=None)
     assert type(there) is package.InterdomainForCausalLM
-    there.save_pretrained(saved)
+    there.save_pretrained(tmp_path)
     for file in folder.glob("*.py"):
-        assert (saved / file.name).read_text() == file.read_text()
+        assert (tmp_path / file.name).read_text() == file.read_text()
     tokens = random_texts(1, 9)
     hidden = AutoModel.from_pretrained(folder)(tokens).last_hidden_state
     torch.testing.assert_close(there.output(hidden), there(tokens).logits)
-    text = load(saved).generate(tokens, max_new_tokens=3, **GREEDY)
+    text = load(tmp_path).generate(tokens, max_new_tokens=3, **GREEDY)
     assert torch.equal(text, greedy(model, tokens, 3))
 
 
@@ -123,10 +120,10 @@ def test_added_tokens(tmp_path, exported):
     assert there.generation_config.suppress_tokens == [*range(428, 448)]
     there.resize_token_embeddings(428)
     assert there.generation_config.suppress_tokens is None
-    tokens = random_texts(1, 9)
-    logits = there(torch.cat([tokens, torch.tensor([[427]])], dim=1)).logits
-    assert logits.shape == (1, 10, 428)
-    torch.testing.assert_close(logits[:, :9, :420], model(tokens), **CLOSE)
+    tokens = torch.tensor([[5, 6, 7, 427]])
+    logits = there(tokens).logits
+    assert logits.shape == (1, 4, 428)
+    torch.testing.assert_close(logits[:, :3, :420], model(tokens[:, :3]), **CLOSE)
     there.save_pretrained(tmp_path)
     assert load(tmp_path).config.vocab_size == 428
     assert load_model(tmp_path).config.vocab_size == 428

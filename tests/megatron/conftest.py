@@ -15,7 +15,6 @@ from interdomain.megatron import layer_spec, patches, spec
 from interdomain.tools import prepare_data
 
 from ..ranks import forks
-from ..titan.driver import digest
 from ..titan.runs import Runs
 from . import ranks
 
@@ -38,38 +37,37 @@ heterogeneous-layers-config-encoded-json linear-attention-freq mamba-num-heads
 hybrid-layer-pattern hybrid-override-pattern global-batch-size no-weight-decay-cond-type flash-attention-version
 mamba-training-ssm-states-dtype hierarchical-context-parallel-sizes mtp-hybrid-override-pattern step-batch-size-schedule
 rampup-batch-size window-attn-skip-freq mrope-section num-attention-heads kv-channels"""
-DEFAULTS = {
-    "position-embedding-type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "softmax-type": "vanilla",
-    "rotary-base": 10000,
-    "rotary-percent": 1.0,
-    "num-query-groups": 1,
-    "seed": 1234,
-    "min-lr": 0.0,
-    "glu-linear-offset": 0.0,
-    "hidden-dropout": 0.1,
-    "attention-dropout": 0.1,
-    "init-method-std": 0.02,
-    "ckpt-format": "torch_dist",
-    "transformer-impl": "transformer_engine",
-    "optimizer": "adam",
-    "pipeline-model-parallel-size": 1,
-    "tensor-model-parallel-size": 1,
-    "align-grad-reduce": True,
-    "context-parallel-size": 1,
-    "cp-comm-type": ["p2p"],
-    "attention-backend": AttnBackend.auto,
-    "cuda-graph-impl": "none",
-    "mamba-state-dim": 128,
-    "mamba-head-dim": 64,
-    "mamba-num-groups": 8,
-    "linear-conv-kernel-dim": 4,
-    "linear-key-head-dim": 128,
-    "linear-value-head-dim": 128,
-    "linear-num-key-heads": 16,
-    "linear-num-value-heads": 32,
-}
+DEFAULTS = """
+position-embedding-type learned_absolute
+normalization LayerNorm
+softmax-type vanilla
+rotary-base 10000
+rotary-percent 1.0
+num-query-groups 1
+seed 1234
+min-lr 0.0
+glu-linear-offset 0.0
+hidden-dropout 0.1
+attention-dropout 0.1
+init-method-std 0.02
+ckpt-format torch_dist
+transformer-impl transformer_engine
+optimizer adam
+pipeline-model-parallel-size 1
+tensor-model-parallel-size 1
+align-grad-reduce True
+context-parallel-size 1
+cp-comm-type ['p2p']
+cuda-graph-impl none
+mamba-state-dim 128
+mamba-head-dim 64
+mamba-num-groups 8
+linear-conv-kernel-dim 4
+linear-key-head-dim 128
+linear-value-head-dim 128
+linear-num-key-heads 16
+linear-num-value-heads 32
+"""
 NAMES = {
     "fp8-format": "fp8",
     "fp4-format": "fp4",
@@ -90,7 +88,11 @@ def add_megatron_arguments(parser):
         name = NAMES.get(flag, flag.replace("-", "_"))
         parser.add_argument(f"--{flag}", dest=name, action="store_true")
     parser.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
-    for flag, default in (dict.fromkeys(OPTIONS.split()) | DEFAULTS).items():
+    defaults = dict.fromkeys(OPTIONS.split()) | {"attention-backend": AttnBackend.auto}
+    for line in DEFAULTS.strip().splitlines():
+        flag, value = line.split()
+        defaults[flag] = literal(value)
+    for flag, default in defaults.items():
         name = NAMES.get(flag, flag.replace("-", "_"))
         parser.add_argument(f"--{flag}", dest=name, type=literal, default=default)
     parser.add_argument("--spec", nargs="*")
@@ -155,13 +157,6 @@ def titan(tmp_path_factory, corpus):
     )
     seen = runs.seen("1 ten")
     runs.end()
-    start = ranks.plain_model("torchtitan").named_parameters()
-    assert {name: digest(p) for name, p in start} == seen["initial"]
-    batches = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
-    samples = []
-    for step_samples in seen["samples"].values():
-        samples += step_samples
-    assert [digest(row) for row in batches] == samples
     return seen
 
 

@@ -12,6 +12,7 @@ from megatron.core import optimizer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from interdomain.patches import one_gloo_thread
 
@@ -64,19 +65,26 @@ class FusedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            t = group["step"]
-            lr = group["lr"]
-            beta1, beta2 = group["betas"]
+            steps_before = group.get("step", 0)
+            group["step"] = steps_before + 1
             for p in group["params"]:
                 state = self.state[p]
                 if not state:
                     state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["exp_avg"].lerp_(p.grad, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-                root = (state["exp_avg_sq"].sqrt() / (1 - beta2**t) ** 0.5).add_(group["eps"])
-                p.mul_(1 - lr * group["weight_decay"]).addcdiv_(
-                    state["exp_avg"], root, value=-lr / (1 - beta1**t)
+                adamw(
+                    [p],
+                    [p.grad],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [torch.tensor(float(steps_before))],
+                    amsgrad=False,
+                    maximize=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
                 )
 
 

@@ -14,27 +14,15 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 
-from interdomain.model import ModelConfig
 from tests.megatron import ranks
-from tests.model.common import THETA, small_config
+from tests.model.common import THETA
 
 LAYOUTS = {  # by name: ranks of tensor parallelism, stages, the layer pattern
     "tensor and sequence": (2, 1, "G-*-G-M-"),
     "stages": (1, 2, "G-*|-G-M-"),
 }
 PATTERNS = ("", "G", "GG-", "G-X-", "D-G-")  # no model with these can be converted
-LAYERS = ("interdomain", "softmax", "interdomain", "mamba2")
-
-
-def config_of() -> ModelConfig:
-    return small_config(
-        "interdomain",
-        layers=LAYERS,
-        n_layers=4,
-        vocab_size=ranks.VOCAB,
-        max_seq_len=ranks.T,
-        **ranks.STATE,
-    )
+STATE = {"n_basis": 6, "state_heads": 4}
 
 
 def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tuple]:
@@ -60,9 +48,9 @@ def gradients(folder: Path, tensor: int, stages: int, pattern: str) -> list[tupl
         )
 
     parallel_state.initialize_model_parallel(tensor, stages)
-    spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, rope_theta=THETA, **ranks.STATE)
+    spec = hybrid.stack_spec("interdomain", max_seq_len=ranks.T, rope_theta=THETA, **STATE)
     run = Run(
-        config_of(),
+        ranks.config_of("layers"),
         spec,
         **ranks.RATES,
         min_lr=0.0,

@@ -5,6 +5,7 @@ import gc
 import math
 import multiprocessing
 import shutil
+import tomllib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -31,100 +32,24 @@ RATES = {"lr": 3e-3, "ssm_lr": 1e-3, "steps": STEPS, "micro_batch": MICRO_BATCH}
 MIN_LR = 1e-4
 SEED = 42  # debug.seed of TorchTitan's runs
 VOCAB = 304  # some more than the tokenizer has
-ENDS = (0, 5, 6, 20, T)  # of packed documents
-PACKED = ((2, 1, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2))  # layouts that compute packed documents
+ENDS = (0, 5, 6, 20, T)  # of the documents that a packed sequence has
 
-WITHOUT = {"sequence_parallel": False}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-CORE_ATTN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-ENGINE = {"transformer_engine": True}
-BF16 = {"bf16": True}
-# A layout is (tensor-parallel ranks, stages, context-parallel ranks). Other ranks are data-parallel.
-# A leg's name: (the leg whose checkpoint of step 5 it resumes, or "start"; its last step; options).
-LEGS = {
-    (2, 1, 1): {
-        "tensor and sequence": ("start", STEPS, {}),
-        "tensor": ("start", 2, WITHOUT),
-        "recompute core_attn": ("start", 1, WITHOUT | CORE_ATTN),
-        "bf16": ("start", 6, BF16),
-        "transformer engine": ("start", 6, ENGINE),
-        "tensor to transformer engine": ("tensor and sequence", 7, ENGINE | WITHOUT),
-        "mamba2, transformer engine": ("start", 0, ENGINE | {"case": "mamba2"}),
-    },
-    (1, 1, 1): {
-        "one": ("start", STEPS, {}),
-        "tensor to one": ("tensor and sequence", 7, FULL),
-        "transformer engine to one": ("transformer engine", 7, {}),
-        "torchtitan": ("start", STEPS, {"case": "torchtitan", "min_lr": 1e-5, "warmup_steps": 2}),
-    },
-    (1, 2, 1): {
-        "pipeline": ("start", 2, {}),
-        "one to pipeline": ("one", 7, {}),
-        "bf16 to pipeline": ("bf16", 6, BF16),
-    },
-    (2, 2, 1): {
-        "tensor and pipeline": ("start", 3, {}),
-        "mamba2, stages": ("start", 0, {"case": "mamba2"}),
-        "one to tensor and pipeline": ("one", 7, {}),
-    },
-    (1, 1, 4): {
-        "context": ("start", STEPS, {}),
-        "recompute, context": ("start", 1, FULL),
-        "hybrid, context": ("start", 0, {"case": "hybrid"}),
-    },
-    (1, 1, 2): {"two pieces": ("start", 2, {})},
-    (2, 1, 2): {
-        "tensor and context": ("start", 2, {}),
-        "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | CORE_ATTN),
-        "mamba2, context": ("start", 0, {"case": "mamba2"}),
-        "hybrid, gated-deltanet, context": ("start", 0, {"case": "hybrid, gated-deltanet"}),
-    },
-    (1, 2, 2): {"pipeline and context": ("start", 2, {})},
-}
-SOURCES = ("tensor and sequence", "one", "bf16", "transformer engine")  # of resumed legs
-STATE = {"n_basis": 6, "state_heads": 4}
-# Models of which the first gradients are compared, on two tensor-parallel ranks.
-CASES = {}
+# The legs of each layout: training runs, and first gradients of models.
+LEGS = tomllib.loads(Path(__file__).with_name("legs.toml").read_text())
+CASES = LEGS.pop("cases")
 for condition in CONDITIONS:
     if condition not in ("interdomain", *FIXED_STATE):
-        CASES[condition] = (condition, {})
-CASES |= {
-    "gate, kv2, soft": (
-        "interdomain",
-        {"output_gate": True, "n_kv_heads": 2, "readout": "hermitian", "output_norm": "soft"},
-    ),
-    "kv2, identity": ("interdomain", {"n_kv_heads": 2, "c_form": "identity"}),
-    "gate, s4d": ("s4d", {"output_gate": True}),
-    "rff, no sequence": (
-        "single-query",
-        {"feature_map": "rff", "normalize": True, "c_form": "diagonal"},
-    ),
-    "favor, kv2": ("interdomain", {"feature_map": "favor", "normalize": True, "n_kv_heads": 2}),
-    "hermitian": ("interdomain", {"readout": "hermitian"}),
-    "softmax, kv2": ("softmax", {"n_kv_heads": 2}),
-    "gla": ("gla", STATE | {"conv_width": 3}),
-    "mamba2": ("mamba2", STATE),
-    "mamba2, no sequence": ("mamba2", STATE),
-    "deltanet": ("deltanet", STATE),
-    "hybrid, gated-deltanet": ("gated-deltanet", STATE | {"softmax_every": 2}),
-    "hybrid": (
-        "single-query",
-        {"softmax_every": 2, "window": 7, "n_kv_heads": 2, "c_form": "diagonal"},
-    ),
-}
+        CASES[condition] = {"condition": condition}
+for case in CASES:
+    LEGS["2 x 1 x 1"][case] = {"case": case}
+SOURCES = ("tensor and sequence", "one", "bf16", "transformer engine")  # of resumed legs
 
 
 def config_of(case="interdomain") -> ModelConfig:
     if case == "torchtitan":
         return replace(build_config("debug"), vocab_size=VOCAB, max_seq_len=2 * T)
-    condition, options = CASES.get(case, ("interdomain", {}))
-    if case == "kv1":
-        options = {"n_kv_heads": 1}
-    return small_config(condition, n_layers=2, vocab_size=VOCAB, max_seq_len=T, **options)
+    settings = {"condition": "interdomain", "n_layers": 2} | CASES.get(case, {})
+    return small_config(**settings, vocab_size=VOCAB, max_seq_len=T)
 
 
 def plain_model(case="interdomain") -> Transformer:
@@ -132,11 +57,14 @@ def plain_model(case="interdomain") -> Transformer:
     # The denominator of a normalizing mixer is near zero away from initial values, and float32 too
     # coarse.
     if config.mixers[0].normalize or case == "torchtitan":
-        model = Transformer(config)
-        seed = SEED if case == "torchtitan" else 0
-        model.init_weights(seed)
-        return model
+        return initial_model(config, SEED)
     return lively(config, torch.float32)
+
+
+def initial_model(config: ModelConfig, seed: int) -> Transformer:
+    model = Transformer(config)
+    model.init_weights(seed)
+    return model
 
 
 def tokens_of(step: int, corpus: Path | None = None) -> torch.Tensor:
@@ -166,20 +94,15 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     seen: dict = {"losses": {}, "gradients": {}, "folds": {}, "refused": {}}
     for layout, legs in LEGS.items():
-        tensor, pipeline, context = layout
+        tensor, pipeline, context = map(int, layout.split(" x "))
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
-        for name, (source, last_step, options) in legs.items():
-            train(folder, name, seen, source, last_step, **options)
-        if layout in PACKED:
-            seen["gradients"][f"packed, {tensor} x {context}"] = packed_documents(folder)
+        for name, leg in legs.items():
+            train(folder, name, seen, **leg)
         if context == 4:
             seen["refused"]["pieces"] = error_of(open_run, contiguous=False)
-        if layout == (2, 1, 1):
-            for case in CASES:
-                options = WITHOUT if case.endswith("no sequence") else {}
-                train(folder, case, seen, "start", 0, case=case, **options)
-            initial_values(seen)
-            delayed_gradients(seen)
+        if layout == "2 x 1 x 1":
+            seen["initial"] = own_parts(open_run())
+            seen["delayed"] = delayed_linears()
             refusals(folder, seen["refused"])
         parallel_state.destroy_model_parallel()
         dist.barrier()
@@ -219,7 +142,7 @@ def open_run(
         kind or config.mixers[0].kind,
         max_seq_len=config.max_seq_len,
         rope_theta=config.rope_theta,
-        seed=7,
+        seed=SEED,
         contiguous=contiguous,
         transformer_engine=transformer_engine,
     )
@@ -238,68 +161,88 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
     return list(tokens.split(MICRO_BATCH)[rank::ranks])
 
 
-def train(folder, name, seen, source, last_step, *, case="interdomain", **options) -> None:
-    """Puts losses and gradient norms of the steps into seen["losses"][name].
+def train(
+    folder, name, seen, *, steps=0, resume=None, case="interdomain", packed=False, **options
+) -> None:
+    """Computes a leg: losses and gradient norms by step, and the gradients of the first step.
 
-    The gradients of the first step go into seen["gradients"][name]. With last_step = 0 the
-    parameters are not updated.
+    Args:
+        seen: What this rank has computed, to which the leg's numbers are added.
+        steps: The last step. If it is 0, the parameters are not updated.
+        resume: The leg whose checkpoint of step 5 is resumed.
+        packed: Each rank reads the first sequence, in which documents end at ENDS.
+        options: Arguments of `open_run`.
     """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     run = open_run(case, **options)
-    if source == "start":
-        run.load_weights(folder / "start" / case / "release")
+    if packed:
+        ends = torch.tensor(ENDS, dtype=torch.int32)
+        documents = PackedSeqParams("thd", ends, ends, max_seqlen_q=T, max_seqlen_kv=T)
+        run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=documents)
+    if resume:
+        run.load(folder / resume / "iter_0000005")
     else:
-        run.load(folder / source / "iter_0000005")
-    found = seen["losses"][name] = {}
-    folds = seen["folds"][name] = []
+        run.load_weights(folder / "start" / case / "release")
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
+    seen["losses"][name] = {}
+    seen["folds"][name] = []
     corpus = folder / "corpus" if case == "torchtitan" else None
-    ssm_tensors = InterdomainMixer.ssm_tensors
-    while run.step < max(last_step, 1):
-        batches = batches_of(tokens_of(run.step, corpus))
+    while run.step < max(steps, 1):
+        step = run.step
+        tokens = tokens_of(step, corpus)
+        batches = [tokens[:1]] if packed else batches_of(tokens)
+        ssm_tensors = InterdomainMixer.ssm_tensors
         with mock.patch.object(InterdomainMixer, "ssm_tensors", side_effect=ssm_tensors) as calls:
             loss = run.gradients(batches)
-        folds.append(calls.call_count)
-        if run.step == 0 and name != "bf16":
+        seen["folds"][name].append(calls.call_count)
+        if step == 0 and name != "bf16":
             seen["gradients"][name] = own_gradients(run)
-        if last_step == 0:
+        if steps == 0:
             break
-        step = run.step
-        norm = run.update()
-        found[step] = loss, norm
+        seen["losses"][name][step] = loss, run.update()
         if run.step == 5 and name in SOURCES:
             run.save(folder / name / "iter_0000005")
             (folder / name / TRACKER).write_text("5")
 
 
 def own_gradients(run) -> list[tuple]:
-    """Returns this rank's parts: (Megatron's name, offsets, the tensor's shape, numbers)."""
+    """Returns this rank's parts of the gradients, as `own_parts` does of the parameters."""
     from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for buffer in run.ddp.buffers:
         for bucket in buffer.buckets:  # the distributed optimizer has left each rank its share
             shares = list(bucket.grad_data.chunk(group.size()))
             dist.all_gather(shares, shares[group.rank()].clone(), group=group)
-    # A state has places of the parameters: they hold their gradients meanwhile.
-    weights = [p.detach().clone() for p in run.model.parameters()]
+    # A state has places of the parameters: they are their gradients meanwhile.
+    weights = []
     for p in run.model.parameters():
-        p.data.copy_(p.main_grad)
+        weights.append(p.data)
+        p.data = p.main_grad
+    parts = own_parts(run)
+    for p, weight in zip(run.model.parameters(), weights, strict=True):
+        p.data = weight
+    return parts
+
+
+def own_parts(run) -> list[tuple]:
+    """Returns this rank's parts: (Megatron's name, offsets, the tensor's shape, numbers)."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
     state = run.model.sharded_state_dict()
     apply_factories(state)
-    found = []
+    parts = []
     for x in nested_values(state):
         if isinstance(x, ShardedTensor) and x.data.is_floating_point():
-            found.append((x.key, x.global_offset, x.global_shape, x.data.detach().clone()))
-    for p, weight in zip(run.model.parameters(), weights, strict=True):
-        p.data.copy_(weight)
-    return found
+            parts.append((x.key, x.global_offset, x.global_shape, x.data.detach().clone()))
+    return parts
 
 
-def whole_gradients(config: ModelConfig, parts: list[tuple], form=None) -> dict[str, torch.Tensor]:
-    """Returns the gradients of all ranks together, by the plain model's names."""
+def whole_tensors(config: ModelConfig, parts: list[tuple], form=None) -> dict[str, torch.Tensor]:
+    """Returns the tensors that the parts of all ranks make, by the plain model's names."""
     whole: dict = {}
     for key, offsets, shape, data in parts:
         tensor = whole.setdefault(key, torch.full(shape, math.nan))
@@ -312,43 +255,13 @@ def whole_gradients(config: ModelConfig, parts: list[tuple], form=None) -> dict[
     return {name: part_of(whole, name, form) for name, _ in meta_model(config).named_parameters()}
 
 
-def packed_documents(folder: Path) -> list[tuple]:
-    """Returns the gradients of the mean loss of a sequence in which documents end at ENDS."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    run = open_run()
-    run.load_weights(folder / "start" / "interdomain" / "release")
-    ends = torch.tensor(ENDS, dtype=torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T
-    )
-    run.ddp.forward = functools.partial(run.ddp.forward, packed_seq_params=packed)
-    run.gradients([tokens_of(0)[:1]])
-    return own_gradients(run)
-
-
-def initial_values(seen: dict) -> None:
-    """Compares this rank's part of a layer's initial values with the plain model's."""
-    attention = open_run().model.decoder.layers[1].self_attention
-    plain = Transformer(config_of())
-    plain.init_weights(7)
-    mixer = plain.layers["1"].attention
-    rank = attention.tp_group.rank()
-    rows = [linear.weight.chunk(2)[rank] for linear in (mixer.wq, mixer.wk, mixer.wv)]
-    seen["initial"] = [
-        torch.equal(attention.in_proj.weight, torch.cat(rows)),
-        torch.equal(attention.out_proj.weight, mixer.wo.weight.chunk(2, 1)[rank]),
-        torch.equal(attention.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank]),
-        torch.equal(attention.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank]),
-    ]
-
-
-def delayed_gradients(seen: dict) -> None:
+def delayed_linears() -> list[str]:
+    """Returns the names of the linears whose weights' gradients the layer delays."""
     from . import stand_ins
 
-    attention = open_run(**ENGINE).model.decoder.layers[1].self_attention
+    attention = open_run(transformer_engine=True).model.decoder.layers[1].self_attention
     attention.backward_dw()
-    seen["delayed"] = [attention.in_proj, attention.out_proj] == stand_ins.DELAYED
+    return [name for name, linear in attention.named_modules() if linear in stand_ins.DELAYED]
 
 
 def error_of(function, *arguments, **options) -> str:
@@ -368,8 +281,8 @@ def refusals(folder: Path, refused: dict) -> None:
     context = StaticInferenceContext(1, T)
     with torch.no_grad():
         refused["inference"] = error_of(run.model, tokens, None, None, inference_context=context)
-    refused["heads"] = error_of(open_run, "kv1")
-    refused["a norm within in_proj"] = error_of(open_run, "mamba2", kind="interdomain", **ENGINE)
+    options = {"kind": "interdomain", "transformer_engine": True}
+    refused["a norm within in_proj"] = error_of(open_run, "mamba2", **options)
     hermitian = folder / "start" / "hermitian" / "release"
     refused["another mixer"] = error_of(run.load_weights, hermitian)
     # The record of another tokenizer, as at the end of a sharded load.

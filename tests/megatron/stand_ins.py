@@ -16,18 +16,15 @@ from interdomain.megatron import spec
 DELAYED = []  # the linears whose backward_dw was called
 
 
+# Arguments that have no default in Megatron.
+REQUIRED = {"bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name"}
+
+
 class Column(layers.ColumnParallelLinear):
-    # These arguments have no default in Megatron.
-    def __init__(
-        self, *sizes, gather_output, bias, skip_bias_add, is_expert, tp_comm_buffer_name, **others
-    ):
+    def __init__(self, *sizes, gather_output, **options):
         assert not gather_output
-        options = dict(
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-        )
-        super().__init__(*sizes, bias=bias, **options, **others)
+        assert options.keys() >= REQUIRED
+        super().__init__(*sizes, **options)
 
     def get_extra_state(self) -> Any:
         return torch.empty(0, dtype=torch.uint8)
@@ -50,24 +47,9 @@ class LayerNormColumn(Column):
 
 
 class Row(layers.RowParallelLinear):
-    def __init__(
-        self,
-        *sizes,
-        bias,
-        input_is_parallel,
-        skip_bias_add,
-        is_expert,
-        tp_comm_buffer_name,
-        **others,
-    ):
-        options = dict(
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-        )
-        super().__init__(
-            *sizes, bias=bias, input_is_parallel=input_is_parallel, **options, **others
-        )
+    def __init__(self, *sizes, **options):
+        assert options.keys() >= REQUIRED | {"input_is_parallel"}
+        super().__init__(*sizes, **options)
 
     get_extra_state = Column.get_extra_state
     backward_dw = Column.backward_dw

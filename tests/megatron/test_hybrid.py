@@ -1,18 +1,15 @@
 """HybridModel with the layers, on two ranks, by Megatron-Core 0.18 or later."""
 
-import copy
 import importlib.util
 import os
 
 import pytest
 import torch
 
-from interdomain.megatron.checkpoint import MegatronCheckpoint, hybrid_pattern, write_checkpoint
+from interdomain.megatron.checkpoint import hybrid_pattern
 from interdomain.model import build_config
 from interdomain.model.flops import train_flops_per_token
-from interdomain.tools import convert
 
-from ..model.common import assert_same_tensors, lively
 from ..ranks import launch
 from . import hybrid, ranks
 
@@ -23,42 +20,36 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """(A model, the folder of its checkpoint for HybridModel)."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    model = lively(hybrid.config_of(), torch.float32)
-    write_checkpoint(folder, model.config, model.state_dict(), hybrid=True)
-    return model, folder
-
-
-@pytest.fixture(scope="module")
-def computed(start):
+def computed(tmp_path_factory):
     """What each rank has computed."""
     newer = []
     if MEGATRON019 in os.environ:
         newer.append(os.environ[MEGATRON019])
     elif not os.path.isdir(f"{INSTALLED}/hybrid"):
         pytest.skip(f"megatron-core has no HybridModel, and {MEGATRON019} is not set")
-    _, folder = start
+    folder = tmp_path_factory.mktemp("hybrid")
+    ranks.write_start(folder, "layers", hybrid=True)
     launch(folder / "log", 2, hybrid.__file__, folder, *newer)
     return [torch.load(folder / f"gradients {rank}.pt") for rank in range(2)]
 
 
 @pytest.mark.parametrize("layout", hybrid.LAYOUTS)
-def test_every_gradient(layout, start, computed):
+def test_every_gradient(layout, computed):
     """float32 gradients are near the plain model's in float64."""
-    model = copy.deepcopy(start[0]).double()
+    model = ranks.plain_model("layers").double()
     tokens = ranks.tokens_of(0)
     loss = model(tokens[:, :-1], labels=tokens[:, 1:])
     (loss / (ranks.BATCH * ranks.T)).backward()
     parts = computed[0][layout] + computed[1][layout]
-    found = ranks.whole_gradients(model.config, parts, "hybrid")
+    found = ranks.whole_tensors(model.config, parts, "hybrid")
     for name, p in model.named_parameters():
         assert (found[name] - p.grad).norm() < 1e-4 * p.grad.norm(), name
 
 
 def test_the_log_counts_the_flops_of_this_model(computed):
-    model = build_config("125M", layers=hybrid.LAYERS, n_layers=4, vocab_size=1000)
+    model = build_config(
+        "125M", layers=ranks.CASES["layers"]["layers"], n_layers=4, vocab_size=1000
+    )
     assert computed[0]["FLOPs"] == 2 * 4096 * train_flops_per_token(model, 4096)
 
 
@@ -66,20 +57,6 @@ def test_the_log_counts_the_flops_of_this_model(computed):
 def test_patterns_that_cannot_be_converted_are_refused(pattern, computed):
     words = f"the layer pattern {pattern!r} is of no model that this project converts."
     assert computed[0][pattern].startswith(words)
-
-
-def test_a_checkpoint_becomes_an_exported_model_and_comes_back(start, corpus, tmp_path, capsys):
-    model, folder = start
-    exported = tmp_path / "exported"
-    again = tmp_path / "start"
-    line = f"{folder}/release --tokenizer {corpus} --output {exported}"
-    assert convert.main(line.split()) == 0
-    assert convert.main(f"{exported} --to-megatron hybrid --output {again}".split()) == 0
-    assert '--hybrid-layer-pattern "G-*-G-M-"' in capsys.readouterr().out
-    checkpoint = MegatronCheckpoint(again / "release")
-    assert checkpoint.config.mixers == model.config.mixers
-    wanted = model.state_dict()
-    assert_same_tensors(checkpoint.read(list(wanted)), wanted)
 
 
 def test_two_mixers_of_one_letter_have_no_pattern():

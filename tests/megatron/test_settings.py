@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from interdomain.megatron import layer_spec, spec
 from interdomain.megatron.checkpoint import BACKBONE
@@ -30,19 +29,9 @@ MISSING = [
 # Switches that Megatron-LM can only turn on.
 ONLY_ON = {"--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"}
 FLAGS = []  # every flag that can be given a wrong value
-WRONG = []  # every setting of TransformerConfig with a wrong value
 for setting in REQUIRED_SETTINGS:
     if setting.flag.startswith("-") and setting.flag not in ONLY_ON:
         FLAGS.append(setting.flag)
-    for name in setting.allowed:
-        # Any other word is allowed for transformer_impl.
-        value = "inference_optimized" if name == "transformer_impl" else "other"
-        if name in TransformerConfig.__dataclass_fields__:
-            WRONG.append((setting.flag, name, value))
-WRONG += [
-    ("--swiglu", "activation_func", quick_gelu),
-    ("--attention-backend", "attention_backend", AttnBackend.flash),
-]
 
 
 def layer(**settings):
@@ -74,12 +63,19 @@ def test_all_wrong_defaults_of_megatron_are_named_at_once(parse, capsys):
     assert sorted(line.partition(":")[0] for line in lines) == MISSING
 
 
-@pytest.mark.parametrize(("flag", "name", "value"), WRONG)
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--swiglu", "activation_func", quick_gelu),
+        ("--attention-backend", "attention_backend", AttnBackend.flash),
+        ("--transformer-impl", "transformer_impl", "inference_optimized"),
+        ("--hidden-dropout", "hidden_dropout", 0.1),
+    ],
+)
 def test_a_wrong_setting_is_refused_by_the_layer(flag, name, value):
     """A user's own training loop has no command line."""
-    with pytest.raises(ValueError, match=f"^{flag}: {name} = ") as refused:
+    with pytest.raises(ValueError, match=f"^{flag}: {name} = .*\\Z"):
         layer(**{name: value})
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ def test_the_shapes_of_states_and_the_architecture(case):
 )
 def test_without_vllm_or_with_another(vllm, words, tmp_path):
     (tmp_path / "vllm.py").write_text(vllm)
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from interdomain.vllm import Interdomain"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    (tmp_path / "program.py").write_text("from interdomain.vllm import Interdomain")
+    command = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert words in done.stderr
 

@@ -66,7 +66,7 @@ def test_sixteen_at_once_in_streams(served):
         return tokens
 
     with ThreadPoolExecutor(len(PROMPTS)) as at_once:
-        answers = [*at_once.map(ask, PROMPTS)]
+        answers = list(at_once.map(ask, PROMPTS))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
