@@ -21,18 +21,18 @@ pytestmark = pytest.mark.slow
 
 # The plan of the first call: the seconds of every row that a part measures, as estimated for an H200 with prepared kernels.
 PLAN = {
-    "machine": [6, 4, 5],
+    "machine": [5, 5, 5],
     "check": [5] * 9,
     "kernels": [3.5] * 18,
     "decode": [1] * 54,
-    "training-125M": [25, 25],
+    "training-125M": [25] * 2,
     "peers": [5] * 9,
-    "training-350M": [50, 50],
-    "profile of the scan": [10, 10],
-    "profile of the features": [7, 7],
-    "memcheck": [18, 18],
+    "training-350M": [50] * 2,
+    "profile of the scan": [10] * 2,
+    "profile of the features": [7] * 2,
+    "memcheck": [18] * 2,
 }
-LIMITS = [20, 80, 75, 65, 55, 50, 105, 30, 20, 40]  # seconds of each part
+TIME_LIMIT = 540
 HANGS = 10_000
 
 # A tool of ours, ncu and compute-sanitizer as gpu.sh starts them. The clock is a file: a row moves it on by its seconds, or to
@@ -144,7 +144,7 @@ def rehearse(tmp_path, *flags, seconds=PLAN, status=None, verdicts=()):
     command = gpu_sh(*flags, "--output", tmp_path / "out")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     print(done.stdout, done.stderr)
-    assert float(clock.read_text()) <= 1000 + sum(LIMITS)
+    assert float(clock.read_text()) <= 1000 + TIME_LIMIT
     return Rehearsal(done.returncode, tmp_path / "out")
 
 
@@ -214,7 +214,7 @@ def start(tmp_path, *flags):
 @pytest.mark.e2e
 def test_ended_at_any_moment(tmp_path):
     """The summary has the parts that ended. A second call overwrites nothing."""
-    run = start(tmp_path, "--time-limit=540")
+    run = start(tmp_path, f"--time-limit={TIME_LIMIT}")
     while not (tmp_path / "out/started").exists():
         assert run.poll() is None
         time.sleep(0.05)
@@ -229,13 +229,10 @@ def test_ended_at_any_moment(tmp_path):
 
 
 @pytest.mark.e2e
-def test_one_tool_and_an_unknown_one(tmp_path):
+def test_one_tool(tmp_path):
     """A clone that is not installed is imported as it lies."""
     run = start(tmp_path, "inference")
     assert run.communicate(timeout=TIMEOUT)[0] == f"1 row; imports from {REPOSITORY}/plugin\n"
-    run = start(tmp_path, "decoding")
-    assert "there is no tool or option 'decoding'" in run.communicate(timeout=TIMEOUT)[0]
-    assert run.returncode == 2
 
 
 # Cases in processes of their own, as on a GPU.
