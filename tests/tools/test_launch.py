@@ -51,16 +51,17 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("torchrun_status", "saved", "status"),
+    ("torchrun_status", "saves", "status"),
     [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED)],
 )
 def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again(
-    tmp_path, monkeypatch, torchrun_status, saved, status
+    tmp_path, monkeypatch, torchrun_status, saves, status
 ):
     def run(command, environment):
-        if saved:
-            (tmp_path / "checkpoint" / "step-7").mkdir(parents=True)
-            (tmp_path / "checkpoint" / "step-7" / ".metadata").touch()
+        if saves:
+            step = tmp_path / "checkpoint/step-7"
+            step.mkdir(parents=True)
+            (step / ".metadata").touch()
         return torchrun_status
 
     monkeypatch.setattr(launch.torchrun, "run", run)
@@ -96,8 +97,9 @@ def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(
     monkeypatch.setattr(launch.torch.cuda, "device_count", int)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     dry_run(capsys)  # on a login node it says what would run elsewhere
-    for main, option in ((launch.main, "--job.dump_folder"), (bench_training.main, "--output")):
-        refused(main, [option, tmp_path / "out"], "this machine has GPUs (/dev/nvidia0)")
+    words = "this machine has GPUs (/dev/nvidia0)"
+    refused(launch.main, ["--job.dump_folder", tmp_path / "out"], words)
+    refused(bench_training.main, ["--output", tmp_path / "out"], words)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launch.refuse_idle_gpus()
 
@@ -191,20 +193,19 @@ def checkout(tmp_path, monkeypatch):
 def test_titan_chooses_an_environment(checkout, monkeypatch):
     checkout('#!/bin/sh\necho $0 "$@" >> log\n', ".venv/bin/python", ".venv-titan03/bin/python")
 
-    def start(*words):
-        return subprocess.run(["./launch.sh", *words], capture_output=True, text=True)
+    def start(version):
+        command = ["./launch.sh", "--titan", version, "run.toml"]
+        return subprocess.run(command, capture_output=True, text=True).stderr
 
-    assert start("--titan", "0.3", "run.toml", "--dry-run").returncode == 0
+    assert start("0.4") == "error: --titan must be 0.2 or 0.3: got 0.4.\n"
+    start("0.3")
     log = Path("log").read_text()
     assert "pip install" in log
-    assert "torchtitan==0.3.0" in Path("constraints-titan03.txt").read_text()
     assert "-c constraints-titan03.txt -e .[titan03]" in log
-    assert log.endswith(
-        "/.venv-titan03/bin/python -m interdomain.tools.launch run.toml --dry-run\n"
-    )
-    assert start("--titan", "0.4").stderr == "error: --titan must be 0.2 or 0.3: got 0.4.\n"
+    assert log.endswith("/.venv-titan03/bin/python -m interdomain.tools.launch run.toml\n")
+    assert "torchtitan==0.3.0" in Path("constraints-titan03.txt").read_text()
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "python")
-    assert "leave one out" in start("--titan", "0.3").stderr
+    assert "leave one out" in start("0.3")
 
 
 def test_paths_are_those_of_the_folder_that_it_is_started_in(checkout, tmp_path, monkeypatch):
@@ -237,11 +238,10 @@ def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_pa
     """A start was killed when it had a Python and no pip, another one in the middle of pip. New constraints are installed."""
     checkout(STAND_IN, "tools/python3.11", ".venv/bin/python")
     monkeypatch.setenv("PATH", str(tmp_path / "tools"), prepend=os.pathsep)
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
 
     def start():
-        return subprocess.Popen(
-            ["./launch.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        return subprocess.Popen("./launch.sh", **options)
 
     Path("hold").touch()
     killed = start()
@@ -260,4 +260,4 @@ def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_pa
         assert start().wait(60) == 0
     # An installation calls pip twice, for torch and for the rest. The first start was killed in torch. One of the two that
     # waited installed, and so did one of the two with other constraints.
-    assert Path("log").read_text().splitlines() == ["install"] * (1 + 2 + 2)
+    assert Path("log").read_text() == "install\n" * (1 + 2 + 2)

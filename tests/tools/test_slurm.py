@@ -14,6 +14,7 @@ from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from .. import slurm_stand_in
 from ..common import when_listening
+from .test_gpu_sh import write_program
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
     assert allocation.environment["NCCL_NET"] == "shell"
     assert allocation.environment["NCCL_PROTO"] == "^LL128"
     assert "--label" in allocation.command("x.toml", [], 0)
-    site.write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
+    site.write_text("export NCCL_PROTO=y\n")
     with pytest.raises(ValueError, match=r"ours\.env: 'export NCCL_PROTO=y' is not NAME=VALUE"):
         _slurm.read_site(str(site))
 
@@ -120,32 +121,30 @@ def test_what_srun_s_end_means(sent, status, meaning):
 
 
 @pytest.mark.parametrize(
-    ("code", "answer", "ours", "requeued"),
+    ("code", "answer", "requeued"),
     [
-        (1, "echo ' Restarts=0 BatchFlag=1'", "0", False),
-        (CONTINUE, "echo ' Restarts=12 BatchFlag=1'", "12", True),
+        (1, "Restarts=12 BatchFlag=1", False),
+        (CONTINUE, "Restarts=12 BatchFlag=1", True),
         # SLURM has started the job again since.
-        (CONTINUE, "echo ' Restarts=12 BatchFlag=1'", "1", False),
+        (CONTINUE, "Restarts=13 BatchFlag=1", False),
         # Nobody answers: the node is cut off.
-        (CONTINUE, "exit 1", "1", False),
+        (CONTINUE, "", False),
     ],
 )
 def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(
-    tmp_path, monkeypatch, code, answer, ours, requeued
+    tmp_path, monkeypatch, code, answer, requeued
 ):
-    script = _slurm.SITES / "requeue.sbatch"
-    launch_sh = f"#!/bin/sh\necho $@ >> asked\nexit {code}\n"
-    scontrol = f"#!/bin/sh\necho $@ >> asked\n{answer}\n"
-    for name, text in (("launch.sh", launch_sh), ("scontrol", scontrol)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    asked = tmp_path / "asked"
+    write_program(tmp_path / "launch.sh", f"echo $@ >> {asked}; exit {code}")
+    write_program(tmp_path / "scontrol", f"echo $@ >> {asked}; echo ' {answer}'")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", ours)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "12")
+    script = _slurm.SITES / "requeue.sbatch"
     assert subprocess.run(["bash", script], cwd=tmp_path).returncode == code
-    started, *asked = (tmp_path / "asked").read_text().splitlines()
+    started, *calls = asked.read_text().splitlines()
     assert started == "train_configs/1.3B.toml --site plain"
-    assert ("requeue 77" in asked) == requeued
+    assert ("requeue 77" in calls) == requeued
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_a_bad_allocation_is_refused(slurm, refused, variables, argv, words):
 
 def test_a_list_of_nodes_that_scontrol_does_not_know_is_refused(slurm, tmp_path, refused):
     slurm("a")
-    (tmp_path / "bin/scontrol").write_text("#!/bin/sh\necho bad list >&2; exit 1\n")
+    write_program(tmp_path / "bin/scontrol", "echo bad list >&2; exit 1")
     refused(launch.main, ["--dry-run"], "SLURM_JOB_NODELIST = 'a' (bad list)")
 
 
