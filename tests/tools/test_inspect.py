@@ -1,6 +1,7 @@
 """inspect-model: maps against the mixer's output, timescales that are known, and what the command writes."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -87,13 +88,12 @@ def test_pairing(readout):
     lags = torch.arange(LAGS, dtype=torch.float64)[:, None]
     powers = beta[:, None] * (log_decay[:, None] * lags).exp()
     phi = powers @ C.mT  # [H, lags, M]
-    if readout == "complex":
-        expected = (phi @ phi.mT).real
-    elif readout == "real":
-        expected = phi.real @ phi.real.mT
-    else:
-        expected = (phi.conj() @ phi.mT).real
-    assert_close(layer.pairing, expected)
+    products = {
+        "complex": phi @ phi.mT,
+        "real": phi.real @ phi.real.mT,
+        "hermitian": phi.conj() @ phi.mT,
+    }
+    assert_close(layer.pairing, products[readout].real)
     if readout != "complex":  # a sum of squares
         assert by_head(layer.pairing)["own value positive"] == [1] * 4
 
@@ -124,10 +124,11 @@ def folder(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("inspect")
     model = small_model("interdomain")
     ssm = model.layers["1"].attention.ssm
-    ssm.log_A_real.data.copy_((0.25 / ssm.log_dt.exp()).log()[:, None].expand_as(ssm.log_A_real))
-    ssm.C.data.copy_(torch.tensor([3.0, 4.0]).expand_as(ssm.C))
+    with torch.no_grad():
+        ssm.log_A_real[:] = -math.log(4) - ssm.log_dt[:, None]
+        ssm.C[:] = torch.tensor([3.0, 4.0])
     checkpoint = write_checkpoint(path / "run", model, tokenizer)
-    assert convert.main([str(checkpoint), "--output", str(path / "model")]) == 0
+    assert convert.main([str(checkpoint), "--output", f"{path}/model"]) == 0
     return path / "model"
 
 
@@ -139,33 +140,33 @@ def run(folder, output, *options):
 def test_what_is_written(folder, tmp_path, tokenizer, refused):
     out = tmp_path / "out"
     run(folder, out)
-    pictures = ["map-layer-00", "map-layer-01", "pairing-layer-00", "pairing-layer-01"]
-    for picture in pictures:
+    for picture in ("map-layer-00", "map-layer-01", "pairing-layer-00", "pairing-layer-01"):
         assert (out / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads((out / "inspect.json").read_text())
     ids = [tokenizer.eos_id, *tokenizer.encode(TEXT)]
     assert written["tokens"] == ids
     first, second = written["layers"]
-    expected = {"timescale min": 4, "timescale median": 4, "timescale max": 4}
-    expected |= {"at bound": 0, "RMS of C": 5}
-    found = {name: second[name] for name in expected}
-    assert found == pytest.approx(expected, rel=1e-5)
+    for name in ("timescale min", "timescale median", "timescale max"):
+        assert second[name] == pytest.approx(4, rel=1e-5), name
+    assert second["at bound"] == 0
+    assert second["RMS of C"] == pytest.approx(5, rel=1e-5)
     assert first["timescale max"] > 4.1
-    model = load_model(folder, dtype=torch.float64)
-    layers = _maps.read_layers(model, torch.tensor(ids), [0, 1])
     maps = load_file(out / "maps.safetensors")
     assert sorted(maps) == ["layer-00", "layer-01", "pairing-00", "pairing-01"]
-    torch.testing.assert_close(maps["layer-01"], layers[1].weights.float())
-    assert first["distance"] == pytest.approx(sum(_maps.by_head(layers[0].weights)["distance"]) / 4)
+    model = load_model(folder, dtype=torch.float64)
+    layer = _maps.read_layers(model, torch.tensor(ids), [0, 1])[1]
+    torch.testing.assert_close(maps["layer-01"], layer.weights.float())
+    distances = _maps.by_head(layer.weights)["distance"]
+    assert second["distance"] == pytest.approx(sum(distances) / 4)
     refused(inspect.main, [folder, "--text", TEXT, "--output", out], "nothing is overwritten")
 
 
 def test_other_mixers_and_no_matplotlib(exported_model, tmp_path, capsys, monkeypatch):
-    options = ("--layers", 1, "--dtype", "float32")
-    run(exported_model("s4d")[1], tmp_path / "s4d", *options)
+    folder = exported_model("s4d")[1]
+    run(folder, tmp_path / "s4d", "--layers", 1, "--dtype", "float32")
     assert [path.name for path in (tmp_path / "s4d").glob("*.png")] == ["map-layer-01.png"]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run(exported_model("softmax")[1], tmp_path / "softmax")
+    run(folder, tmp_path / "without")
     assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
 
 
