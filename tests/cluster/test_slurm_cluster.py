@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    cluster.environment["INTERDOMAIN_PYTHON"] = sys.executable
     try:
         cluster.start()
         yield cluster
@@ -46,23 +48,16 @@ class Job:
         self.run = folder / "run"
         self.log = folder / "log.txt"
         folder.mkdir()
-        launch = f"{FLAGS} --training.steps {steps} --job.dump_folder {self.run}"
         script = (slurm.SITES / "requeue.sbatch").read_text()
-        for pattern, replacement in (
-            (r"#SBATCH --gpus-per-node=.*\n", ""),
-            (r"(#SBATCH --nodes)=.*", r"\1=2"),
-            (r"(#SBATCH --time)=.*", rf"\1={minutes}"),
-            (r"(#SBATCH --signal=USR1)@.*", r"\1@60"),
-            (r"(#SBATCH --output)=.*", rf"\1={self.log}"),
-            (r"1.3B.toml", "debug.toml"),
-            (r"(launch.sh .*)", rf"\1 {launch}"),
-        ):
-            script, found = re.subn(pattern, replacement, script)
-            assert found == 1, pattern
+        script = script.replace("#SBATCH --gpus-per-node=4\n", "")
+        command = f"./launch.sh train_configs/debug.toml {FLAGS} --training.steps {steps}"
+        script = script.replace('./launch.sh "$config"', f"{command} --job.dump_folder {self.run}")
+        assert command in script
         (folder / "job.sbatch").write_text(script)
-        cluster.environment["INTERDOMAIN_PYTHON"] = sys.executable
-        submit = ("sbatch", "--parsable", f"--chdir={REPOSITORY}", folder / "job.sbatch")
-        self.number = cluster.call(*submit).strip()
+        # The options of the command win over those of the script.
+        options = f"--nodes=2 --time={minutes} --signal=USR1@60 --output={self.log}"
+        submit = f"sbatch --parsable --chdir={REPOSITORY} {options} {folder}/job.sbatch"
+        self.number = cluster.call(submit).strip()
 
     def has_ended(self) -> bool:
         return not (self.run / "run.lock").exists()
@@ -70,27 +65,27 @@ class Job:
     def saved(self, step: int) -> bool:
         return (self.run / f"checkpoint/step-{step}/.metadata").is_file()
 
+    def steps(self, pattern: str) -> list[str]:
+        return re.findall(pattern, self.log.read_text()) if self.log.is_file() else []
+
     def until_logged(self, pattern: str, seconds: int) -> int:
         """Returns the step that the log names last in this pattern."""
-
-        def steps() -> list[str]:
-            return re.findall(pattern, self.log.read_text()) if self.log.is_file() else []
-
-        self.cluster.wait(steps, seconds, f"{pattern!r} in {self.log}")
-        return int(steps()[-1])
+        self.cluster.wait(partial(self.steps, pattern), seconds, f"{pattern!r} in {self.log}")
+        return int(self.steps(pattern)[-1])
 
     def until(self, state: str, seconds: int = 400) -> None:
-        command = ["squeue", "--noheader", "--states=all", f"--jobs={self.number}", "--format=%T"]
+        command = f"squeue --noheader --states=all --jobs={self.number} --format=%T"
 
         def is_in_state() -> bool:
-            return self.cluster.call(*command).strip() == state
+            return self.cluster.call(command).strip() == state
 
         self.cluster.wait(is_in_state, seconds, f"{state}; see {self.log}")
 
     def start_again(self) -> None:
         """A job that was put back in the queue waits for two minutes, as SLURM has it."""
         self.until("PENDING")
-        self.cluster.call("scontrol", "update", f"job={self.number}", "StartTime=now")
+        time.sleep(2)  # slurmd refuses to start a job in the second in which it ended
+        self.cluster.call(f"scontrol update job={self.number} StartTime=now")
 
 
 def test_lost_nodes_change_no_bit(cluster, tmp_path):
@@ -99,10 +94,12 @@ def test_lost_nodes_change_no_bit(cluster, tmp_path):
     for step, loses_first in ((20, False), (40, True)):
         cluster.wait(partial(job.saved, step), TIMEOUT, f"step {step}; see {job.log}")
         first = json.loads((job.run / "run.lock").read_text())["host"]
-        nodes = cluster.call("squeue", "--noheader", f"--jobs={job.number}", "--format=%N").strip()
-        names = cluster.call("scontrol", "show", "hostnames", nodes).split()
-        names.remove(first)
-        lost = first if loses_first else names[0]
+        lost = first
+        if not loses_first:
+            nodes = cluster.call(f"squeue --noheader --jobs={job.number} --format=%N").strip()
+            names = cluster.call(f"scontrol show hostnames {nodes}").split()
+            names.remove(first)
+            lost = names[0]
         cluster.power_off(lost)
         job.start_again()  # on the two that are left
         job.until("RUNNING", 60)
@@ -121,7 +118,9 @@ def test_a_time_limit_puts_the_run_back_in_the_queue(cluster, tmp_path):
     assert job.saved(first)
     job.start_again()
     job.until_logged(rf"Training starts at step ({first + 1})\b", 150)
-    cluster.call("scancel", job.number)
+    following = first // 10 * 10 + 10
+    cluster.wait(partial(job.saved, following), 60, f"step {following}")
+    cluster.call(f"scancel {job.number}")
     cluster.wait(job.has_ended, 60, "the run to end")
     last = job.until_logged(r"leaving after step (\d+) ", 1)
     assert last > first

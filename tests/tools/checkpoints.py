@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -23,17 +24,15 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
 def edit_run(folder: Path, **facts) -> Path:
     """Sets facts of the run in the record of a checkpoint or an exported model. Removes those that are None."""
     file = folder / RECORD_FILE
-    if file.is_file():
-        record = json.loads(file.read_text())
-        run = record["run"]
-    else:
+    if not file.is_file():
         file = folder / "config.json"
-        record = json.loads(file.read_text())
-        run = record["facts"]["run"]
-    run |= facts
+    record = json.loads(file.read_text())
+    run = record["run"] if file.name == RECORD_FILE else record["facts"]["run"]
     for name, fact in facts.items():
         if fact is None:
             del run[name]
+        else:
+            run[name] = fact
     file.write_text(json.dumps(record))
     return folder
 
@@ -43,26 +42,28 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
     shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
-    record = {  # as interdomain.titan.resume.checkpoint writes it
-        "format_version": 1,
-        "model": model.config.to_dict(),
-        **cell_of(model.config, "debug")._asdict(),
-        "run": {
-            "seed": 42,
-            "seq_len": 128,
-            "planned_steps": 400,
-            "data_fingerprint": "0123abcd",
-            "documents": tokenizer.documents.to_dict(),
-        },
-        "tokenizer": {
-            "file": TOKENIZER,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-        },
-        "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
-        "step": step,
-        "tokens": step * 2048,
-    }
+    # As interdomain.titan.resume.checkpoint writes it.
+    record = tomllib.loads(f"""
+format_version = 1
+step = {step}
+tokens = {step * 2048}
+[run]
+seed = 42
+seq_len = 128
+planned_steps = 400
+data_fingerprint = "0123abcd"
+[tokenizer]
+file = "{TOKENIZER}"
+sha256 = "{tokenizer.sha256}"
+vocab_size = {tokenizer.vocab_size}
+[versions]
+interdomain = "0.1.0"
+torch = "{torch.__version__}"
+torchtitan = "0.2.2"
+""")
+    record["model"] = model.config.to_dict()
+    record |= cell_of(model.config, "debug")._asdict()
+    record["run"]["documents"] = tokenizer.documents.to_dict()
     (checkpoint / RECORD_FILE).write_text(json.dumps(record))
     state = {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
     for name, tensor in model.state_dict().items():

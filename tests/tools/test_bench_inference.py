@@ -1,6 +1,5 @@
 """bench_inference in CPU tiny mode: what it writes, and what does not fit."""
 
-import itertools
 import json
 
 import pytest
@@ -39,7 +38,7 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
     assert (contents["status"], contents["label"]) == ("complete", results.CPU_LABEL)
     decoded, prompts = contents["tables"].values()
     rows = {(row["B"], row["prefix"], row["path"]): row for row in decoded["rows"]}
-    assert list(rows) == list(itertools.product((1, 2), (32, 64), bench_inference.PATHS))
+    assert len(rows) == 2 * 2 * len(bench_inference.PATHS)
     for (batch, prefix, path), row in rows.items():
         if path == "softmax, eager" and prefix == 64:
             assert row["remark"] == "out of memory"

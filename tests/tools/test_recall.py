@@ -21,29 +21,23 @@ class Reader(LM):
     def __init__(self, answer):
         super().__init__()
         self.answer = answer
-        self.texts = []
-        self.options = None
 
     def generate_until(self, requests, disable_tqdm=False):
-        answers = []
-        for request in requests:
-            text, self.options = request.args
-            self.texts.append(text)
-            answers.append(self.answer(text))
-        return answers
+        self.texts = [request.args[0] for request in requests]
+        self.options = requests[0].args[1]
+        return list(map(self.answer, self.texts))
 
-    def loglikelihood(self, requests):
-        raise AssertionError
-
-    loglikelihood_rolling = loglikelihood
+    loglikelihood = pytest.fail
+    loglikelihood_rolling = pytest.fail
 
 
 def run(task, answer):
-    """Returns the reader, and the results of the task."""
+    """Returns the reader, and the share of its answers that are right."""
     reader = Reader(answer)
     name = task.config.task
     results = lm_eval.evaluate(reader, {"tasks": {name: task}, "groups": {}}, bootstrap_iters=0)
-    return reader, results["results"][name]
+    metric = "exact_match" if name.startswith("phonebook") else "contains"
+    return reader, results["results"][name][f"{metric},none"]
 
 
 NEEDLE = re.compile(r"is: (\d+)\.")
@@ -61,8 +55,8 @@ def find_needle_in_second_half(text):
 def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     length = 1024
     task = recall.make(f"niah_single_1_{length}", tokenizer)
-    reader, found = run(task, find_needle)
-    assert found["contains,none"] == 1
+    reader, share = run(task, find_needle)
+    assert share == 1
     assert len(reader.texts) == len(set(reader.texts)) == recall.SAMPLES
     # The texts are as long as asked for, with 128 tokens of answer.
     sizes = [len(tokenizer.encode(text)) + 128 for text in reader.texts]
@@ -71,8 +65,8 @@ def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     assert (reader.options["max_gen_toks"], reader.options["until"]) == (128, [])
     assert recall.needles(length, tokenizer) == recall.needles(length, tokenizer)
     # The needle is anywhere in the text, and nowhere else: who forgets the first half misses some.
-    _, found = run(task, find_needle_in_second_half)
-    assert 0.2 < found["contains,none"] < 0.8
+    _, share = run(task, find_needle_in_second_half)
+    assert 0.2 < share < 0.8
 
 
 def look_up(text):
@@ -96,15 +90,15 @@ def repeat_last_example(text):
 @pytest.mark.parametrize("entries", [16, 128])
 def test_phone_numbers_are_found_by_who_reads_the_list(entries):
     task = recall.make(f"phonebook_{entries}", None)
-    reader, found = run(task, look_up)
-    assert found["exact_match,none"] == 1
+    reader, share = run(task, look_up)
+    assert share == 1
     assert len(set(reader.texts)) == recall.SAMPLES
     assert reader.options["until"] == ["\n"]
     for text in reader.texts:
         names = re.findall(r"^(.*?):", text.split("\n\n")[0], re.MULTILINE)
         assert len(names) == len(set(names)) == entries
-    assert run(task, look_up_wrongly)[1]["exact_match,none"] == 0
-    assert run(task, repeat_last_example)[1]["exact_match,none"] < 0.1
+    assert run(task, look_up_wrongly)[1] == 0
+    assert run(task, repeat_last_example)[1] < 0.1
 
 
 def answer_about_elba(text):
@@ -113,21 +107,28 @@ def answer_about_elba(text):
 
 def test_passages_are_completed(tmp_path, monkeypatch):
     rows = [
-        (" Rome is a city. Italy's capital is", "Italy's capital is ", ["Rome"]),
-        ("[DOC] [TLE] Elba [PAR] An island.", "Elba is an", ["isle", "Island"]),
-        ("Nothing.", "Nobody knows", []),
+        {
+            "context": " Rome is a city. Italy's capital is",
+            "question": "Italy's capital is ",
+            "answers": ["Rome"],
+        },
+        {
+            "context": "[DOC] [TLE] Elba [PAR] An island.",
+            "question": "Elba is an",
+            "answers": ["isle", "Island"],
+        },
+        {"context": "Nothing.", "question": "Nobody knows", "answers": []},
     ]
-    names = ("context", "question", "answers")
-    write_rows(tmp_path / "validation.jsonl", [dict(zip(names, row, strict=True)) for row in rows])
+    write_rows(tmp_path / "validation.jsonl", rows)
     monkeypatch.setitem(recall.BASED, "based_triviaqa", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    reader, found = run(recall.make("based_triviaqa", None), answer_about_elba)
+    reader, share = run(recall.make("based_triviaqa", None), answer_about_elba)
     assert reader.texts == [
         "Rome is a city. Italy's capital is",
         "Elba  An island. Elba is an",
         "Nothing. Nobody knows",
     ]
-    assert found["contains,none"] == pytest.approx(1 / 3)
+    assert share == pytest.approx(1 / 3)
     assert reader.options == {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
 
 
