@@ -345,6 +345,23 @@ def corpus_groups(corpora: list[str]) -> dict[str, list[str]]:
     return groups
 
 
+def check_start(folder: Folder) -> None:
+    """Checks that perplexity of an exported model can be measured.
+
+    Args:
+        folder: The exported model.
+
+    Raises:
+        ValueError: No token stood before a text in training. A window needs one, from which its
+            first token is predicted.
+    """
+    if not folder.tokenizer.documents.start:
+        raise ValueError(
+            f"{folder.path}: no token stood between the documents of its training data, so the first token of a window cannot "
+            "be predicted. Leave the folder out of --perplexity."
+        )
+
+
 def run_perplexity(
     args: argparse.Namespace, folder: Folder, spans: dict[str, np.ndarray], device: torch.device
 ) -> list[dict[str, Any]]:
@@ -355,17 +372,8 @@ def run_perplexity(
         folder: The exported model.
         spans: The text of each corpus, from `Data`.
         device: The device that the model runs on.
-
-    Raises:
-        ValueError: No token stood before a text in training.
     """
-    # A window needs a token from which its first token is predicted.
     start = folder.tokenizer.documents.start
-    if not start:
-        raise ValueError(
-            f"{folder.path}: no token stood between the documents of its training data, so the first token of a window cannot "
-            "be predicted. Leave the folder out of --perplexity."
-        )
     model = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False)
     rows = []
     for corpus, text in spans.items():
@@ -435,6 +443,9 @@ def evaluate_folders(args: argparse.Namespace, output: Path) -> dict[str, Any]:
 
     # Open all models and read all data before anything is measured, so that mistakes appear now.
     folders = [open_folder(path) for path in args.folders]
+    if args.perplexity:
+        for folder in folders:
+            check_start(folder)
     corpora = corpora_of(args)
     data_by_tokenizer = {}
     for folder in folders:

@@ -200,14 +200,13 @@ def test_bad_requests(folders, corpus, tmp_path, monkeypatch, refused):
     text = ["--perplexity", corpus, "--text-field", "body", "--output", tmp_path / "out"]
     refused(evaluate.main, [damaged, *text], "not as it was written")
     refused(evaluate.main, [model, *text, "--lengths", 5000], "its longest document has")
+    bare = shutil.copytree(model, tmp_path / "bare")
+    edit_run(bare, documents={"begin": [], "end": []})
+    refused(evaluate.main, [bare, *text, "--lengths", 60], "no token stood between the documents")
     monkeypatch.setattr(importlib.util, "find_spec", {}.get)
     lacking = "this needs lm_eval, which is not installed. The extra `eval` has it"
     refused(evaluate.main, [model], lacking)
     assert not (tmp_path / "out").exists()
-    # This one shows when the model is evaluated.
-    bare = shutil.copytree(model, tmp_path / "bare")
-    edit_run(bare, documents={"begin": [], "end": []})
-    refused(evaluate.main, [bare, *text, "--lengths", 60], "no token stood between the documents")
 
 
 def test_the_paper_s_averages_are_those_of_its_rows():
