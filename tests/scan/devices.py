@@ -42,6 +42,10 @@ def poison(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
+def nothing_unsupported(*args):
+    """Stands where torch.compile would not trace a mock."""
+
+
 def use_kernels(monkeypatch):
     """On a CPU the public functions take the Triton kernels; the interpreter rounds to bf16 as a GPU does; memory is NaN."""
     from interdomain.features import support
@@ -51,7 +55,7 @@ def use_kernels(monkeypatch):
         from . import triton_interpreter
 
         triton_interpreter.repair(monkeypatch)
-        monkeypatch.setattr(support, "unsupported", mock.Mock(return_value=None))
+        monkeypatch.setattr(support, "unsupported", nothing_unsupported)
         monkeypatch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))
     poison(monkeypatch)
 
