@@ -1,11 +1,11 @@
 """Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M). Before the sizes,
-`step/` names the step, `features/` and `features_step/` the input features of heads of R. After them, joined by `+`, `:linear`,
-`:documents`, `:training` (no state in or out), `:shards` (likewise, of longer sequences on several ranks), `:ragged` (a short
-last chunk), `:G2`, of the features `:k` (which projection); `sweeps` takes the launches that make states alone, `most` of each
-kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. Launches are
-recorded, not described a second time: what is compiled is what runs. TRITON_INTERPRET must not be 1.
+`step/` names the step, `features/` and `features_step/` the input features of heads of R. After them, joined by `+`, `:shards`
+(short sequences on several ranks), `:ragged` (a short last chunk), `:G2`, of the features `:k` (which projection), `:past` and
+`:documents`; `sweeps` takes the launches that make states alone, `most` of each kernel the launch that does most. More may
+follow, `80 fp32 ...` for another GPU and dtype. The linear readout, packed documents and training are compiled by tests/ptx.
+Launches are recorded, not described a second time: what is compiled is what runs. TRITON_INTERPRET must not be 1.
 """
 
 import contextlib
@@ -120,66 +120,46 @@ def recorded(module, run):
 
 
 def scan_launches(dtype, R, D, M, kinds):
-    """Runs one forward and backward; two segments and a state in and out, unless for training."""
-    module = triton_chunkwise
+    """Runs one forward and backward of two segments with a state in and out; or of one segment on several ranks."""
     B, H = 2, 2
     G = 2 if "G2" in kinds else 1
-    T = 1024
-    if "shards" in kinds or "training" in kinds:
-        T = 64
+    T = 64 if "shards" in kinds else 1024
     if "ragged" in kinds:
         T -= 4
+    q = torch.zeros(B, T, H * G, R, dtype=dtype)
+    k = torch.zeros(B, T, H, R, dtype=dtype)
+    v = torch.zeros(B, T, H, D, dtype=dtype)
+    d_o = torch.zeros(B, T, H * G, D, dtype=dtype)
     theta = torch.zeros(H, M, 2)
-    state = documents = exchange = None
-    if "training" not in kinds:
-        state = torch.zeros(B, H, M, R + D, 2)
-    if "documents" in kinds:
-        documents = torch.zeros(B, T, dtype=torch.int32)
+    state = torch.zeros(B, H, M, R + D, 2)
+    inputs = q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state
+    if "shards" not in kinds:
+        triton_chunkwise.scan_forward(*inputs)
+        triton_chunkwise.scan_backward(d_o, state, *inputs)
+        return
 
-    if "linear" in kinds:
-        forward, backward = module.linear_forward, module.linear_backward
-        d_out = torch.zeros(B, T, H, R + D, dtype=dtype)
-        tokens = [d_out]
-        table = torch.zeros(H, 2 * M)
-    else:
-        forward, backward = module.scan_forward, module.scan_backward
-        k = torch.zeros(B, T, H, R, dtype=dtype)
-        v = torch.zeros(B, T, H, D, dtype=dtype)
-        tokens = [torch.zeros(B, T, H * G, R, dtype=dtype), k, v]
-        d_out = torch.zeros(B, T, H * G, D, dtype=dtype)
-        table = torch.zeros(H, 2 * M, 2 * M)
+    def wait():
+        return state
 
-    d_final = state
-    if "shards" in kinds:
+    def exchange(local):
+        return wait
 
-        def wait():
-            return state
-
-        def exchange(local):
-            return wait
-
-        d_final = None
-        module.final_state(tokens[-2:], theta, documents)
-    inputs = *tokens, theta, table, state
-    forward(*inputs, documents=documents, need_final=d_final is not None)
-    backward(d_out, d_final, *inputs, documents=documents, exchange=exchange)
+    triton_chunkwise.final_state((k, v), theta, None)
+    triton_chunkwise.scan_forward(*inputs, need_final=False)
+    triton_chunkwise.scan_backward(d_o, None, *inputs, exchange=exchange)
 
 
 def step_launches(dtype, R, D, M, kinds):
-    """Runs the step with W as it is and by its upper half, for more sequences; or with the linear readout."""
+    """Runs the step with W as it is and by its upper half, for more sequences."""
     H = 2
     G = 2 if "G2" in kinds else 1
     decay = torch.zeros(H, M, 2)
     for B, rows in ((2, 2 * M), (128, M)):
+        q = torch.zeros(B, H * G, R, dtype=dtype)
+        k = torch.zeros(B, H, R, dtype=dtype)
+        v = torch.zeros(B, H, D, dtype=dtype)
         state = torch.zeros(B, H, M, R + D, 2)
-        if "linear" in kinds:
-            z = torch.zeros(B, H, R + D, dtype=dtype)
-            triton_step.linear_one_step(z, decay, torch.zeros(H, 2 * M), state)
-        else:
-            q = torch.zeros(B, H * G, R, dtype=dtype)
-            k = torch.zeros(B, H, R, dtype=dtype)
-            v = torch.zeros(B, H, D, dtype=dtype)
-            triton_step.scan_step(q, k, v, decay, torch.zeros(H, rows, 2 * M), state)
+        triton_step.scan_step(q, k, v, decay, torch.zeros(H, rows, 2 * M), state)
 
 
 def features_launches(dtype, R, D, M, kinds):

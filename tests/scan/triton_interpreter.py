@@ -78,9 +78,12 @@ def repair(monkeypatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     patch = interpreter._patch_lang_tensor
 
+    def index(self):
+        return int(self.handle.data.squeeze())
+
     def with_index(tensor, scope):
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+        scope.set_attr(tensor, "__index__", index)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
     splat = InterpreterBuilder.create_splat
