@@ -1,11 +1,12 @@
 """Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M). Before the sizes,
-`step/` names the step, `features/` and `features_step/` the input features of heads of R. After them, joined by `+`, `:shards`
-(short sequences on several ranks), `:ragged` (a short last chunk), `:G2`, of the features `:k` (which projection), `:past` and
-`:documents`; `sweeps` takes the launches that make states alone, `most` of each kernel the launch that does most. More may
-follow, `80 fp32 ...` for another GPU and dtype. The linear readout, packed documents and training are compiled by tests/ptx.
-Launches are recorded, not described a second time: what is compiled is what runs. TRITON_INTERPRET must not be 1.
+`step/` names the step, `features/` and `features_step/` the input features of heads of R. After them, joined by `+`, `:training`
+(no state in or out), `:shards` (short sequences on several ranks), `:ragged` (a short last chunk), `:G2`, of the step `:linear`, of
+the features `:k` (which projection), `:past` and `:documents`; `sweeps` takes the launches that make states alone, `most` of each
+kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. The linear scan and packed documents
+are compiled by tests/ptx only. Launches are recorded, not described a second time: what is compiled is what runs.
+TRITON_INTERPRET must not be 1.
 """
 
 import contextlib
@@ -120,10 +121,10 @@ def recorded(module, run):
 
 
 def scan_launches(dtype, R, D, M, kinds):
-    """Runs one forward and backward of two segments with a state in and out; or of one segment on several ranks."""
+    """Runs one forward and backward: of two segments with a state in and out, or of one in training or on several ranks."""
     B, H = 2, 2
     G = 2 if "G2" in kinds else 1
-    T = 64 if "shards" in kinds else 1024
+    T = 64 if kinds & {"shards", "training"} else 1024
     if "ragged" in kinds:
         T -= 4
     q = torch.zeros(B, T, H * G, R, dtype=dtype)
@@ -131,10 +132,10 @@ def scan_launches(dtype, R, D, M, kinds):
     v = torch.zeros(B, T, H, D, dtype=dtype)
     d_o = torch.zeros(B, T, H * G, D, dtype=dtype)
     theta = torch.zeros(H, M, 2)
-    state = torch.zeros(B, H, M, R + D, 2)
+    state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
     inputs = q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state
     if "shards" not in kinds:
-        triton_chunkwise.scan_forward(*inputs)
+        triton_chunkwise.scan_forward(*inputs, need_final=state is not None)
         triton_chunkwise.scan_backward(d_o, state, *inputs)
         return
 
@@ -150,7 +151,7 @@ def scan_launches(dtype, R, D, M, kinds):
 
 
 def step_launches(dtype, R, D, M, kinds):
-    """Runs the step with W as it is and by its upper half, for more sequences."""
+    """Runs the step with W as it is and by its upper half, for more sequences; or with the linear readout."""
     H = 2
     G = 2 if "G2" in kinds else 1
     decay = torch.zeros(H, M, 2)
@@ -159,6 +160,10 @@ def step_launches(dtype, R, D, M, kinds):
         k = torch.zeros(B, H, R, dtype=dtype)
         v = torch.zeros(B, H, D, dtype=dtype)
         state = torch.zeros(B, H, M, R + D, 2)
+        if "linear" in kinds:
+            z = torch.cat((k, v), dim=-1)
+            triton_step.linear_one_step(z, decay, torch.zeros(H, 2 * M), state)
+            continue
         triton_step.scan_step(q, k, v, decay, torch.zeros(H, rows, 2 * M), state)
 
 
