@@ -34,21 +34,22 @@ NORMS = {"max": torch.inf, "rms": 2}
 assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
+def exact_values(x):
+    return x.detach().cpu().double()
+
+
 def error(got, expected, measure="rms"):
     """Returns the error of a tensor, relative to the expected one."""
     assert got.shape == expected.shape
-    got = got.detach().cpu().double()
-    expected = expected.detach().cpu().double()
-    distance = torch.linalg.vector_norm(got - expected, NORMS[measure])
+    expected = exact_values(expected)
+    distance = torch.linalg.vector_norm(exact_values(got) - expected, NORMS[measure])
     size = torch.linalg.vector_norm(expected, NORMS[measure])
     return (distance / size.clamp_min(1e-300)).item()
 
 
 def worst_number(got, expected):
     """Returns a sentence about the number that is farthest from the expected one."""
-    got = got.detach().cpu().double()
-    expected = expected.detach().cpu().double()
-    distance = (got - expected).abs().nan_to_num(nan=torch.inf)
+    distance = (exact_values(got) - exact_values(expected)).abs().nan_to_num(nan=torch.inf)
     position = torch.unravel_index(distance.argmax(), distance.shape)
     place = [index.item() for index in position]
     return f"the worst is {got[position]} for {expected[position]} at {place}"
@@ -265,15 +266,14 @@ def run_op(inputs, cotangents, **options):
 
 def as_float64(inputs):
     """Returns the same numbers in float64 on the CPU, as leaves."""
-    return {name: x.detach().cpu().double().requires_grad_() for name, x in inputs.items()}
+    return {name: exact_values(x).requires_grad_() for name, x in inputs.items()}
 
 
 def exact(inputs, cotangents, documents=None):
     """Returns the results for the same rounded inputs, run in float64 by the loop over time."""
-    d_out, d_state = cotangents
     if documents is not None:
         documents = documents.cpu()
-    cotangents = d_out.cpu().double(), d_state.cpu().double()
+    cotangents = [exact_values(x) for x in cotangents]
     return run_op(as_float64(inputs), cotangents, backend="reference", documents=documents)
 
 

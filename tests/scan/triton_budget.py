@@ -4,9 +4,9 @@
 `step/` names the step, `features/` and `features_step/` the input features of heads of R. After them come, joined by `+`,
 `:training` (no state in or out), `:shards` (short sequences on several ranks), `:ragged` (a short last chunk), `:G2`; of the
 step `:linear`; of the features `:k` (which projection), `:past` and `:documents`. `sweeps` takes the launches that make states
-alone, `most` of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. The linear scan
-and packed documents are compiled by tests/ptx only. Launches are recorded, not described a second time: what is compiled is
-what runs. TRITON_INTERPRET must not be 1.
+alone, `most` of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. The linear
+scan and packed documents are compiled by tests/ptx only. Launches are recorded, not described a second time: what is compiled
+is what runs. TRITON_INTERPRET must not be 1.
 """
 
 import contextlib
