@@ -241,7 +241,7 @@ def compile_launch(launch, capability):
 
 def assembler_log(ptx, capability):
     """Returns what ptxas says."""
-    (architecture,) = re.findall(r"\.target\s+(\w+)", ptx)
+    architecture = re.findall(r"\.target\s+(\w+)", ptx)[0]
     options = ["-v", "--regAllocOptLevel=2", "-arch", architecture]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
@@ -252,8 +252,9 @@ def assembler_log(ptx, capability):
 
 def report(launch, compiled, capability):
     log = assembler_log(compiled.asm["ptx"], capability)
-    (spills,) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    (registers,) = re.findall(r"Used (\d+) registers", log)
+    # The kernel comes first; functions that it calls may follow.
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)[0]
+    registers = re.findall(r"Used (\d+) registers", log)[0]
     # Transpositions of registers. Those of loaded tiles are views of shared memory and not counted.
     transposed = re.findall(r"tt\.trans [^\n]*order = array<i32: 1, 0>", compiled.asm["ttgir"])
     constants = {n: v for n, v in launch.constants.items() if not n.startswith("stride")}
