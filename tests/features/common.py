@@ -10,7 +10,7 @@ import torch
 
 from interdomain.features import input_features
 
-from ..scan.common import error
+from ..scan.common import as_float64, gradients
 
 EPS = 1e-5
 # Relative RMS. fp32: arithmetic throughout. bf16: rounded once at the end (1.7e-3 RMS), gradients too.
@@ -32,7 +32,7 @@ class Case:
     strided: bool = False  # x and the cotangent are slices of wider tensors
 
 
-# What the mixers ask for.
+# The settings that the mixers ask for.
 MIXES = {
     "q": dict(silu=True),
     "k": dict(silu=True, norm=True),
@@ -48,31 +48,49 @@ MIXES = {
 
 
 def make(case, dtype=torch.float64, parameters=None, device="cpu"):
-    """(leaves by name, (cos, sin) or None, cotangent); activations of dtype, parameters of another if given."""
-    g = torch.Generator().manual_seed(case.T)
+    """Makes a problem.
+
+    Args:
+        case: Its settings.
+        dtype: The dtype of activations.
+        parameters: The dtype of parameters, if it is another.
+        device: Where the tensors are.
+
+    Returns:
+        The leaves by name, (cos, sin) or None, and the cotangent.
+    """
+    generator = torch.Generator().manual_seed(case.T)
     B, T, H, R, W = case.B, case.T, case.H, case.R, case.W
+    E = H * R
     parameters = parameters or dtype
 
     def normal(*shape, dtype=dtype):
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    E = H * R
-    leaves = {"x": normal(B, T, 3 * E)[..., E : 2 * E] if case.strided else normal(B, T, E)}
-    dy = normal(B, T, H, R + 2)[..., 1:-1] if case.strided else normal(B, T, H, R)
+    if case.strided:
+        x = normal(B, T, 3 * E)[..., E : 2 * E]
+        dy = normal(B, T, H, R + 2)[..., 1:-1]
+    else:
+        x = normal(B, T, E)
+        dy = normal(B, T, H, R)
+    leaves = {"x": x}
     if W:
-        leaves |= {"weight": normal(E, 1, W, dtype=parameters), "bias": normal(E, dtype=parameters)}
+        leaves["weight"] = normal(E, 1, W, dtype=parameters)
+        leaves["bias"] = normal(E, dtype=parameters)
     if case.past:
         leaves["past"] = normal(B, W - 1, E)
     if case.norm:
-        leaves |= {"scale": normal(R, dtype=parameters), "shift": normal(H, R, dtype=parameters)}
-    rope = None
-    if case.rope:
-        angles = torch.rand(
-            *((B,) if case.rope == "rows" else ()), T, 1, R // 2, generator=g, dtype=torch.float64
-        )
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        rope = tuple(f(2 * math.pi * angles).to(wide).to(device) for f in (torch.cos, torch.sin))
-    return {n: x.detach().requires_grad_() for n, x in leaves.items()}, rope, dy
+        leaves["scale"] = normal(R, dtype=parameters)
+        leaves["shift"] = normal(H, R, dtype=parameters)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    if not case.rope:
+        return leaves, None, dy
+    rows = [B] if case.rope == "rows" else []
+    turns = torch.rand(*rows, T, 1, R // 2, generator=generator, dtype=torch.float64)
+    angles = 2 * math.pi * turns
+    wide = torch.promote_types(dtype, torch.float32)
+    return leaves, (angles.cos().to(device, wide), angles.sin().to(device, wide)), dy
 
 
 def documents(case, device="cpu"):
@@ -84,69 +102,76 @@ def documents(case, device="cpu"):
     return (at >= starts).int() + 2 * (at > starts).int()
 
 
-def run(case, leaves, rope, dy, function=input_features, **kwargs):
-    """The output of `input_features`, or of a function around it, and every gradient."""
+def run(case, leaves, rope, dy, function=input_features, **options):
+    """Returns the output of `input_features`, or of a function around it, and every gradient."""
+    x = leaves["x"]
+    if case.W:
+        options["conv"] = leaves["weight"], leaves["bias"]
+    if case.norm:
+        options["norm"] = leaves["scale"], leaves["shift"]
+    past = leaves.get("past")
+    numbers = documents(case, x.device)
     y = function(
-        leaves["x"],
-        case.R,
-        conv=(leaves["weight"], leaves["bias"]) if case.W else None,
-        past=leaves.get("past"),
-        documents=documents(case, leaves["x"].device),
-        rope=rope,
-        silu=case.silu,
-        norm=(leaves["scale"], leaves["shift"]) if case.norm else None,
-        eps=EPS,
-        **kwargs,
+        x, case.R, past=past, documents=numbers, rope=rope, silu=case.silu, eps=EPS, **options
     )
-    grads = torch.autograd.grad(y, list(leaves.values()), dy)
-    return {"y": y.detach(), **{f"d{n}": grad for n, grad in zip(leaves, grads, strict=True)}}
+    return {"y": y.detach(), **gradients(y, dy, leaves)}
+
+
+def op_arguments(case, leaves, rope):
+    """Returns the arguments that the ops of the forward and of the backward share: from x to the norm's scale."""
+    x = leaves["x"]
+    weight = leaves.get("weight")
+    if weight is not None:
+        weight = weight.detach().flatten(1).requires_grad_()
+    cos, sin = rope or (None, None)
+    conv = weight, leaves.get("bias"), leaves.get("past"), documents(case, x.device)
+    return x, case.R, *conv, cos, sin, case.silu, leaves.get("scale")
+
+
+def literal_convolution(case, leaves, b, t):
+    """Returns the convolution at one token, which stays within its document."""
+    numbers = documents(case)
+    u = leaves["bias"]
+    for i in range(case.W):
+        s = t - (case.W - 1) + i
+        # What is before the first token belongs to document 0.
+        if numbers is not None and numbers[b, t] != (numbers[b, s] if s >= 0 else 0):
+            continue
+        if s >= 0:
+            u = u + leaves["weight"][:, 0, i] * leaves["x"][b, s]
+        elif case.past:
+            u = u + leaves["weight"][:, 0, i] * leaves["past"][b, s + case.W - 1]
+    return u
+
+
+def literal_head(case, leaves, h, z, turn):
+    """Returns the features of one head: z is its part of the convolution, and turn are the numbers that RoPE multiplies by."""
+    R = case.R
+    if turn is not None:
+        z = torch.complex(z[: R // 2], z[R // 2 :]) * turn
+        z = torch.cat([z.real, z.imag])
+    if case.silu:
+        z = z / (1 + torch.exp(-z))
+        z = z / (z * z).sum().sqrt()
+    if case.norm:
+        z = z / ((z * z).sum() / R + EPS).sqrt() * leaves["scale"] + leaves["shift"][h]
+    return z
 
 
 def literal(case, leaves, rope, dy):
-    """The same in float64, one token and head at a time, RoPE as a product of complex numbers."""
-    leaves = {n: x.detach().cpu().double().requires_grad_() for n, x in leaves.items()}
-    B, T, H, R, W = case.B, case.T, case.H, case.R, case.W
-    x = leaves["x"]
-    number = documents(case)
+    """Returns the same in float64, one token and head at a time, RoPE as a product of complex numbers."""
+    leaves = as_float64(leaves)
+    B, T, H, R = case.B, case.T, case.H, case.R
+    turns = None
+    if rope is not None:
+        cos, sin = rope
+        turns = torch.complex(cos.cpu().double(), sin.cpu().double()).expand(B, T, 1, R // 2)
     rows = []
     for b in range(B):
         for t in range(T):
-            u = x[b, t]
-            if W:
-                u = leaves["bias"]
-                for i in range(W):
-                    s = t - (W - 1) + i
-                    if number is not None and (number[b, s] if s >= 0 else 0) != number[b, t]:
-                        continue
-                    if s >= 0:
-                        u = u + leaves["weight"][:, 0, i] * x[b, s]
-                    elif case.past:
-                        u = u + leaves["weight"][:, 0, i] * leaves["past"][b, s + W - 1]
-            for h in range(H):
-                z = u[h * R : (h + 1) * R]
-                if rope is not None:
-                    cos, sin = (
-                        table.cpu().double()[b] if case.rope == "rows" else table.cpu().double()
-                        for table in rope
-                    )
-                    turned = torch.complex(z[: R // 2], z[R // 2 :]) * torch.complex(
-                        cos[t, 0], sin[t, 0]
-                    )
-                    z = torch.cat([turned.real, turned.imag])
-                if case.silu:
-                    z = z / (1 + torch.exp(-z))
-                    z = z / (z * z).sum().sqrt()
-                if case.norm:
-                    z = z / ((z * z).sum() / R + EPS).sqrt() * leaves["scale"] + leaves["shift"][h]
-                rows.append(z)
+            u = literal_convolution(case, leaves, b, t) if case.W else leaves["x"][b, t]
+            turn = None if turns is None else turns[b, t, 0]
+            for h, z in enumerate(u.split(R)):
+                rows.append(literal_head(case, leaves, h, z, turn))
     y = torch.stack(rows).view(B, T, H, R)
-    grads = torch.autograd.grad(y, list(leaves.values()), dy.cpu().double())
-    return {"y": y.detach(), **{f"d{n}": grad for n, grad in zip(leaves, grads, strict=True)}}
-
-
-def assert_agree(got, expected, bound):
-    assert got.keys() == expected.keys()
-    relative = {name: error(got[name].cpu(), value, "rms") for name, value in expected.items()}
-    # `not <` instead of `>`: a NaN must fail.
-    wrong = {name: f"{value:.1e}" for name, value in relative.items() if not value < bound}
-    assert not wrong, f"beyond {bound:.0e}: {wrong}"
+    return {"y": y.detach(), **gradients(y, dy.cpu().double(), leaves)}

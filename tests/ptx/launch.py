@@ -8,7 +8,6 @@ no result, since numbers are not computed.
 """
 
 import contextlib
-import re
 from unittest import mock
 
 import pytest
@@ -17,82 +16,68 @@ import torch
 from interdomain.scan import ops, triton_launch, triton_plan
 
 from ..scan import triton_budget
-from .machine import Machine
-from .memory import SPAN, Fault, Findings, Global
+from .machine import Machine, width_of
+from .memory import SPAN, Fault, Findings, Global, Shared
 from .parse import Kernel, parse
 
 LARGEST = 227 * 1024  # bytes of shared memory of a program on sm_90
+COMPILED = {}
+
+
+def narrowest_access(code: Kernel) -> int:
+    """Returns the bytes of the narrowest access to shared memory, 4 at most."""
+    narrowest = 4
+    for block in code.blocks:
+        for i in block:
+            if i.name in ("ld", "st") and i.modifiers[0].startswith("shared"):
+                narrowest = min(narrowest, width_of(i))
+    return narrowest
 
 
 def follow(code: Kernel, passed, programs, shared) -> Findings:
-    """Faults in these programs of the entry on tensors and numbers. shared: bytes."""
+    """Returns what is found in these programs of the entry on tensors and numbers. shared: bytes."""
     if shared > LARGEST:
         raise Fault(f"{code.name} asks for {shared} bytes of shared memory")
-    storages, pointers = [], {}
+    storages = []
+    pointers = {}
+    parameters = []
     for x in passed:
-        if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in pointers:
-            storages.append(torch.tensor((), dtype=torch.uint8).set_(x.untyped_storage()).numpy())
-            pointers[x.untyped_storage().data_ptr()] = len(storages)
-
-    def value(x):
         if isinstance(x, torch.Tensor):
-            return (
-                pointers[x.untyped_storage().data_ptr()] * SPAN
-                + x.storage_offset() * x.element_size()
-            )
-        return x
-
-    opcodes = " ".join(i.opcode for block in code.blocks for i in block)
-    widths = re.findall(r"\b(?:ld|st)\.shared\S*?\.[busf](\d+)\b", opcodes)
-    granule = min(
-        [4, *(int(x) // 8 for x in widths)]
-    )  # the narrowest access to shared memory, 4 bytes at most
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in pointers:
+                storages.append(torch.tensor((), dtype=torch.uint8).set_(storage).numpy())
+                pointers[storage.data_ptr()] = len(storages) * SPAN
+            x = pointers[storage.data_ptr()] + x.storage_offset() * x.element_size()
+        parameters.append(x)
     findings = Findings()
     for program in sorted(set(programs)):
         memory = Global(storages, code.constants)
-        Machine(code, memory, [value(x) for x in passed], program, shared, granule, findings).run()
+        shared_memory = Shared(shared, code.threads, narrowest_access(code), findings)
+        Machine(code, memory, shared_memory, parameters, program).run()
     return findings
-
-
-class Followed:
-    """kernel[grid](*args, **constants) as Triton has it."""
-
-    compiled: dict = {}  # noqa: RUF012 (of all kernels)
-
-    def __init__(self, kernel, capability, findings):
-        self.kernel, self.capability, self.findings = kernel, capability, findings
-
-    def __getitem__(self, grid):
-        return lambda *args, **constants: self.launch(grid[0], args, constants)
-
-    def launch(self, grid, args, constants):
-        launch = triton_budget.described(self.kernel, *args, **constants)
-        key = repr((launch, self.capability))
-        if key not in self.compiled:
-            compiled = triton_budget.compile_launch(launch, self.capability)
-            self.compiled[key] = (
-                parse(compiled.asm["ptx"]),
-                triton_budget.report(launch, compiled, self.capability),
-            )
-        code, report = self.compiled[key]
-        values = dict(zip(self.kernel.arg_names, args, strict=False))
-        passed = [values[n] for n in launch[1]]  # what is no constant, in order
-        self.findings.append((report, follow(code, passed, (0, grid - 1), report["shared"])))
 
 
 @contextlib.contextmanager
 def emulated(capability, only=""):
-    """-> a list of (report of triton_budget, Findings), one for each launch. only: the one kernel that is compiled."""
+    """Yields a list of (report of triton_budget, Findings), one for each launch. only: the one kernel that is compiled."""
     findings = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, kernel in vars(triton_launch).copy().items():
-            if name.endswith("_kernel"):
-                followed = (
-                    Followed(kernel, capability, findings)
-                    if only in ("", name)
-                    else mock.MagicMock()
-                )
-                patch.setattr(triton_launch, name, followed)
-        patch.setattr(triton_plan, "capability", lambda device: divmod(capability, 10))
+
+    def receive(kernel, programs, args, keywords):
+        if only not in ("", kernel.__name__):
+            return
+        launch = triton_budget.described(kernel, args, keywords)
+        key = repr((launch, capability))
+        if key not in COMPILED:
+            compiled = triton_budget.compile_launch(launch, capability)
+            report = triton_budget.report(launch, compiled, capability)
+            COMPILED[key] = parse(compiled.asm["ptx"]), report
+        code, report = COMPILED[key]
+        # What is no constant is passed, in order.
+        values = dict(zip(kernel.arg_names, args, strict=False))
+        passed = [values[name] for name in launch.signature]
+        findings.append((report, follow(code, passed, (0, programs - 1), report["shared"])))
+
+    with pytest.MonkeyPatch.context() as patch, triton_budget.stand_ins(triton_launch, receive):
+        patch.setattr(triton_plan, "capability", mock.Mock(return_value=divmod(capability, 10)))
         patch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))
         yield findings

@@ -4,6 +4,8 @@ Numbers are not computed: instructions of floating point and matrix products wri
 as an address is a `Fault`. An instruction that is not known is a `Fault`, too, when it is reached. Threads that take different
 branches wait for each other: the block that stands first in the text runs first, for the threads that are there. What a GPU
 runs out of order, cp.async and wgmma, is under way here until it is waited for. Sections named are those of the PTX ISA.
+
+A function `op_...(m, i, active)` executes the instruction i of the machine m for the threads that are active.
 """
 
 import operator
@@ -11,115 +13,100 @@ import re
 
 import numpy as np
 
-from .memory import SHARED_BASE, Fault, Findings, Global, Shared
+from .memory import SHARED_BASE, Fault, Global, Shared
 from .parse import Instruction, Kernel
 
+WARP = 32
+WARP_GROUP = 128
 FLOATS = {"f16", "f32", "f64", "bf16", "bf16x2", "f16x2", "tf32"}
-# Of the slow path of sine and cosine, and of numbers in pairs; local memory holds nothing else.
-IGNORED = {
-    "call",
-    "clz",
-    "addc",
-    "subc",
-    "madc",
-    "shf",
-    "fma",
-    "mma",
-    "ex2",
-    "lg2",
-    "sqrt",
-    "rsqrt",
-    "rcp",
-}
-OPERATIONS = {}
+# The slow path of sine and cosine, and numbers in pairs; local memory holds nothing else.
+IGNORED = {"call", "clz", "addc", "subc", "madc", "shf", "fma", "mma"}
+IGNORED |= {"ex2", "lg2", "sqrt", "rsqrt", "rcp"}
 
 
-def operation(*names):
-    def register(make):
-        OPERATIONS.update(dict.fromkeys(names, make))
-        return make
-
-    return register
+def computes_numbers(i: Instruction):
+    """Tells whether the instruction has to do with numbers only, which are not followed."""
+    if i.name in IGNORED or "local" in i.modifiers or "cc" in i.modifiers:
+        return True
+    return i.name != "wgmma" and not FLOATS.isdisjoint(i.modifiers)
 
 
 def wrap(x, kind):
-    """int64 cut to the width of a type, with a sign if it has one."""
+    """Returns int64 cut to the width of a type, with a sign if it has one."""
     bits = int(kind[1:])
     if bits == 64:
         return x
     x = x & ((1 << bits) - 1)
-    return (x ^ (1 << bits - 1)) - (1 << bits - 1) if kind[0] == "s" else x
+    if kind[0] == "s":
+        sign = 1 << bits - 1
+        return (x ^ sign) - sign
+    return x
 
 
 class Machine:
-    def __init__(
-        self,
-        kernel: Kernel,
-        memory: Global,
-        parameters,
-        program,
-        shared,
-        granule,
-        findings: Findings,
-    ):
-        """parameters: their values; program: its number; shared: bytes."""
-        self.kernel, self.memory, self.n = kernel, memory, kernel.threads
-        self.shared = Shared(shared, self.n, granule, findings)
-        self.threads = np.arange(self.n)
-        self.parameters = dict(zip(kernel.parameters, parameters, strict=False))
-        self.parameters |= dict.fromkeys(
-            kernel.parameters[len(parameters) :], 0
-        )  # pointers to scratch that is not there
+    """One program of a kernel.
+
+    Args:
+        kernel: Its instructions.
+        memory: The tensors.
+        shared: Its shared memory.
+        parameters: The values of its parameters.
+        program: Its number.
+    """
+
+    def __init__(self, kernel: Kernel, memory: Global, shared: Shared, parameters, program):
+        n = kernel.threads
+        self.kernel = kernel
+        self.memory = memory
+        self.shared = shared
+        self.n = n
+        self.threads = np.arange(n)
+        # The last parameters are pointers to scratch that is not there.
+        self.parameters = dict.fromkeys(kernel.parameters, 0)
+        self.parameters.update(zip(kernel.parameters, parameters, strict=False))
         self.registers = {
             "%tid.x": self.threads,
-            "%ctaid.x": np.full(self.n, program),
-            "%laneid": self.threads % 32,
+            "%ctaid.x": np.full(n, program),
+            "%laneid": self.threads % WARP,
         }
         self.symbols = {"global_smem": SHARED_BASE, **memory.symbols}
-        self.copies, self.copy_groups = [], np.zeros(self.n, int)
-        self.products, self.product_groups = [], np.zeros(self.n // 32, int)
+        # What is under way, and the number of groups that were committed.
+        self.copies = []
+        self.copy_groups = 0
+        self.products = []
+        self.product_groups = np.zeros(n // WARP, int)
 
     def run(self):
-        at, compiled = np.zeros(self.n, int), {}
+        at = np.zeros(self.n, int)
         while (block := at.min()) < len(self.kernel.blocks):
-            where = at == block
-            at[where] = block + 1
-            if block not in compiled:
-                compiled[block] = [
-                    (i, run)
-                    for i in self.kernel.blocks[block]
-                    if (run := self.compile(i)) is not None
-                ]
-            for i, run in compiled[block]:
+            here = at == block
+            at[here] = block + 1
+            for i in self.kernel.blocks[block]:
+                if computes_numbers(i):
+                    continue
                 self.shared.now += 1
-                active = where
-                if i.guard:
-                    active = where & (self.register(i.guard.lstrip("!")) ^ (i.guard[0] == "!"))
-                if active.any() and isinstance(target := run(active), int):  # of a branch
-                    at[active] = target
+                active = here & self.guard(i)
+                if active.any():
+                    target = OPERATIONS.get(i.name, refuse)(self, i, active)
+                    if target is not None:
+                        at[active] = target
 
-    def compile(self, i: Instruction):
-        """A function of the mask of active threads; None for what computes numbers only."""
-        name, *rest = i.opcode.split(".")
-        if (
-            name in IGNORED
-            or "local" in rest
-            or "cc" in rest
-            or (FLOATS & {*rest} and name != "wgmma")
-        ):
-            return None
+    def guard(self, i: Instruction):
+        """Tells which threads execute the instruction."""
+        if not i.guard:
+            return True
+        predicate = self.register(i.guard.removeprefix("!"))
+        if i.guard[0] == "!":
+            return ~predicate
+        return predicate
 
-        def refuse(w):
-            raise Fault(f"the emulator has no {i}")
-
-        return (OPERATIONS[name](self, i, rest) if name in OPERATIONS else None) or refuse
-
-    def groups(self, w, size, i):
-        """The numbers of the groups of `size` threads that are active, each with all of its threads."""
-        w = w.reshape(-1, size)
-        if (w.all(1) != w.any(1)).any():
+    def groups(self, active, size, i):
+        """Returns the numbers of the groups of `size` threads that are active, each with all of its threads."""
+        active = active.reshape(-1, size)
+        some = active.any(1)
+        if (active.all(1) != some).any():
             raise Fault(f"not all threads of {size} are there: {i}")
-        return np.flatnonzero(w.any(1))
+        return np.flatnonzero(some)
 
     def register(self, name):
         if name not in self.registers:
@@ -128,42 +115,39 @@ class Machine:
         return self.registers[name]
 
     def read(self, text):
-        """A register (its array), or a number of any kind; floats are not computed."""
+        """Returns a register (its array), or a number of any kind; floats are not computed."""
         if text in self.symbols:
             return np.int64(self.symbols[text])
         if text[0] not in "-0123456789":
             return self.register(text)
-        number = -1 if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0)
-        return np.uint64(number % 2**64).astype(np.int64)
+        if text.startswith(("0f", "0d")):
+            return np.int64(-1)
+        return np.uint64(int(text.rstrip("U"), 0) % 2**64).astype(np.int64)
+
+    def sources(self, i: Instruction):
+        """Returns what is read: all operands but the first."""
+        return [self.read(operand) for operand in i.operands[1:]]
+
+    def write(self, i: Instruction, value, active):
+        """Writes the register that the first operand names."""
+        np.copyto(self.register(i.operands[0]), value, where=active)
 
     def vector(self, text):
-        return [
-            None if x.strip() == "_" else self.read(x.strip()) for x in text.strip("{}").split(",")
-        ]
+        """Returns the registers of a vector; None for those that are left out."""
+        names = [name.strip() for name in text.strip("{}").split(",")]
+        return [None if name == "_" else self.read(name) for name in names]
 
     def address(self, text):
-        """A function of threads -> the addresses of [register + offset] or [symbol + offset]."""
-        base, offset = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", text).groups()
-        base, offset = np.broadcast_to(self.read(base), self.n), int(offset or "0", 0)
-        return lambda threads: base[threads] + offset
+        """Returns the address [register + offset] or [symbol + offset] of each thread."""
+        base, _, offset = text.strip("[] ").partition("+")
+        return np.broadcast_to(self.read(base.strip()), self.n) + int(offset.strip() or "0", 0)
+
+
+def refuse(m, i, active):
+    raise Fault(f"the emulator has no {i}")
 
 
 # ------------------------------------------------------------------ integers
-
-
-def integers(function):
-    """op.type d, a, b, ...: a function of int64."""
-
-    def make(m, i, rest):
-        kind = rest[-1]
-        d, args = m.register(i.operands[0]), [m.read(x) for x in i.operands[1:]]
-        if kind == "pred":
-            return lambda w: np.copyto(d, function(*(np.not_equal(x, 0) for x in args)), where=w)
-        return lambda w: np.copyto(
-            d, wrap(function(*(wrap(x, kind) for x in args)), f"u{kind[1:]}"), where=w
-        )
-
-    return make
 
 
 def unsigned(x):
@@ -171,351 +155,365 @@ def unsigned(x):
 
 
 def quotient(a, b):
-    """Towards zero, as in C; for a division by zero anything."""
+    """Rounds towards zero, as in C; for a division by zero it is anything."""
     q = np.abs(a) // np.maximum(np.abs(b), 1)
     return np.where((a < 0) != (b < 0), -q, q)
 
 
+def remainder(a, b):
+    return a - quotient(a, b) * b
+
+
+def shift_left(a, n):
+    return np.where(n > 63, 0, a << np.minimum(n, 63))
+
+
+# Functions of int64
 INTEGERS = {
-    **{name: getattr(operator, name) for name in ("add", "sub", "neg", "xor")},
-    **{
-        "and": operator.and_,
-        "or": operator.or_,
-        "not": np.invert,
-        "min": np.minimum,
-        "max": np.maximum,
-    },
-    **{"div": quotient, "rem": lambda a, b: a - quotient(a, b) * b, "abs": np.abs},
-    "shl": lambda a, n: np.where(n > 63, 0, a << np.minimum(n, 63)),
+    "add": operator.add,
+    "sub": operator.sub,
+    "neg": operator.neg,
+    "abs": operator.abs,
+    "div": quotient,
+    "rem": remainder,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "not": np.invert,
+    "shl": shift_left,
 }
-for name, function in INTEGERS.items():
-    operation(name)(integers(function))
 
 
-@operation("selp")
-def op_select(m, i, rest):
-    d, (a, b, p) = m.register(i.operands[0]), map(m.read, i.operands[1:])
-    return lambda w: np.copyto(d, wrap(np.where(p, a, b), f"u{rest[0][1:]}"), where=w)
+def op_integers(m, i, active):
+    kind = i.modifiers[-1]
+    function = INTEGERS[i.name]
+    if kind == "pred":
+        value = function(*[np.not_equal(x, 0) for x in m.sources(i)])
+    else:
+        value = wrap(function(*[wrap(x, kind) for x in m.sources(i)]), f"u{kind[1:]}")
+    m.write(i, value, active)
 
 
-@operation("bfe")
-def op_extract(m, i, rest):
-    d, a, (at, bits) = (
-        m.register(i.operands[0]),
-        m.read(i.operands[1]),
-        (int(x, 0) for x in i.operands[2:]),
-    )
-    return lambda w: np.copyto(
-        d, wrap(wrap(a >> at, f"{rest[0][0]}{bits}"), f"u{rest[0][1:]}"), where=w
-    )
+def op_select(m, i, active):
+    a, b, predicate = m.sources(i)
+    m.write(i, wrap(np.where(predicate, a, b), f"u{i.modifiers[0][1:]}"), active)
 
 
-@operation("prmt")
-def op_permute(m, i, rest):
+def op_extract(m, i, active):
+    """Takes bits out of a number, which have a sign if the type has one."""
+    kind = i.modifiers[0]
+    a, first, bits = m.sources(i)
+    field = wrap(a >> first, f"{kind[0]}{bits}")
+    m.write(i, wrap(field, f"u{kind[1:]}"), active)
+
+
+def op_permute(m, i, active):
     """Each nibble of the selector names one of eight bytes; its high bit, which asks for a sign, is not used in addresses."""
-    d, (a, b, selector) = m.register(i.operands[0]), map(m.read, i.operands[1:])
-
-    def run(w):
-        both, total = wrap(a, "u32") | wrap(b, "u32") << 32, 0
-        for k in range(4):
-            total = total | (both >> 8 * (selector >> 4 * k & 7) & 255) << 8 * k
-        np.copyto(d, total, where=w)
-
-    return run
+    a, b, selector = m.sources(i)
+    both = wrap(a, "u32") | wrap(b, "u32") << 32
+    total = 0
+    for k in range(4):
+        byte = selector >> 4 * k & 7
+        total = total | (both >> 8 * byte & 255) << 8 * k
+    m.write(i, total, active)
 
 
-@operation("shr")
-def op_shift_right(m, i, rest):
-    d, (a, n), bits = m.register(i.operands[0]), map(m.read, i.operands[1:]), int(rest[0][1:])
-
-    def run(w):
-        x, by = wrap(a, rest[0]), np.minimum(n, 63)
-        x = (
-            x >> by
-            if rest[0][0] == "s" or bits < 64
-            else (unsigned(x) >> unsigned(by)).view(np.int64)
-        )
-        np.copyto(d, wrap(x, f"u{bits}"), where=w)
-
-    return run
+def op_shift_right(m, i, active):
+    kind = i.modifiers[0]
+    a, n = m.sources(i)
+    n = np.minimum(n, 63)
+    if kind in ("b64", "u64"):
+        value = (unsigned(a) >> unsigned(n)).view(np.int64)
+    else:
+        value = wrap(wrap(a, kind) >> n, f"u{kind[1:]}")
+    m.write(i, value, active)
 
 
-@operation("mul", "mad")
-def op_multiply(m, i, rest):
-    how, kind = rest
-    d, (a, b, *c) = m.register(i.operands[0]), map(m.read, i.operands[1:])
-    to = "u" + (kind[1:] if how != "wide" else str(2 * int(kind[1:])))
-
-    def run(w):
-        x = wrap(a, kind) * wrap(b, kind)
-        if how == "hi":  # of 32 bits: 64 hold the product
-            x = x >> 32 if kind[0] == "s" else (unsigned(x) >> np.uint64(32)).view(np.int64)
-        np.copyto(d, wrap(x + c[0] if c else x, to), where=w)
-
-    return run
+def op_multiply(m, i, active):
+    how, kind = i.modifiers
+    a, b, *addend = m.sources(i)
+    value = wrap(a, kind) * wrap(b, kind)
+    bits = int(kind[1:])
+    if how == "wide":
+        bits *= 2
+    if how == "hi":  # of 32 bits: 64 hold the product
+        value = value >> 32
+    m.write(i, wrap(sum(addend, value), f"u{bits}"), active)
 
 
-@operation("cvt", "cvta")
-def op_convert(m, i, rest):
-    d, a = m.register(i.operands[0]), m.read(i.operands[1])
-    return lambda w: np.copyto(
-        d, wrap(wrap(a, rest[-1]), "u" + rest[-2][1:]) if len(rest) == 2 else a, where=w
-    )
+def op_convert(m, i, active):
+    to, kind = i.modifiers[-2:]
+    (a,) = m.sources(i)
+    m.write(i, wrap(wrap(a, kind), f"u{to[1:]}"), active)
 
 
-COMPARE = {x: getattr(operator, x) for x in ("eq", "ne", "lt", "le", "gt", "ge")}
-COMPARE |= {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
+def op_compare(m, i, active):
+    how, kind = i.modifiers
+    if kind == "u64":
+        a, b = (unsigned(x) for x in m.sources(i))
+    else:
+        a, b = (wrap(x, kind) for x in m.sources(i))
+    unsigned_names = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+    compare = getattr(operator, unsigned_names.get(how, how))
+    m.write(i, compare(a, b), active)
 
 
-@operation("setp")
-def op_compare(m, i, rest):
-    how, kind = rest
-    d, (a, b) = m.register(i.operands[0]), map(m.read, i.operands[1:])
-    as_compared = unsigned if kind == "u64" else lambda x: wrap(x, kind)
-    return lambda w: np.copyto(d, COMPARE[how](as_compared(a), as_compared(b)), where=w)
-
-
-@operation("mov")
-def op_move(m, i, rest):
+def op_move(m, i, active):
     if "{" in i.operands[0] + i.operands[1]:  # parts of a register: numbers
-        return lambda w: None
-    out, value = m.register(i.operands[0]), m.read(i.operands[1])
-    return lambda w: np.copyto(out, np.not_equal(value, 0) if rest == ["pred"] else value, where=w)
+        return
+    (value,) = m.sources(i)
+    if i.modifiers == ["pred"]:
+        value = np.not_equal(value, 0)
+    m.write(i, value, active)
 
 
 # ------------------------------------------------------------------ control and threads together
 
 
-@operation("bra")
-def op_branch(m, i, rest):
-    return lambda w: m.kernel.labels[i.operands[0]]
+def op_branch(m, i, active):
+    return m.kernel.labels[i.operands[0]]
 
 
-@operation("ret", "exit")
-def op_return(m, i, rest):
-    return lambda w: len(m.kernel.blocks)
+def op_return(m, i, active):
+    return len(m.kernel.blocks)
 
 
-@operation("bar", "barrier", "fence")
-def op_barrier(m, i, rest):
-    if rest == ["warp", "sync"] and i.operands == ("-1",):
-        return lambda w: m.groups(w, 32, i)
-    if rest == ["proxy", "async", "shared::cta"]:
-        times, together = m.shared.fence, 1
-    elif rest in (["sync"], ["cta", "sync"]) and i.operands[1:] in ((), (str(m.n),)):
-        times, together = m.shared.barrier, m.n
+def op_barrier(m, i, active):
+    if i.modifiers == ["warp", "sync"] and i.operands == ("-1",):
+        m.groups(active, WARP, i)
+    elif i.modifiers == ["proxy", "async", "shared::cta"]:
+        m.shared.fence[active] = m.shared.now
+    elif i.modifiers in (["sync"], ["cta", "sync"]) and i.operands[1:] in ((), (str(m.n),)):
+        m.groups(active, m.n, i)
+        m.shared.barrier[:] = m.shared.now
     else:
-        return None
-
-    def run(w):
-        m.groups(w, together, i)
-        times[w] = m.shared.now
-
-    return run
+        refuse(m, i, active)
 
 
-@operation("shfl")
-def op_shuffle(m, i, rest):
-    d, a, by, _, members = i.operands
-    if rest[0] != "sync" or members != "-1" or "|" in d:
-        return None
-    out, value, lane = m.register(d).reshape(-1, 32), m.read(a).reshape(-1, 32), np.arange(32)
-    by = np.broadcast_to(m.read(by), m.n).reshape(-1, 32)
-
-    def run(w):
-        warps = m.groups(w, 32, i)
-        n = by[warps] & 31
-        j = {"up": lane - n, "down": lane + n, "bfly": lane ^ n, "idx": n}[rest[1]]
-        out[warps] = np.take_along_axis(
-            value[warps], np.where((j >= 0) & (j < 32), j, lane), axis=1
-        )
-
-    return run
+def op_shuffle(m, i, active):
+    to, a, by, _, members = i.operands
+    if i.modifiers[0] != "sync" or members != "-1" or "|" in to:
+        refuse(m, i, active)
+    warps = m.groups(active, WARP, i)
+    lane = np.arange(WARP)
+    n = np.broadcast_to(m.read(by), m.n).reshape(-1, WARP)[warps] & 31
+    sources = {"up": lane - n, "down": lane + n, "bfly": lane ^ n, "idx": n}
+    source = sources[i.modifiers[1]]
+    source = np.where((source >= 0) & (source < WARP), source, lane)
+    value = m.read(a).reshape(-1, WARP)[warps]
+    m.register(to).reshape(-1, WARP)[warps] = np.take_along_axis(value, source, axis=1)
 
 
 # ------------------------------------------------------------------ memory
 
 
-@operation("ld", "st")
-def op_access(m, i, rest):
-    """ld and st, of vectors, too. -1 is what a register of a float stores."""
-    load, space, width = (
-        i.opcode.startswith("ld"),
-        rest[0].split("::")[0],
-        int(re.sub(r"\D", "", rest[-1])) // 8,
-    )
-    registers, address = i.operands if load else i.operands[::-1]
-    if space == "param":
+def access(m, i, address, size, active, *, store):
+    """Accesses global or shared memory. Returns its bytes and indices [accesses, size]."""
+    space = i.modifiers[0].partition("::")[0]
+    addresses = m.address(address)[active]
+    if space == "global":
+        return m.memory.access(addresses, size, i)
+    if space == "shared":
+        return m.shared.access(addresses, size, m.threads[active], i, store=store)
+    return refuse(m, i, active)
+
+
+def width_of(i):
+    """Returns the bytes of a number of ld or st."""
+    return int(re.sub(r"\D", "", i.modifiers[-1])) // 8
+
+
+def op_load(m, i, active):
+    to, address = i.operands
+    if i.modifiers[0] == "param":
         name = address.strip("[] ")
-        if not load or name not in m.parameters:  # of a call
-            return lambda w: None
-        d = m.register(registers)
-        return lambda w: np.copyto(d, m.parameters[name], where=w)
-    if space not in ("global", "shared"):
-        return None
-    values, where = m.vector(registers), m.address(address)
-    size = width * len(values)
-
-    def run(w):
-        threads = m.threads[w]
-        if space == "global":
-            memory, index = m.memory.bytes(where(threads), size, i)
-        else:
-            place = m.shared.place(where(threads), size, i)
-            g, me = m.shared.granules(place, size, threads)
-            (m.shared.on_read if load else m.shared.on_write)(g, me, i)
-            if not load:
-                m.shared.note_write(g, me)
-            memory, index = m.shared.bytes, place[:, None] + np.arange(size)
-        for k, x in enumerate(values):
-            part = index[:, k * width : (k + 1) * width]
-            if load and x is not None:
-                x[threads] = (
-                    np.ascontiguousarray(memory[part]).view(f"u{width}")[:, 0].astype(np.int64)
-                )
-            elif not load:
-                bits = np.broadcast_to(x, m.n)[threads].astype(
-                    f"i{width}" if width == 8 else np.int64
-                )
-                memory[part] = bits.astype(np.int64).view(np.uint8).reshape(-1, 8)[:, :width]
-
-    return run
+        if name in m.parameters:  # the others are those of a call
+            m.write(i, m.parameters[name], active)
+        return
+    registers = m.vector(to)
+    width = width_of(i)
+    memory, index = access(m, i, address, width * len(registers), active, store=False)
+    numbers = memory[index].view(f"u{width}").astype(np.int64)
+    for register, column in zip(registers, numbers.T, strict=True):
+        if register is not None:
+            register[active] = column
 
 
-@operation("cp")
-def op_copy(m, i, rest):
+def op_store(m, i, active):
+    """Stores numbers; -1 is what the register of a float stores."""
+    if i.modifiers[0] == "param":  # of a call
+        return
+    address, values = i.operands
+    columns = [np.broadcast_to(x, m.n)[active] for x in m.vector(values)]
+    width = width_of(i)
+    memory, index = access(m, i, address, width * len(columns), active, store=True)
+    numbers = np.stack(columns, axis=1).astype(f"u{width}")
+    memory[index] = numbers.view(np.uint8)
+
+
+def op_copy(m, i, active):
     """cp.async: lands when its group is waited for; until then nothing may touch the place. Given no bytes: zeros."""
-    if rest == ["async", "commit_group"]:
-        return lambda w: np.add(m.copy_groups, 1, out=m.copy_groups, where=w)
-    if rest == ["async", "wait_group"]:
-
-        def wait(w):
-            remaining = []
-            for threads, group, place, data, g, me in m.copies:
-                ready = w[threads] & (group < m.copy_groups[threads] - int(i.operands[0]))
-                m.shared.copying[g[ready]] = 0
-                m.shared.note_write(g[ready], me[ready], copied=True)
-                m.shared.bytes[place[ready, None] + np.arange(data.shape[1])] = data[ready]
-                remaining.append(tuple(x[~ready] for x in (threads, group, place, data, g, me)))
-            m.copies = [x for x in remaining if len(x[0])]
-
-        return wait
-    if rest[0] != "async" or rest[2:] != ["shared", "global"]:
-        return None
-    to, source, size = m.address(i.operands[0]), m.address(i.operands[1]), int(i.operands[2], 0)
-    given = np.broadcast_to(m.read(i.operands[3]) if len(i.operands) > 3 else size, m.n)
-
-    def run(w):
-        threads = m.threads[w]
-        place = m.shared.place(to(threads), size, i)
-        data, full = np.zeros((len(threads), size), np.uint8), given[threads] == size
-        if full.any():
-            memory, index = m.memory.bytes(source(threads[full]), size, i)
-            data[full] = memory[index]
-        g, me = m.shared.granules(place, size, threads)
-        m.shared.on_write(g, me, i)
-        m.shared.copying[g], m.shared.writer[g] = 1, me
-        g, me = g.reshape(len(threads), -1), me.reshape(len(threads), -1)
-        m.copies.append((threads, m.copy_groups[threads], place, data, g, me))
-
-    return run
+    if i.modifiers == ["async", "commit_group"]:
+        m.groups(active, m.n, i)
+        m.copy_groups += 1
+    elif i.modifiers == ["async", "wait_group"]:
+        m.groups(active, m.n, i)
+        land_copies(m, m.copy_groups - int(i.operands[0]))
+    elif i.modifiers[0] == "async" and i.modifiers[2:] == ["shared", "global"]:
+        start_copy(m, i, active)
+    else:
+        refuse(m, i, active)
 
 
-@operation("ldmatrix", "stmatrix")
-def op_matrix(m, i, rest):
-    """8 x 8 matrices of 16 bits: row r of the j-th lies where lane 8 j + r says."""
-    load, count = i.opcode.startswith("ld"), int(rest[3][1:])
-    where = m.address(i.operands[1 if load else 0])
+def start_copy(m, i, active):
+    to, source, size, *given = i.operands
+    size = int(size, 0)
+    threads = m.threads[active]
+    place = m.shared.place(m.address(to)[active], size, i)
+    full = active
+    if given:
+        full = active & (m.read(given[0]) == size)
+    data = np.zeros((m.n, size), np.uint8)
+    if full.any():
+        memory, index = m.memory.access(m.address(source)[full], size, i)
+        data[full] = memory[index]
+    granules, owners = m.shared.granules(place, size, threads)
+    m.shared.check_write(granules, owners, i)
+    m.shared.copying[granules] = 1
+    m.shared.writer[granules] = owners
+    index = place[:, None] + np.arange(size)
+    m.copies.append((m.copy_groups, index, data[active], granules, owners))
 
-    def run(w):
-        threads = m.threads.reshape(-1, 32)[m.groups(w, 32, i), : 8 * count].ravel()
-        g, me = m.shared.granules(m.shared.place(where(threads), 16, i), 16, threads)
-        (m.shared.on_read if load else m.shared.on_write)(g, me, i)
-        if not load:
-            m.shared.note_write(g, me)
 
-    return run
+def land_copies(m, groups):
+    """Ends the copies of the first groups."""
+    under_way = []
+    for copy in m.copies:
+        group, index, data, granules, owners = copy
+        if group < groups:
+            m.shared.copying[granules] = 0
+            m.shared.note_write(granules, owners, copied=True)
+            m.shared.bytes[index] = data
+        else:
+            under_way.append(copy)
+    m.copies = under_way
+
+
+def op_matrix(m, i, active):
+    """ldmatrix, stmatrix: 8 x 8 matrices of 16 bits. Row r of the j-th lies where lane 8 j + r says."""
+    store = i.name == "stmatrix"
+    address = i.operands[0 if store else 1]
+    rows = 8 * int(i.modifiers[3].removeprefix("x"))
+    threads = m.threads.reshape(-1, WARP)[m.groups(active, WARP, i), :rows].ravel()
+    m.shared.access(m.address(address)[threads], 16, threads, i, store=store)
 
 
 # ------------------------------------------------------------------ wgmma
 
-GROUP = 128  # threads of a warp group
+
+def op_wgmma(m, i, active):
+    """Asynchronous Warpgroup Level Matrix Multiply-Accumulate: its operands in shared memory are free when it is waited for."""
+    groups = m.groups(active, WARP_GROUP, i)
+    step = i.modifiers[0]
+    if step == "commit_group":
+        m.product_groups[groups] += 1
+    elif step == "wait_group":
+        end_products(m, groups, int(i.operands[0]))
+    elif step != "fence":
+        for group in groups:
+            start_product(m, i, group)
 
 
-def tile(rows, swizzle, transposed):
-    """Where a tile [rows, 16] of bf16 lies: (bytes, multiples of the leading offset, of the stride offset) [rows, 16] each.
+def start_product(m, i, group):
+    _, a, b, _, *immediates = i.operands
+    columns = int(re.sub(r"m64n(\d+)k16", r"\1", i.modifiers[3]))
+    read = granules_of_matrix(m, i, group, b, columns, immediates[-1] == "1")
+    if a[0] == "%":  # a descriptor, too, and no registers
+        read_of_a = granules_of_matrix(m, i, group, a, 64, immediates[2] == "1")
+        read = np.union1d(read, read_of_a)
+    m.shared.check_product(read, group * WARP_GROUP, i)
+    m.shared.multiplied[read] += 1
+    m.products.append((group, m.product_groups[group], read))
+
+
+def end_products(m, groups, left):
+    """Ends the products of warp groups, but for those of the last groups that were committed."""
+    under_way = []
+    for product in m.products:
+        group, number, read = product
+        if group in groups and number < m.product_groups[group] - left:
+            m.shared.multiplied[read] -= 1
+            first = np.full(len(read), group * WARP_GROUP)
+            m.shared.note_read(read, first, first + WARP_GROUP - 1)
+        else:
+            under_way.append(product)
+    m.products = under_way
+
+
+def granules_of_matrix(m, i, group, descriptor, rows, transposed):
+    """Returns the granules that a warp group reads through a matrix descriptor."""
+    values = m.register(descriptor).reshape(-1, WARP_GROUP)[group]
+    bits = int(values[0])
+    if (values != bits).any():
+        raise Fault(f"a matrix descriptor that differs among threads: {i}")
+    if bits >> 49 & 7:
+        raise Fault(f"a matrix descriptor with a base offset: {i}")
+    # Addresses and offsets are multiples of 16 bytes.
+    start = (bits & 0x3FFF) * 16
+    leading = (bits >> 16 & 0x3FFF) * 16
+    stride = (bits >> 32 & 0x3FFF) * 16
+    swizzle = (0, 128, 64, 32)[bits >> 62 & 3]
+    address = start + tile_offsets(rows, swizzle, transposed, leading, stride)
+    if swizzle:  # bits 4.. meet bits 7..
+        address ^= (address >> 3) & (swizzle - 16)
+    place = m.shared.place(address.ravel(), 2, i)
+    return np.unique(place // m.shared.granule)
+
+
+def tile_offsets(rows, swizzle, transposed, leading, stride):
+    """Returns where a tile [rows, 16] of bf16 lies, in bytes.
 
     Strides of the canonical layouts (Asynchronous Warpgroup Level Matrix Shared Memory Layout), T = 8 numbers of 16 bytes; rows
     are those of A and the columns of B. As they are: ((8, rows), (T, 2)) : ((W T, SBO), (1, LBO or T)), W = 1, 2, 4, 8 for
     swizzles of 0, 32, 64, 128 bytes. Transposed: ((T, W, rows), (8, 2)) : ((1, T, LBO), (W T, SBO)).
     """
-    wide = max(16, swizzle)
-    r, k = np.arange(rows)[:, None], np.arange(16)[None, :]
-    none = 0 * (r + k)
-    if not transposed:
-        far = k // 8
-        return (
-            r % 8 * wide + k % 8 * 2 + (16 * far if swizzle else 0),
-            (none if swizzle else far + none),
-            r // 8 + none,
-        )
-    if swizzle == 0:
-        return r % 8 * 2 + k % 8 * 16 + none, k // 8 + none, r // 8 + none
-    return r % (wide // 2) * 2 + k % 8 * wide + none, r // (wide // 2) + none, k // 8 + none
+    r = np.arange(rows)[:, None]
+    k = np.arange(16)[None, :]
+    if transposed and swizzle:
+        wide = swizzle // 2
+        row = r % wide * 2 + r // wide * leading
+        return row + k % 8 * swizzle + k // 8 * stride
+    if transposed:
+        return r % 8 * 2 + r // 8 * stride + k % 8 * 16 + k // 8 * leading
+    row = r % 8 * max(16, swizzle) + r // 8 * stride
+    return row + k % 8 * 2 + k // 8 * (16 if swizzle else leading)
 
 
-@operation("wgmma")
-def op_wgmma(m, i, rest):
-    """Asynchronous Warpgroup Level Matrix Multiply-Accumulate: its operands in shared memory are free when it is waited for."""
-    shared = m.shared
-    if rest[0] == "fence":
-        return lambda w: m.groups(w, GROUP, i)
-    if rest[0] == "commit_group":
-
-        def commit(w):
-            m.product_groups[m.groups(w, GROUP, i)] += 1
-
-        return commit
-    if rest[0] == "wait_group":
-
-        def wait(w):
-            active, remaining = m.groups(w, GROUP, i), []
-            for group, number, read in m.products:
-                if group in active and number < m.product_groups[group] - int(i.operands[0]):
-                    shared.multiplied[read] -= 1
-                    first = np.full(len(read), group * GROUP)
-                    shared.note_read(read, first, first + GROUP - 1)
-                else:
-                    remaining.append((group, number, read))
-            m.products = remaining
-
-        return wait
-    columns = int(re.fullmatch(r"m64n(\d+)k16", rest[3]).group(1))
-    _, a, b, _, *immediate = i.operands
-    operands = [(b, columns, int(immediate[-1]))]
-    if a[0] == "%":  # a descriptor, too, and no registers
-        operands.append((a, 64, int(immediate[2])))
-
-    def granules(descriptor, rows, transposed, group):
-        """Granules that one warp group reads through a matrix descriptor."""
-        bits = m.register(descriptor).reshape(-1, GROUP)[group]
-        if (bits != bits[0]).any() or bits[0] >> 49 & 7:
-            raise Fault(
-                f"a matrix descriptor that differs among threads, or with a base offset: {i}"
-            )
-        start, leading, stride = ((int(bits[0]) >> shift & 0x3FFF) * 16 for shift in (0, 16, 32))
-        swizzle = (0, 128, 64, 32)[int(bits[0]) >> 62 & 3]
-        inside, l, s = tile(rows, swizzle, transposed)
-        address = start + inside + leading * l + stride * s
-        if swizzle:  # bits 4.. meet bits 7..
-            address ^= (address >> 3) & (swizzle - 16)
-        return np.unique(shared.place(address.ravel(), 2, i) // shared.granule)
-
-    def run(w):
-        for group in m.groups(w, GROUP, i):
-            read = np.unique(np.concatenate([granules(*operand, group) for operand in operands]))
-            shared.on_product(read, group * GROUP, i)
-            shared.multiplied[read] += 1
-            m.products.append((group, m.product_groups[group], read))
-
-    return run
+OPERATIONS = {
+    **dict.fromkeys(INTEGERS, op_integers),
+    "selp": op_select,
+    "bfe": op_extract,
+    "prmt": op_permute,
+    "shr": op_shift_right,
+    "mul": op_multiply,
+    "mad": op_multiply,
+    "cvt": op_convert,
+    "cvta": op_move,
+    "mov": op_move,
+    "setp": op_compare,
+    "bra": op_branch,
+    "ret": op_return,
+    "exit": op_return,
+    "bar": op_barrier,
+    "barrier": op_barrier,
+    "fence": op_barrier,
+    "shfl": op_shuffle,
+    "ld": op_load,
+    "st": op_store,
+    "cp": op_copy,
+    "ldmatrix": op_matrix,
+    "stmatrix": op_matrix,
+    "wgmma": op_wgmma,
+}

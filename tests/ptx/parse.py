@@ -6,13 +6,15 @@ from typing import NamedTuple
 
 class Instruction(NamedTuple):
     guard: str  # "", "%p1" or "!%p1"
-    opcode: str
+    name: str  # the opcode up to the first point
+    modifiers: list[str]  # what comes after it
     operands: tuple[str, ...]  # as they are written; a vector or an address is one
     line: int  # of the PTX
     source: str  # file:line:column of the kernel
 
     def __str__(self):
-        return f"{self.opcode} {', '.join(self.operands)[:80]}; PTX line {self.line}, {self.source}"
+        opcode = ".".join([self.name, *self.modifiers])
+        return f"{opcode} {', '.join(self.operands)[:80]}; PTX line {self.line}, {self.source}"
 
 
 class Kernel(NamedTuple):
@@ -25,45 +27,56 @@ class Kernel(NamedTuple):
     labels: dict[str, int]  # the block that begins there
 
 
+INSTRUCTION = re.compile(r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
+OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+
+
+def parse_instruction(text, line, source) -> Instruction:
+    match = INSTRUCTION.fullmatch(text)
+    assert match is not None, text
+    guard, opcode, rest = match.groups(default="")
+    name, *modifiers = opcode.split(".")
+    operands = tuple(x.strip() for x in OPERAND.findall(rest))
+    return Instruction(guard, name, modifiers, operands, line, source)
+
+
 def parse(ptx: str) -> Kernel:
     entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)\s*(.*?)\{", ptx, re.DOTALL)
     assert entry is not None
-    constants = {
-        name: bytes(map(int, data.split(",")))
-        for name, data in re.findall(r"\.global [^;=]*?\.b8 ([\w$]+)\[\d+\] = \{(.*?)\};", ptx)
-    }
-    predicates, blocks, labels = set(), [[]], {}
+    name, declarations, directives = entry.groups()
+    threads = int(re.findall(r"\.reqntid (\d+)", directives)[0])
+    parameters = re.findall(r"\.param \.\w+[^,]*?(\w+)\s*(?:,|$)", declarations)
+    constants = {}
+    for table, data in re.findall(r"\.global [^;=]*?\.b8 ([\w$]+)\[\d+\] = \{(.*?)\};", ptx):
+        constants[table] = bytes(int(number) for number in data.split(","))
+    predicates = set()
+    blocks = [[]]
+    labels = {}
     for line, source, text in _statements(ptx, entry.end()):
+        if text.startswith(("$L__tmp", "$L__func")):  # labels for debuggers
+            continue
         if text.endswith(":"):
-            if text.startswith(("$L__tmp", "$L__func")):  # for debuggers
-                continue
             if blocks[-1]:
                 blocks.append([])
             labels[text[:-1]] = len(blocks) - 1
         elif text.startswith(".reg .pred"):
-            predicates |= {
-                name.split("<")[0].strip() for name in text.removeprefix(".reg .pred").split(",")
-            }
-        elif not text.startswith(
-            "."
-        ):  # other directives declare registers and local memory, or are for debuggers
-            guard, opcode, operands = re.fullmatch(
-                r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL
-            ).groups()
-            operands = tuple(
-                x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands)
-            )
-            blocks[-1].append(Instruction(guard or "", opcode, operands, line, source))
-            if opcode.split(".")[0] in ("bra", "ret"):
+            for register in text.removeprefix(".reg .pred").split(","):
+                predicates.add(register.split("<")[0].strip())
+        elif not text.startswith("."):
+            # Other directives declare registers and local memory, or are for debuggers.
+            instruction = parse_instruction(text, line, source)
+            blocks[-1].append(instruction)
+            if instruction.name in ("bra", "ret"):
                 blocks.append([])
-    threads = int(re.search(r"\.reqntid (\d+)", entry.group(3)).group(1))
-    parameters = re.findall(r"\.param \.\w+[^,]*?(\w+)\s*(?:,|$)", entry.group(2))
-    return Kernel(entry.group(1), threads, parameters, constants, predicates, blocks, labels)
+    return Kernel(name, threads, parameters, constants, predicates, blocks, labels)
 
 
 def _statements(ptx: str, start: int):
-    """(line, source, text) of every statement and label up to the entry's last brace."""
-    depth, source, pending, at = 1, "", "", 0
+    """Yields (line, source, text) of every statement and label up to the entry's last brace."""
+    depth = 1
+    source = ""
+    pending = ""
+    first = 0
     for line, text in enumerate(ptx[start:].split("\n"), ptx.count("\n", 0, start) + 1):
         text, _, comment = text.partition("//")
         text = text.strip()
@@ -73,14 +86,14 @@ def _statements(ptx: str, start: int):
             yield line, source, text
         else:
             depth += text.count("{") - text.count("}")
-            at = at if pending else line
+            if not pending:
+                first = line
             *complete, pending = f"{pending} {text}".split(";")
             for statement in complete:
-                statement = re.sub(
-                    r"^[\s{}]+", "", statement
-                ).strip()  # braces of a scope; a vector's come later
+                # Braces of a scope come first; a vector's come later.
+                statement = statement.lstrip("{} \t").rstrip()
                 if statement:
-                    yield at, source, statement
+                    yield first, source, statement
             pending = pending.strip()
             if depth == 0:
                 return

@@ -1,8 +1,9 @@
-"""Seeded problems, the two ways to run them, and the one tolerance table.
+"""Seeded problems, the ways to run them, and the one tolerance table.
 
 Shapes: B batch, T time, H state heads, G query heads per state head, R key features, D value width, M basis functions.
 """
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from interdomain import scan
 from interdomain.scan import reference
 
 BACKENDS = ("chunkwise", "fft", "reference")
+TOKENS = ("q", "k", "v", "z")
 linear_or_query = pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
 
 # name: (bound, measure). `max`: largest error over largest value. `rms`: RMS of the error over RMS of the value.
@@ -27,27 +29,47 @@ TOLERANCES = {
     # All modes at |Lambda| = 1/e: an output is its own token and little else, summed over modes that cancel.
     "bfloat16 at the decay bound": (8e-3, "rms"),
 }
+# The ratio of these norms is the measure.
+NORMS = {"max": torch.inf, "rms": 2}
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-def error(got, expected, measure):
+def exact_values(x):
+    return x.detach().cpu().double()
+
+
+def error(got, expected, measure="rms"):
+    """Returns the error of a tensor, relative to the expected one."""
     assert got.shape == expected.shape
-    got, expected = got.detach().double(), expected.detach().double()
-    if measure == "max":
-        return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()
-    return (
-        (got - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp_min(1e-300)
-    ).item()
+    expected = exact_values(expected)
+    distance = torch.linalg.vector_norm(exact_values(got) - expected, NORMS[measure])
+    size = torch.linalg.vector_norm(expected, NORMS[measure])
+    return (distance / size.clamp_min(1e-300)).item()
+
+
+def worst_number(got, expected):
+    """Returns a sentence about the number that is farthest from the expected one."""
+    distance = (exact_values(got) - exact_values(expected)).abs().nan_to_num(nan=torch.inf)
+    position = torch.unravel_index(distance.argmax(), distance.shape)
+    place = [index.item() for index in position]
+    return f"the worst is {got[position]} for {expected[position]} at {place}"
+
+
+def assert_within(got, expected, bound, measure="rms"):
+    """Compares tensors by name. A failure shows the worst number of each tensor that is beyond the bound."""
+    assert got.keys() == expected.keys()
+    problems = []
+    for name, right in expected.items():
+        relative = error(got[name], right, measure)
+        # `not <` instead of `>`: a NaN must fail.
+        if not relative < bound:
+            problems.append(f"{name}: {relative:.1e}, {worst_number(got[name], right)}")
+    assert not problems, f"beyond {bound:.0e} ({measure}):\n" + "\n".join(problems)
 
 
 def assert_agree(got, expected, tolerance):
-    bound, measure = TOLERANCES[tolerance]
-    errors = {name: error(got[name], expected[name], measure) for name in expected}
-    assert got.keys() == expected.keys()
-    # `not <` instead of `>`: a NaN must fail.
-    wrong = {name: f"{value:.1e}" for name, value in errors.items() if not value < bound}
-    assert not wrong, (
-        f"beyond {bound:.0e} ({measure}): {wrong}; all: { {n: f'{e:.1e}' for n, e in errors.items()} }"
-    )
+    """Compares tensors by name, to a tolerance of the table."""
+    assert_within(got, expected, *TOLERANCES[tolerance])
 
 
 @dataclass(frozen=True)
@@ -61,10 +83,12 @@ class Case:
     M: int = 16
     readout: str = "complex"
     C: str = "full"
-    decay: str = "middle"  # Re(dt A) before the bound: middle 1e-3..0.3, strong 0.1..50, weak 1e-8..1e-6, s4d
+    decay: str = "middle"  # a key of DECAYS, or s4d
     state: bool = True
 
 
+# Re(dt A) before the bound
+DECAYS = {"middle": (1e-3, 0.3), "strong": (0.1, 50.0), "weak": (1e-8, 1e-6)}
 CASES = (
     Case(T=1, B=2, R=4, D=6),
     Case(T=2, H=3, G=3, R=5, D=4, readout="hermitian", C="diagonal"),
@@ -76,152 +100,194 @@ CASES = (
 )
 
 
-def make(case):
-    """float64 leaves (dt, log_A_real, A_imag, C, c, q, k, v, initial_state) and cotangents."""
-    g = torch.Generator().manual_seed(case.T)
+def make(case, linear=False):
+    """Makes the parameters of a layer and its tokens.
+
+    Returns:
+        The float64 leaves by name: q, k and v, or z and c; dt, log_A_real, A_imag; C and initial_state if there are some.
+        The cotangents of the output and of the final state.
+    """
+    generator = torch.Generator().manual_seed(case.T)
     B, T, H, G, R, D, M = case.B, case.T, case.H, case.G, case.R, case.D, case.M
 
     def normal(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def log_uniform(low, high, *shape):
-        u = torch.rand(*shape, generator=g, dtype=torch.float64)
+        u = torch.rand(*shape, generator=generator, dtype=torch.float64)
         return torch.exp(math.log(low) + u * (math.log(high) - math.log(low)))
 
     dt = log_uniform(1e-3, 1e-1, H)
-    if (
-        case.decay == "s4d"
-    ):  # the initialisation; one head at the largest step, 128 radians per token
+    if case.decay == "s4d":
+        # The initialisation; one head is at the largest step, 128 radians per token.
         dt[0] = 0.1
         log_A_real = torch.full((H, M), math.log(0.5), dtype=torch.float64)
         n = torch.arange(M, dtype=torch.float64)
-        A_imag = (M / math.pi * (M / (2 * n + 1) - 1)).expand(H, M).clone()
+        A_imag = (M / math.pi * (M / (2 * n + 1) - 1)).repeat(H, 1)
     else:
-        low, high = {"middle": (1e-3, 0.3), "strong": (0.1, 50.0), "weak": (1e-8, 1e-6)}[case.decay]
-        log_A_real = (log_uniform(low, high, H, M) / dt[:, None]).log()
+        log_A_real = (log_uniform(*DECAYS[case.decay], H, M) / dt[:, None]).log()
         A_imag = 3 * normal(H, M) / dt[:, None]
-    shape = {"full": (H, M, M, 2), "diagonal": (H, M, 2), "identity": None}[case.C]
-    leaves = {
-        "q": normal(B, T, H * G, R) / R**0.5,
-        "k": normal(B, T, H, R),
-        "v": normal(B, T, H, D),
-        "dt": dt,
-        "log_A_real": log_A_real,
-        "A_imag": A_imag,
-        "c": normal(H, M) / M**0.5,
-    }
-    if shape is not None:
-        leaves["C"] = normal(*shape) / M
+    q = normal(B, T, H * G, R) / R**0.5
+    k = normal(B, T, H, R)
+    v = normal(B, T, H, D)
+    c = normal(H, M) / M**0.5
+    leaves = {"q": q, "k": k, "v": v}
+    if linear:
+        leaves = {"z": torch.cat((k, v), dim=-1), "c": c}
+    leaves |= {"dt": dt, "log_A_real": log_A_real, "A_imag": A_imag}
+    if case.C == "full":
+        leaves["C"] = normal(H, M, M, 2) / M
+    if case.C == "diagonal":
+        leaves["C"] = normal(H, M, 2) / M
     if case.state:
         leaves["initial_state"] = normal(B, H, M, R + D, 2)
-    cotangents = {
-        "o": normal(B, T, H * G, D),
-        "y": normal(B, T, H, R + D),
-        "state": normal(B, H, M, R + D, 2),
-    }
-    return leaves, cotangents
+    d_o = normal(B, T, H * G, D)
+    d_y = normal(B, T, H, R + D)
+    d_state = normal(B, H, M, R + D, 2)
+    for x in leaves.values():
+        x.requires_grad_()
+    if linear:
+        return leaves, (d_y, d_state)
+    return leaves, (d_o, d_state)
 
 
 def gradients(outputs, cotangents, leaves):
-    total = sum((out * cotangent).sum() for out, cotangent in zip(outputs, cotangents, strict=True))
-    grads = torch.autograd.grad(total, list(leaves.values()))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
     return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def leaves_of(case, *names):
-    leaves, cotangents = make(case)
-    wanted = (*names, "dt", "log_A_real", "A_imag", "C", "initial_state")
-    return {n: x.requires_grad_() for n, x in leaves.items() if n in wanted}, cotangents
+def results(outputs, cotangents, leaves):
+    """Returns the output, the final state and every gradient, by name."""
+    out, state = outputs
+    return {"out": out, "state": state, **gradients(outputs, cotangents, leaves)}
 
 
-def paper_A(dt, log_A_real, A_imag):
-    """A with the bound on the decay written out a second time."""
-    x = dt[:, None] * log_A_real.exp()
-    return torch.complex(-x / (1 + x**8) ** 0.125 / dt[:, None], A_imag)
+def paper_A(leaves):
+    """Returns A, with the bound on the decay written out a second time."""
+    dt = leaves["dt"][:, None]
+    x = dt * leaves["log_A_real"].exp()
+    return torch.complex(-x / (1 + x**8) ** 0.125 / dt, leaves["A_imag"])
 
 
-def paper_C(leaves, like):
-    C = leaves.get("C")
-    if C is None:
-        return torch.eye(like.shape[1], dtype=torch.complex128).expand(like.shape[0], -1, -1)
-    C = torch.complex(C[..., 0], C[..., 1])
-    return C if C.ndim == 3 else torch.diag_embed(C)
+def paper_C(leaves):
+    if "C" not in leaves:
+        H, M = leaves["A_imag"].shape
+        return torch.eye(M, dtype=torch.complex128).expand(H, M, M)
+    C = torch.view_as_complex(leaves["C"])
+    if C.ndim == 2:
+        return torch.diag_embed(C)
+    return C
 
 
 @functools.cache
 def paper(case, linear):
-    """Values and every gradient of the paper's loop."""
-    leaves, cotangents = leaves_of(case, "k", "v", "c" if linear else "q")
-    A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
-    dynamics = leaves["dt"], A, paper_C(leaves, A)
+    """Returns the values and every gradient of the paper's loop."""
+    leaves, cotangents = make(case, linear)
+    dynamics = leaves["dt"], paper_A(leaves), paper_C(leaves)
     state = leaves.get("initial_state")
     if linear:
-        z = torch.cat((leaves["k"], leaves["v"]), dim=-1)
-        outputs = reference.paper_linear(z, *dynamics, leaves["c"], initial_state=state)
+        outputs = reference.paper_linear(leaves["z"], *dynamics, leaves["c"], initial_state=state)
     else:
-        tokens = (leaves[n] for n in "qkv")
+        tokens = leaves["q"], leaves["k"], leaves["v"]
         outputs = reference.paper_scan(
             *tokens, *dynamics, readout=case.readout, initial_state=state
         )
-    return results(outputs, cotangents, leaves, linear)
+    return results(outputs, cotangents, leaves)
 
 
 def run_case(case, linear, run):
-    """The same of `run(*tokens, log_decay, mixing or readout, initial_state)`."""
-    leaves, cotangents = leaves_of(case, "k", "v", "c" if linear else "q")
-    tokens = (
-        [torch.cat((leaves["k"], leaves["v"]), dim=-1)] if linear else [leaves[n] for n in "qkv"]
-    )
-    outputs = run(*tokens, *tables(leaves, case.readout), leaves.get("initial_state"))
-    return results(outputs, cotangents, leaves, linear)
+    """Returns the same of a function that takes the arguments of the scan."""
+    leaves, cotangents = make(case, linear)
+    return results(run(**arguments(leaves, case.readout)), cotangents, leaves)
 
 
-def results(outputs, cotangents, leaves, linear):
-    grads = gradients(outputs, (cotangents["y" if linear else "o"], cotangents["state"]), leaves)
-    return {"out": outputs[0], "state": outputs[1], **grads}
-
-
-def tables(leaves, readout):
+def arguments(leaves, readout):
+    """Returns the arguments of the scan: tokens, tables and the state."""
+    inputs = {name: leaves[name] for name in TOKENS if name in leaves}
     theta = scan.decay_exponent(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
     gain = scan.input_gain(theta, leaves["dt"])
+    inputs["log_decay"] = theta
     if "c" in leaves:
-        return theta, scan.readout_vector(gain, leaves.get("C"), leaves["c"])
-    return theta, scan.mixing_matrix(gain, leaves.get("C"), readout)
-
-
-def function(linear):
-    return scan.linear_scan if linear else scan.interdomain_scan
-
-
-def step_of(linear):
-    return scan.linear_step if linear else scan.interdomain_step
-
-
-def op_inputs(case, dtype, activations=None, linear=False):
-    """The op's own inputs as leaves, rounded to dtype (activations: q, k, v, cotangent of the output), and cotangents."""
-    leaves, cotangents = make(case)
-    activations = activations or dtype
-    if not linear:
-        leaves.pop("c")
-    theta, table = tables(leaves, case.readout)
-    if linear:
-        inputs = {"z": torch.cat((leaves["k"], leaves["v"]), dim=-1).to(activations)}
+        inputs["readout"] = scan.readout_vector(gain, leaves.get("C"), leaves["c"])
     else:
-        inputs = {n: leaves[n].to(activations) for n in ("q", "k", "v")}
-    inputs |= {"log_decay": theta.to(dtype), "readout" if linear else "mixing": table.to(dtype)}
-    if case.state:
-        inputs["initial_state"] = leaves["initial_state"].to(dtype)
-    out = cotangents["y" if linear else "o"].to(activations), cotangents["state"].to(dtype)
-    return {n: x.requires_grad_() for n, x in inputs.items()}, out
+        inputs["mixing"] = scan.mixing_matrix(gain, leaves.get("C"), readout)
+    if "initial_state" in leaves:
+        inputs["initial_state"] = leaves["initial_state"]
+    return inputs
 
 
-def run_op(inputs, cotangents, linear=False, **kwargs):
-    """Forward and backward of the public function; dict of outputs and gradients."""
-    out, state = function(linear)(**inputs, **kwargs)
-    return {"out": out, "state": state, **gradients((out, state), cotangents, inputs)}
+def op_inputs(case, dtype, activations=None, linear=False, device="cpu"):
+    """Returns the arguments of the scan as leaves of their own, and cotangents.
+
+    Args:
+        case: The problem.
+        dtype: They are rounded to this dtype.
+        activations: The dtype of tokens and of the output's cotangent, if it is another.
+        linear: True for the linear readout.
+        device: Where they are.
+    """
+    leaves, (d_out, d_state) = make(case, linear)
+    activations = activations or dtype
+    dtypes = dict.fromkeys(TOKENS, activations)
+    inputs = {}
+    for name, x in arguments(leaves, case.readout).items():
+        x = x.detach().to(device, dtypes.get(name, dtype))
+        inputs[name] = x.requires_grad_()
+    return inputs, (d_out.to(device, activations), d_state.to(device, dtype))
 
 
-def exact(inputs, cotangents, linear=False):
-    """The same rounded inputs, run in float64 by the loop over time."""
-    inputs = {n: x.detach().double().requires_grad_() for n, x in inputs.items()}
-    return run_op(inputs, tuple(x.double() for x in cotangents), linear, backend="reference")
+def part_of_time(inputs, times):
+    """Returns inputs whose tokens are those of these times (of one time, without the axis)."""
+    part = dict(inputs)
+    for name in TOKENS:
+        if name in part:
+            part[name] = part[name][:, times]
+    return part
+
+
+def run_scan(**inputs):
+    """Calls the scan whose readout the inputs have."""
+    if "z" in inputs:
+        return scan.linear_scan(**inputs)
+    return scan.interdomain_scan(**inputs)
+
+
+def run_step(**inputs):
+    """Calls the step whose readout the inputs have."""
+    if "z" in inputs:
+        return scan.linear_step(**inputs)
+    return scan.interdomain_step(**inputs)
+
+
+def run_op(inputs, cotangents, **options):
+    """Returns the output, the final state and every gradient of the scan."""
+    return results(run_scan(**inputs, **options), cotangents, inputs)
+
+
+def as_float64(inputs):
+    """Returns the same numbers in float64 on the CPU, as leaves."""
+    return {name: exact_values(x).requires_grad_() for name, x in inputs.items()}
+
+
+def exact(inputs, cotangents, documents=None):
+    """Returns the results for the same rounded inputs, run in float64 by the loop over time."""
+    if documents is not None:
+        documents = documents.cpu()
+    cotangents = [exact_values(x) for x in cotangents]
+    return run_op(as_float64(inputs), cotangents, backend="reference", documents=documents)
+
+
+@contextlib.contextmanager
+def saved_tensors():
+    """Yields a list that gets every tensor that autograd saves."""
+    saved = []
+
+    def pack(x):
+        saved.append(x)
+        return x
+
+    def unpack(x):
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield saved

@@ -6,6 +6,7 @@ It has to be chosen before triton is imported.
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from interdomain.scan import library, triton_support
 from ..common import REPOSITORY
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+DEVICE = "cpu"
+if torch.cuda.is_available() and not INTERPRETED:
+    DEVICE = "cuda"
 on_kernels = pytest.mark.skipif(
     not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1"
 )
@@ -27,13 +30,20 @@ def poison(monkeypatch):
 
     def poisoned(make):
         def made(*args, **kwargs):
-            x = make(*args, **kwargs)
-            return x.detach().fill_(float("nan")) if x.is_floating_point() or x.is_complex() else x
+            x = make(*args, **kwargs).detach()
+            if x.is_floating_point() or x.is_complex():
+                x.fill_(float("nan"))
+            return x
 
         return made
 
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+def nothing_unsupported(*args):
+    """Stands where torch.compile would not trace a mock."""
 
 
 def use_kernels(monkeypatch):
@@ -45,7 +55,7 @@ def use_kernels(monkeypatch):
         from . import triton_interpreter
 
         triton_interpreter.repair(monkeypatch)
-        monkeypatch.setattr(support, "unsupported", lambda *args: None)
+        monkeypatch.setattr(support, "unsupported", nothing_unsupported)
         monkeypatch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))
     poison(monkeypatch)
 
@@ -53,7 +63,8 @@ def use_kernels(monkeypatch):
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """Tensors on "cuda" without numbers, where the choice of a backend sees a new GPU and Triton."""
-    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    tensor_cores = mock.Mock(return_value=True)
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", tensor_cores)
     monkeypatch.setattr(triton_support, "_INSTALLED", True)
     library._log_once.cache_clear()
     with FakeTensorMode():

@@ -1,6 +1,5 @@
 """Context parallelism: shards of sequences on 2 and on 4 ranks equal one rank. Real processes over gloo, forked once."""
 
-import functools
 import itertools
 
 import pytest
@@ -11,12 +10,21 @@ from interdomain import scan
 
 from ..ranks import forks
 from ..traffic import counted
-from .common import Case, assert_agree, function, gradients, linear_or_query, op_inputs
+from .common import (
+    Case,
+    assert_agree,
+    gradients,
+    linear_or_query,
+    op_inputs,
+    part_of_time,
+    results,
+    run_scan,
+)
 from .test_documents import packed
 
 # First tokens of documents: in a shard (of 24 or 48 tokens), at its first token and at its last; one document through all
 # shards; one that begins at a shard and one that goes on across one.
-STARTS = ((0, 5, 24, 30, 71), (0,), (0, 48, 70))
+DOCUMENTS = packed(96, ((0, 5, 24, 30, 71), (0,), (0, 48, 70)))
 CASES = {
     "ragged": Case(T=280, B=1, G=3, R=5, D=4, M=6, state=False),
     "strong": Case(T=48, B=3, G=2, R=4, D=3, M=4, decay="strong", state=False),
@@ -25,24 +33,24 @@ CASES = {
 TOKENS = {"out", "dq", "dk", "dv", "dz"}
 
 
-def documents_of(name):
-    return packed(CASES[name].T, STARTS) if name == "documents" else None
-
-
-def on_a_rank(name, linear, rank, size, call):
-    """Outputs and gradients of a shard: the whole sequence's in its place, or its share. Every rank uses its final state."""
+def on_a_rank(name, linear, rank, size, group):
+    """Returns outputs and gradients of a shard, whose final state has a cotangent of the rank's own."""
     inputs, (d_out, d_state) = op_inputs(CASES[name], torch.float64, linear=linear)
     length = CASES[name].T // size
-    mine = slice(rank * length, (rank + 1) * length)
-    inputs = {
-        n: (x[:, mine] if n in "qkvz" else x).detach().requires_grad_() for n, x in inputs.items()
-    }
-    documents = documents_of(name)
-    if documents is not None:
-        documents = documents[:, mine] - (documents[:, mine.start - 1, None] if rank else 0)
-    outputs = call(**inputs, documents=documents)
-    grads = gradients(outputs, (d_out[:, mine], (rank + 1) * d_state), inputs)
-    return {"out": outputs[0].detach(), "state": outputs[1].detach(), **grads}
+    begin = rank * length
+    shard = slice(begin, begin + length)
+    leaves = {}
+    for n, x in part_of_time(inputs, shard).items():
+        leaves[n] = x.detach().requires_grad_()
+    documents = None
+    if name == "documents":
+        documents = DOCUMENTS[:, shard]
+        if rank > 0:
+            # Document 0 goes on from the rank before.
+            documents = documents - DOCUMENTS[:, begin - 1 : begin]
+    outputs = run_scan(**leaves, documents=documents, group=group)
+    got = results(outputs, (d_out[:, shard], (rank + 1) * d_state), leaves)
+    return {n: x.detach() for n, x in got.items()}
 
 
 def run_rank(rank, folder):
@@ -51,13 +59,13 @@ def run_rank(rank, folder):
         "gloo", store=distributed.FileStore(f"{folder}/store", 4), rank=rank, world_size=4
     )
     groups = {4: distributed.group.WORLD, 2: distributed.new_group([0, 1])}
-    results = {}
-    sizes = (2, 4) if rank < 2 else (4,)
-    for size, linear, name in itertools.product(sizes, (False, True), CASES):
-        call = functools.partial(function(linear), group=groups[size].group_name)
-        with counted() as traffic:
-            results[name, linear, size] = on_a_rank(name, linear, rank, size, call), traffic
-    torch.save(results, f"{folder}/{rank}.pt")
+    seen = {}
+    for size, linear, name in itertools.product(groups, (False, True), CASES):
+        if rank < size:
+            with counted() as traffic:
+                got = on_a_rank(name, linear, rank, size, groups[size].group_name)
+            seen[name, linear, size] = got, traffic
+    torch.save(seen, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -70,17 +78,18 @@ def ranks(tmp_path_factory):
 
 
 def one_rank(name, linear, size):
-    """By the loop over time: the whole sequences, and for the final state of every other shard those up to its end."""
+    """By the loop over time: the whole sequences, and for the final state of every shard those up to its end."""
     inputs, (d_out, d_state) = op_inputs(CASES[name], torch.float64, linear=linear)
-    documents, states = documents_of(name), []
+    states = []
     for rank in range(size):
-        upto = slice((rank + 1) * CASES[name].T // size)
-        part = {n: x[:, upto] if n in "qkvz" else x for n, x in inputs.items()}
-        numbers = None if documents is None else documents[:, upto]
-        out, state = function(linear)(**part, documents=numbers, backend="reference")
-        states.append((rank + 1) * state)
-    grads = gradients((out, sum(states)), (d_out, d_state), inputs)
-    return {"out": out, "states": torch.stack([x / (r + 1) for r, x in enumerate(states)]), **grads}
+        up_to = slice((rank + 1) * CASES[name].T // size)
+        documents = DOCUMENTS[:, up_to] if name == "documents" else None
+        part = part_of_time(inputs, up_to)
+        out, state = run_scan(**part, documents=documents, backend="reference")
+        states.append(state)
+    cotangents = [(rank + 1) * d_state for rank in range(size)]
+    grads = gradients((out, *states), (d_out, *cotangents), inputs)
+    return {"out": out, "states": torch.stack(states), **grads}
 
 
 @linear_or_query
@@ -88,19 +97,23 @@ def one_rank(name, linear, size):
 @pytest.mark.parametrize("name", CASES)
 def test_shards_are_the_whole(name, size, linear, ranks):
     """Values, every shard's final state, every gradient; less than two states each way, whatever the length."""
+    shards = [seen[name, linear, size][0] for seen in ranks[:size]]
+    got = {"states": torch.stack([shard.pop("state") for shard in shards])}
+    for n in shards[0]:
+        of_ranks = torch.stack([shard[n] for shard in shards])
+        if n in TOKENS:
+            got[n] = torch.cat([*of_ranks], dim=1)
+        else:
+            got[n] = of_ranks.sum(0)
+    assert_agree(got, one_rank(name, linear, size), "float64")
+
+    # A rank adds up these rows of a state, and receives them and 1 float64 per sequence from each other rank: one
+    # exchange forward, one backward.
     case = CASES[name]
-    rows = -(-case.H * case.M // size)  # of a state, that a rank adds up
-    received = case.B * (2 * 16 * rows * (case.R + case.D) + 8)  # of each other rank; float64
-    expected = one_rank(name, linear, size)
-    results, traffic = zip(*(seen[name, linear, size] for seen in ranks[:size]), strict=True)
-    assert [*traffic] == [
-        {"alltoall": 2 * (size - 1) * received}
-    ] * size  # one exchange forward, one backward
-    got = {"states": torch.stack([one["state"] for one in results])}
-    for n in results[0].keys() - {"state"}:
-        of_ranks = [one[n] for one in results]
-        got[n] = torch.cat(of_ranks, dim=1) if n in TOKENS else sum(of_ranks)
-    assert_agree(got, expected, "float64")
+    rows = -(-case.H * case.M // size)
+    received = case.B * (2 * 16 * rows * (case.R + case.D) + 8)
+    for seen in ranks[:size]:
+        assert seen[name, linear, size][1] == {"alltoall": 2 * (size - 1) * received}
 
 
 def test_refusals():

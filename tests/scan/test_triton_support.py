@@ -5,6 +5,7 @@ Needs neither a GPU nor Triton's interpreter.
 """
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -16,22 +17,22 @@ from .devices import in_process, pretend_gpu  # noqa: F401
 
 
 def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
-    return tuple(torch.empty(2, 100, 4, d, dtype=dtype, device="cuda") for d in (R, R, D))
+    k = torch.empty(2, 100, 4, R, dtype=dtype, device="cuda")
+    return k, k, torch.empty(2, 100, 4, D, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize(
-    ("inputs", "M", "message"),
+    ("dtype", "D", "M", "message"),
     [
-        (dict(dtype=torch.float64), 64, "the inputs are float64"),
-        (dict(), 24, "M is 24 and the Triton kernels have M = 16, 32, 64, 128"),
-        (dict(D=300), 64, "R or D is above 256"),
+        (torch.float64, 64, 64, "the inputs are float64"),
+        (torch.bfloat16, 64, 24, "M is 24 and the Triton kernels have M = 16, 32, 64, 128"),
+        (torch.bfloat16, 300, 64, "R or D is above 256"),
     ],
 )
-def test_refusals(inputs, M, message, pretend_gpu, caplog):
-    inputs = fake_inputs(**inputs)
-    with pytest.raises(
-        ValueError, match=f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"
-    ):
+def test_refusals(dtype, D, M, message, pretend_gpu, caplog):
+    inputs = fake_inputs(dtype, D=D)
+    refusal = f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"
+    with pytest.raises(ValueError, match=refusal):
         scan._choose_backend("chunkwise", inputs, M)
     assert scan._choose_backend("chunkwise-torch", inputs, M) == "chunkwise-torch"
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
@@ -43,14 +44,15 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
         assert scan._choose_backend("auto", fake_inputs(D=65), 64) == "chunkwise"
         assert scan._choose_backend("auto", fake_inputs(torch.float32), 128) == "chunkwise"
-        assert (
-            scan._choose_backend("auto", fake_inputs(D=300)[2:], 64) == "chunkwise"
-        )  # the linear readout has no width
+        # The linear readout has no width.
+        _, _, z = fake_inputs(D=300)
+        assert scan._choose_backend("auto", (z,), 64) == "chunkwise"
     assert "'auto' is chunkwise (Triton kernels)" in caplog.text
 
 
 def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
-    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
+    tensor_cores = mock.Mock(return_value=False)
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", tensor_cores)
     with pytest.raises(ValueError, match=r"compute capability 8\.0"):
         scan._choose_backend("chunkwise", fake_inputs(), 64)
     monkeypatch.setattr(triton_support, "_INSTALLED", False)
@@ -61,35 +63,45 @@ def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "said"),
-    [({"PATH": ""}, "Failed to find C compiler"), ({"CC": "/bin/false"}, "the compiler failed")],
+    ("variable", "value", "problem"),
+    [
+        ("PATH", "", "Failed to find C compiler"),
+        ("CC", "/bin/false", "the compiler failed"),
+    ],
 )
-def test_a_machine_without_a_compiler_says_so(compiler, said, monkeypatch, tmp_path):
+def test_a_machine_without_a_compiler_says_so(variable, value, problem, monkeypatch, tmp_path):
     """Triton's launcher is C, compiled on the machine that has the GPU."""
     pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.delenv("CC", raising=False)
-    for name, value in {
-        **compiler,
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "TRITON_LIBCUDA_PATH": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
-    problem = triton_support.cannot_launch.__wrapped__()
-    assert said in problem
-    assert "apt-get install gcc python3-dev" in problem
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    reason = triton_support.cannot_launch.__wrapped__()
+    assert problem in reason
+    assert "apt-get install gcc python3-dev" in reason
 
 
-def test_nothing_imports_triton_before_it_runs():
-    in_process(
-        "-c",
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from interdomain import scan; import interdomain.model.generation\n"
-        "from interdomain.features import input_features\n"
-        "assert input_features(torch.randn(1, 5, 8), 4, silu=True).isfinite().all()\n"
-        "x = torch.randn(1, 5, 1, 4); theta = -torch.rand(1, 3, 2)\n"
-        "o, _ = scan.interdomain_scan(x, x, x, theta, torch.randn(1, 6, 6)); assert o.isfinite().all()\n"
-        "assert not scan.triton_support._INSTALLED and 'interdomain.scan.triton_chunkwise' not in sys.modules\n",
-    )
+VALUES_ALONE = """
+import sys; sys.modules["triton"] = None
+import torch
+from interdomain import scan
+from interdomain.features import input_features
+
+x, decay, W = torch.randn(1, 8, 2, 4), -torch.rand(2, 3, 2), torch.randn(2, 6, 6)
+with torch.no_grad():
+    o, state = scan.interdomain_scan(x, x, x, decay, W)
+    scan.interdomain_step(x[:, 0], x[:, 0], x[:, 0], decay, W, state)
+    scan.linear_scan(x, decay, W[:, 0])
+assert "torch._dynamo" not in sys.modules
+assert o.isfinite().all() and input_features(torch.randn(1, 5, 8), 4, silu=True).isfinite().all()
+import interdomain.model.generation
+assert not scan.triton_support._INSTALLED and "interdomain.scan.triton_chunkwise" not in sys.modules
+"""
+
+
+def test_values_alone_need_neither_triton_nor_the_compiler():
+    """Nothing imports triton before it runs. The first token of a process does not wait for torch.compile's front end."""
+    in_process("-c", VALUES_ALONE)
 
 
 @pytest.mark.parametrize(
@@ -104,18 +116,21 @@ def test_segment_rule(sequences, tokens, segments):
 
 @pytest.mark.parametrize("M", triton_support.BASIS_SIZES)
 @pytest.mark.parametrize("width", [64, 96, 256])
-def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
+@pytest.mark.parametrize(
+    "capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)], ids=str
+)
+def test_what_triton_miscompiles_is_not_launched(capability, width, M, monkeypatch):
     """Pipelined loops whose state other products read (sm_100, sm_103, sm_110); two warp groups (sm_90, #11047)."""
     plans = pytest.importorskip("interdomain.scan.triton_plan")
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)):
-        monkeypatch.setattr(plans, "capability", lambda device, found=capability: found)
-        plan = plans.make_plan(torch.device("cpu"), torch.bfloat16, M, width)
-        tiles = [x for x in plan if isinstance(x, tuple)]
-        assert (plan.fused is not None) == (capability[0] == 9 and width <= 64 and M <= 64)
-        assert all(
-            warps <= 4 and (capability[0] not in (10, 11) or stages == 1)
-            for _, warps, stages in tiles
-        )
+    monkeypatch.setattr(plans, "capability", mock.Mock(return_value=capability))
+    plan = plans.make_plan(torch.device("cpu"), torch.bfloat16, M, width)
+    fits = width <= 64 and M <= 64
+    assert (plan.fused is not None) == (capability[0] == 9 and fits)
+    for tile in plan:
+        if isinstance(tile, tuple):
+            _, warps, stages = tile
+            assert warps <= 4
+            assert stages == 1 or capability[0] not in (10, 11)
 
 
 @pytest.mark.parametrize("M", [1, 24, 64, 256])
@@ -123,9 +138,10 @@ def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
 def test_no_warp_holds_a_copy_of_another_s_numbers(width, M):
     """It would load them when the other one may have stored: a step updates the state in place. No interpreter shows it."""
     triton_step = pytest.importorskip("interdomain.scan.triton_step")
-    for tiles in (
-        triton_step.contract_tiles(width, M),
-        *(triton_step.expand_tiles(n, width, M) for n in (1, 4096)),
-    ):
-        numbers = 2 * tiles["BM"] * tiles.get("BC", tiles.get("BD"))
-        assert tiles["num_warps"] == 1 or numbers >= 32 * tiles["num_warps"]
+    tiles = triton_step.contract_tiles(width, M)
+    programs = [(2 * tiles["BM"] * tiles["BC"], tiles["num_warps"])]
+    for heads in (1, 4096):
+        tiles = triton_step.expand_tiles(heads, width, M)
+        programs.append((2 * tiles["BM"] * tiles["BD"], tiles["num_warps"]))
+    for numbers, warps in programs:
+        assert warps == 1 or numbers >= 32 * warps

@@ -57,19 +57,25 @@ def repair(monkeypatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
     def generic_scan(self, inputs):
-        data, length = [x.handle.data for x in inputs], inputs[0].handle.data.shape[self.axis]
-        at = np.arange(length).reshape([-1 if i == self.axis else 1 for i in range(data[0].ndim)])
-        for shift in (2**i for i in range((length - 1).bit_length())):
-            both = [*(np.roll(x, shift, self.axis) for x in data), *data]
-            wrapped = (self.to_tensor(x, y.dtype) for x, y in zip(both, inputs * 2, strict=True))
-            combined = (x.handle.data for x in self.combine_fn.fn(*wrapped))
-            data = [np.where(at < shift, x, y) for x, y in zip(data, combined, strict=True)]
+        data = [x.handle.data for x in inputs]
+        length = data[0].shape[self.axis]
+        shape = [1] * data[0].ndim
+        shape[self.axis] = length
+        position = np.arange(length).reshape(shape)
+        # Each number is combined with the one 1, 2, 4, ... places before it, where there is one.
+        shift = 1
+        while shift < length:
+            before = [np.roll(x, shift, self.axis) for x in data]
+            dtypes = [x.dtype for x in inputs] * 2
+            combined = self.combine_fn.fn(*map(self.to_tensor, before + data, dtypes))
+            for i, x in enumerate(combined):
+                data[i] = np.where(position < shift, data[i], x.handle.data)
+            shift *= 2
         return [self.to_tensor(x, y.dtype) for x, y in zip(data, inputs, strict=True)]
 
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
-    patch_once = functools.cache(
-        interpreter._patch_lang
-    )  # a kernel patches the language; what a function patches stays
+    # A kernel patches the language; what a function patches stays.
+    patch_once = functools.cache(interpreter._patch_lang)
 
     def call(self, *args, **kwargs):
         patch_once(self.fn)
@@ -78,17 +84,20 @@ def repair(monkeypatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     patch = interpreter._patch_lang_tensor
 
+    def index(self):
+        return int(self.handle.data.squeeze())
+
     def with_index(tensor, scope):
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+        scope.set_attr(tensor, "__index__", index)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
     splat = InterpreterBuilder.create_splat
 
     def create_splat(self, shape, arg):
         # A comparison of scalars calls itself an integer there, and a mask made of one is refused.
-        return splat(
-            self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg
-        )
+        if arg.data.dtype == bool:
+            arg = TensorHandle(arg.data, tl.int1)
+        return splat(self, shape, arg)
 
     monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)
