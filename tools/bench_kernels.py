@@ -12,7 +12,7 @@ CPU, and the results say so, or at the sizes that you name.
     interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 1x4096x12x64 --dtype float32 \
         --device cpu
 
-Documentation: docs/benchmarks.md
+Documentation: docs/measurements.md
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width, C convolved
 channels and N normalised heads of a step. Derivation and bytes: docs/api/features.md. Registers:
-docs/tuning.md.
+docs/measurements.md.
 """
 
 # Modules. plain.py is plain PyTorch. triton_*.py has the kernels for CUDA (imported when they run),

@@ -1,4 +1,4 @@
-"""The model in vLLM (docs/serving.md).
+"""The model in vLLM (docs/checkpoints.md).
 
 If the package is installed, `vllm serve exports/debug` finds it: vLLM calls `register` in each of
 its processes, through the entry point `vllm.general_plugins`.
