@@ -48,9 +48,8 @@ def input_features(
             paper eq. 10).
         past: The W - 1 inputs before x, [B, W - 1, E]. None means zeros.
         documents: The id of each token's document, [B, T] integers, if several documents are packed
-        into
-            a sequence: from 0 to 2^31 - 1, never falling along T. The convolution sees only its own
-            document; `past` belongs to document 0.
+            into a sequence: from 0 to 2^31 - 1, never falling along T. The convolution sees only
+            its own document; `past` belongs to document 0.
         rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]. The two halves of R form the pairs.
         silu: True for SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. 10).
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. 12).

@@ -26,7 +26,7 @@ def features(
         bias: The convolution's bias, [E]. It is given if weight is.
         past: The inputs of the W - 1 tokens before x, [B, W - 1, E], or None for zeros.
         documents: The id of each token's document, [B, T], or None. The convolution stays within
-        one.
+            one.
         cos: Cosines of the rotary angles, [T, 1, R/2] or [B, T, 1, R/2]; None for no RoPE.
         sin: Their sines, likewise.
         silu: True for SiLU and the l2 norm.

@@ -36,8 +36,7 @@ moves 6.5 (q) or 6.6 (k). One token (T = 1) reads `past` and x and writes y.
 
 # ruff: noqa: RUF005 (Triton has tuples, and no starred expressions)
 # Triton compiles these functions, so that their types differ from those that Python sees.
-# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false,
-# reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -352,6 +351,7 @@ def forward_kernel(
     for i in tl.static_range(AHEAD):
         ahead = ahead + (_load(p_x + (t_0 + i) * stride_xt, m & (t_0 + i < t_1), HALF),)
 
+    # One token after the other: s is the pair of tiles that goes through the stages.
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
         # Take token t, and start to load token t + AHEAD in its place.
         s = _to_fp32(ahead[0])
@@ -584,6 +584,8 @@ def backward_kernel(
             (_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),
         )
 
+    # One token after the other: u is the convolution's result, du its gradient, dx that of an
+    # input.
     for t in tl.range(t_0, t_1, loop_unroll_factor=UNROLL):
         # Take x and dy of token t, and start to load those of token t + AHEAD.
         u = _to_fp32(ahead[0][0])

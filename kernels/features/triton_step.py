@@ -16,8 +16,7 @@ Bytes: x and y once, past twice (read and written), and a head's parameters once
 # ruff: noqa: RUF005, SIM102 (Triton has tuples, and no starred expressions; code that a constant
 # excludes is not compiled)
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false,
-# reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton

@@ -147,7 +147,7 @@ def scan_forward(
         mixing: W, [H, 2M, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or a
             function that waits for it. None means zeros.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
 
     Returns:
@@ -157,7 +157,7 @@ def scan_forward(
     """
     B, T, H, R = k.shape
     D = v.shape[3]
-    # It turns a into conj(b).
+    # W with a changed sign, so that its product with a is conj(b).
     weights = _conjugated_mixing(mixing)
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
 
@@ -165,6 +165,7 @@ def scan_forward(
     # meanwhile: the part of pass 1 within the chunks.
     loaded = []
     for chunks, local in _load_segments((k, v), log_decay, documents):
+        # q as rows, [H, B, N, G L, R]; z has the keys in its first R channels.
         rows = load_rows(q, H, chunks.segment, log_decay.dtype)
         a = _part_within_chunks(_scores(rows, chunks.z[..., :R, :], chunks.masks), chunks.tables)
         loaded.append((chunks, local, rows, a))
@@ -178,7 +179,7 @@ def scan_forward(
         # The first R channels of a state are the keys', the others the values'.
         S, X = _states(local, X, tables, masks)
         a = _contract(a, rows, S[..., :R, :], tables, masks)
-        # b is stored as conj(E b).
+        # b is stored as conj(E b), with the power E of a token's place in its chunk.
         b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
             _kernel(b, tables, rows.shape, masks),
@@ -210,7 +211,7 @@ def scan_backward(
         mixing: W, [H, 2M, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None
             for zeros. With context parallelism, the state that came from the ranks before.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -219,7 +220,7 @@ def scan_backward(
     """
     H, R = k.shape[2:]
     dtype = log_decay.dtype
-    # It turns a into conj(b), and transposed it turns c into conj(e).
+    # W with a changed sign: its product with a is conj(b), and transposed with c it is conj(e).
     weights = _conjugated_mixing(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_weights = torch.zeros_like(weights)
@@ -234,14 +235,15 @@ def scan_backward(
         keys = z[..., :R, :]
         values = z[..., R:, :]
 
-        # Pass 1 of (q, k) and of (do, v): a and c.
+        # Pass 1 of (q, k) and of (do, v): a = X^k q and c = X^v do for each token.
         rows, d_rows = (load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k = _scores(rows, keys, masks)
         scores_v = _scores(d_rows, values, masks)
         a = _contract(_part_within_chunks(scores_k, tables), rows, S[..., :R, :], tables, masks)
         c = _contract(_part_within_chunks(scores_v, tables), d_rows, S[..., R:, :], tables, masks)
 
-        # conj(E b) and conj(E e), and the gradient of the one matrix that gives both.
+        # conj(b) = J W a and conj(e) = (J W)^T c, stored as conj(E b) and conj(E e) with the power
+        # E of a token's place in its chunk; and the gradient of J W, the matrix that gives both.
         b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         e = _multiply_by_power(c @ weights, conj_physical(tables.E))
         d_weights.baddbmm_(c.mT, a)
@@ -262,7 +264,8 @@ def scan_backward(
             _QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added)
         )
 
-    # dq needs no gradient of a state: it is computed while other ranks' gradients are on their way.
+    # dq (pass 2 of e and k) needs no gradient of a state: it is computed while other ranks'
+    # gradients are on their way.
     wait = _start_exchange(
         d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
     )
@@ -312,7 +315,7 @@ def linear_forward(
         readout: w as (Re w | Im w), [H, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2], or a function that waits for
             it. None means zeros.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
 
     Returns:
@@ -325,6 +328,7 @@ def linear_forward(
     loaded = []
     for chunks, local in _load_segments((z,), log_decay, documents):
         _, tables, masks, columns = chunks
+        # The kernel is [H, L, L], the same for all channels. A mask differs by chunk: [B, N, L, L].
         w, kernel = _linear_kernel(readout, tables)
         if masks is None:
             out = columns.flatten(1, 3) @ kernel.mT
@@ -339,6 +343,7 @@ def linear_forward(
     for chunks, local, w, out in loaded:
         segment, tables, masks, _ = chunks
         S, X = _states(local, X, tables, masks)
+        # Re((E w)^T S), as the inner product of pairs. `w` holds conj(E w).
         if masks is None:
             out.baddbmm_(real_pairs(S).flatten(1, 3), real_pairs(w).mT)
         else:
@@ -364,7 +369,7 @@ def linear_backward(
         readout: w as (Re w | Im w), [H, 2M].
         initial_state: The state before the tokens, [B, H, M, P, 2], or None for zeros. With context
             parallelism, the state that came from the ranks before.
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -384,11 +389,13 @@ def linear_backward(
     parts = []
     for chunks, S, _ in reversed(forward):
         masks = chunks.masks
+        # `reading` is the gradient of the tokens that read the state before the chunk.
         d_columns = load_columns((d_y,), chunks.segment, dtype)
         reading = d_columns
         if masks is not None:
             reading = masks.reads * d_columns
         reading = reading.flatten(1, 3)
+        # What the chunk adds to the gradient of the state before it: conj(w) sum_i conj(E_i) dy_i.
         E_conj = real_pairs(conj_physical(chunks.tables.E))
         sums = _complex_like(reading @ E_conj, S)
         parts.append(_LinearReadout(chunks, S, d_columns, reading, E_conj, sums, w_conj * sums))
@@ -448,12 +455,13 @@ def final_state(
     Args:
         parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Returns:
         The state, [B, H, M, P, 2], and None: the form in Triton also returns the states of its
         segments.
     """
+    # The state after the last segment.
     *_, (_, _, X) = _segments_with_states(parts, log_decay, None, documents)
     return store_state(X), None
 
@@ -466,6 +474,9 @@ def final_state(
 def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
     """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document.
 
+    A chunk has L tokens, and G query heads share a state head: G L rows of queries, L columns of
+    keys.
+
     Args:
         rows: q, [H, B, N, G L, R].
         columns: k, [H, B, N, R, L].
@@ -477,8 +488,11 @@ def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
 def _kernel(b: Tensor, tables: Tables, rows: torch.Size, masks: Masks | None) -> Tensor:
     """Computes D_ij = tril(Re(b_i^T Lambda^(i-j))) of each chunk, [H, B, N, G L, L].
 
+    It is the share of token j's value in the output of token i. With E_i = Lambda^(i-r) and T_j =
+    Lambda^(r-j) it is Re((E b)_i^T T_j), the inner product of the pairs of conj(E b) and T.
+
     Args:
-        b: conj(E b), [H, B N G L, 2M].
+        b: conj(E b) as pairs, [H, B N G L, 2M]: a row for each token of a chunk and query head.
         tables: Powers of Lambda.
         rows: The shape of rows of the same tokens, [H, B, N, G L, any width].
         masks: Masks for packed documents, or None.
@@ -496,8 +510,9 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
     Returns:
         scores.
     """
-    # Above the diagonal D holds positive powers of 1 / Lambda, which may be huge. tril_ overwrites
-    # them with zeros instead of multiplying them by zeros.
+    # Above the diagonal there may be positive powers of 1 / Lambda (`_kernel`), which may be huge
+    # or infinite. tril_ overwrites them with zeros instead of multiplying them by zeros.
+    # [..., G L, L] -> [..., G, L, L]
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
     if masks is not None:
         per_head.mul_(masks.same[:, :, :, None])
@@ -505,20 +520,30 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
 
 
 def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor:
-    """Sets rows of b to zero that do not read the state before their chunk.
+    """Returns b with zeros for the tokens that do not read the state before their chunk.
+
+    A token reads that state only if its document began before the chunk.
 
     Args:
-        b: Weights of each token, conj(E b) as pairs, [H, B N G L, 2M].
+        b: The weights b of each token, which read a state, as pairs of conj(E b), [H, B N G L, 2M].
+            E is a power of the decay. N chunks have L tokens each, and G query heads share a state
+            head.
         rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         masks: Masks for packed documents, or None.
+
+    Returns:
+        A new tensor like b; without masks b itself.
     """
     if masks is None:
         return b
+    # The mask is [1, B, N, G L, 1].
     return (b.view(*rows.shape[:4], -1) * masks.reads_by_row(rows)).view(b.shape)
 
 
 def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
     """Computes sum_j tril(q k^T)_ij T_j: the part of a that comes from the tokens of the chunk.
+
+    T_j = Lambda^(r-j) is the power of the decay for position j of a chunk, with r in its middle.
 
     Args:
         scores: tril(q k^T), [H, B, N, G L, L].
@@ -533,6 +558,9 @@ def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
 def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks | None) -> Tensor:
     """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
 
+    E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, and S is the state before the
+    chunk, as in `_states`.
+
     Args:
         a: The result of `_part_within_chunks`, [H, B N G L, 2M].
         rows: q, [H, B, N, G L, R].
@@ -545,6 +573,7 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     """
     if masks is not None:
         rows = rows * masks.reads_by_row(rows)
+    # One product for each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
     a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
     a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
     return _multiply_by_power(a, tables.E)
@@ -553,8 +582,10 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
 def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     """Computes pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S).
 
+    The first part comes from the tokens of the chunk, the second one from the state S before it.
+
     Args:
-        kernel: D, [H, B, N, G L, L].
+        kernel: D from `_kernel`, [H, B, N, G L, L].
         b: conj(E b) with the zeros of `_zero_unless_reading`, [H, B N G L, 2M].
         columns: v, [H, B, N, D, L].
         S: Value channels of the states before the chunks, [H, B, N, D, M].
@@ -562,6 +593,7 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     Returns:
         o as rows, [H, B, N, G L, D].
     """
+    # One product for each head and chunk: [H B N, G L, L] @ [H B N, L, D].
     out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
     out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), real_pairs(S).flatten(0, 2).mT)
     return out.view(*kernel.shape[:-1], -1)
@@ -572,8 +604,11 @@ def _adjoint(
 ) -> Tensor:
     """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T conj(Z)).
 
+    The first part comes from outputs of the chunk, the second one from later chunks, which token j
+    reaches through the state after the chunk. T_j = Lambda^(r-j) is a power of the decay.
+
     Args:
-        kernel: The matrix D, [H, B, N, G L, L].
+        kernel: The matrix D from `_kernel`, [H, B, N, G L, L].
         rows: do, [H, B, N, G L, D].
         Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M],
             multiplied by the powers of Lambda that `_costates` names.
@@ -583,9 +618,12 @@ def _adjoint(
     Returns:
         dv as columns, [H, B, N, D, L].
     """
+    # From later chunks: [H, B N D, 2M] @ [H, 2M, L]. With documents, only for tokens that are in
+    # the state after the chunk.
     out = real_pairs(Z).flatten(1, 3) @ real_pairs(tables.T).mT
     if masks is not None:
         out = out.view(*Z.shape[:4], -1) * masks.writes
+    # From the chunk, for each head and chunk: [H B N, D, G L] @ [H B N, G L, L].
     out = out.view(-1, rows.shape[-1], kernel.shape[-1])
     out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2))
     return out.view(*rows.shape[:3], *out.shape[1:])
@@ -593,6 +631,9 @@ def _adjoint(
 
 def _added_by_chunks(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
     """Computes what each chunk adds to the gradient of the state before it.
+
+    Its tokens have read that state twice: the key channels by q (their gradient comes back as e),
+    and the value channels by b (the gradient comes back as do). E is a power of the decay.
 
     Args:
         rows: q, [H, B, N, G L, R].
@@ -620,12 +661,14 @@ def _load_segments(
     Args:
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
         log_decay: theta = log Lambda, [H, M, 2].
-        documents: The document of each token, [B, T] int32, or None for one document.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Yields:
         The chunks of a segment, and sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
     """
     for segment in segments(parts[0].shape[1]):
+        # T_j is a power of the decay, in `tables`. With documents only tokens of the chunk's last
+        # document are in the sum.
         tables = make_tables(log_decay, segment.length)
         z = load_columns(parts, segment, log_decay.dtype)
         masks = Masks.build(documents, segment, log_decay.dtype)
@@ -648,7 +691,7 @@ def _segments_with_states(
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
         log_decay: theta = log Lambda, [H, M, 2].
         initial_state: The state before the tokens, [B, H, M, P, 2], or None.
-        documents: The document of each token, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None.
 
     Yields:
         The chunks of a segment, the states before them as in `_states`, and the state after the
@@ -701,8 +744,9 @@ def _start_exchange(
 def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tuple[Tensor, Tensor]:
     """Computes the states before every chunk, and the state after the last one.
 
-    With local = sum_j T_j z_j of a chunk, the next state is S' = Lambda^L (S + local), and the
-    state itself is X' = Lambda^(L-1-r) (S + local).
+    A chunk of L tokens uses the state X before it as S = Lambda^(r+1) X, with r in the middle of
+    the chunk. With local = sum_j T_j z_j of the chunk, the next S is Lambda^L (S + local), and the
+    state X after the chunk is Lambda^(L-1-r) (S + local).
 
     Args:
         local: sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
@@ -715,6 +759,7 @@ def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tu
         the last chunk.
     """
     S = torch.empty_like(local)
+    # `current` is the S of chunk n.
     current = tables.enter * X
     for n in range(local.shape[2]):
         S[:, :, n] = current
@@ -731,8 +776,9 @@ def _costates(
 ) -> tuple[Tensor, Tensor]:
     """Computes the gradients of the states after every chunk: `_states` in reverse, on conjugates.
 
-    Z = conj(Lambda^(L-1-r)) d_X for the last chunk, and Z' = conj(Lambda^L) (Z + added) for the one
-    before.
+    They are used as Z = conj(Lambda^(L-1-r)) d_X for the gradient d_X of the state after a chunk of
+    L tokens, with r in the middle of the chunk. The Z of the chunk before is conj(Lambda^L) (Z +
+    added).
 
     Args:
         added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
@@ -745,6 +791,7 @@ def _costates(
         chunk, and the gradient of the state before the first chunk.
     """
     Z = torch.empty_like(added)
+    # In reverse, `enter` and `leave` of the forward change places.
     enter = conj_physical(tables.leave)
     carry = conj_physical(tables.carry)
     leave = conj_physical(tables.enter)
@@ -764,7 +811,9 @@ def _costates(
 def _decay_gradient_scores(scores: Tensor, b: Tensor, tables: Tables) -> Tensor:
     """Computes the gradient of theta by pairs of tokens of the same chunk. Overwrites the scores.
 
-    It is the conjugate of sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i.
+    Token i reads token j with Lambda^(i-j), whose derivative by theta = log Lambda has the factor i
+    - j. The gradient is the conjugate of sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, where E_i
+    T_j = Lambda^(i-j).
 
     Args:
         scores: tril(q k^T), [H, B, N, G L, L].
@@ -783,8 +832,10 @@ def _decay_gradient_states(
 ) -> Tensor:
     """Computes the gradient of theta by the states before and after the chunks.
 
-    One part reads the state, sum_i (i + 1) (E b)_i (S do_i). The other part carries the state over
-    the chunk, Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
+    A power Lambda^n has the derivative n Lambda^n by theta = log Lambda. So the part of tokens that
+    read the state S before the chunk is sum_i (i + 1) (E b)_i (S do_i). The part that goes on into
+    the state after the chunk, whose gradient is Z, is Z (L S + sum_j (L - 1 - j) T_j z_j). No
+    weight exceeds L, however many tokens there are.
 
     Args:
         z: Columns, [H, B, N, P, L].
@@ -798,10 +849,14 @@ def _decay_gradient_states(
         [H, M] complex.
     """
     L = z.shape[-1]
+    # The weight of S in the state after the chunk. With documents, not all tokens are in that
+    # state, and S is only if its document goes on.
     carried = L
     if masks is not None:
         z = z * masks.writes
         carried = L * masks.keeps
+    # `written` is the part of the chunk's tokens: position is j + 1, so that L - position = L - 1 -
+    # j.
     written = _sum_over_tokens(
         (L - tables.position)[:, None] * tables.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
     )
@@ -813,7 +868,7 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
 
     Args:
         T: T_j = Lambda^(r-j) for each position j of a chunk, [H, L, M] complex.
-        sums: x as pairs, [H, L, 2M], summed over batch, chunks and channels.
+        sums: x as pairs, [H, L, 2M]: sums over batch, chunks and channels.
     """
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
@@ -823,6 +878,9 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
 
 def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Computes the linear readout's weights of a chunk, the same for every chunk.
+
+    E_i = Lambda^(i-r) is the power of the decay with which token i reads the state before the
+    chunk.
 
     Args:
         readout: w as (Re w | Im w), [H, 2M].
@@ -836,7 +894,7 @@ def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
 
 
 def _conjugated_mixing(mixing: Tensor) -> Tensor:
-    """Returns J W on interleaved pairs, [H, 2M, 2M], where J = diag(I, -I) conjugates [Re; Im].
+    """Returns J W for interleaved pairs (re, im), [H, 2M, 2M]; J = diag(I, -I) conjugates [Re; Im].
 
     conj(b) = J W a and conj(e) = (J W)^T c: one matrix serves forward and backward.
 
@@ -845,6 +903,7 @@ def _conjugated_mixing(mixing: Tensor) -> Tensor:
     """
     H = mixing.shape[0]
     M = mixing.shape[1] // 2
+    # J changes the sign of the lower half. Then rows and columns (2, M) become (M, 2).
     w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
     return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
 
@@ -853,6 +912,7 @@ def _conjugated_mixing_gradient(d_weights: Tensor) -> Tensor:
     """Returns the gradient of W, [H, 2M, 2M], from the gradient of `_conjugated_mixing`."""
     H = d_weights.shape[0]
     M = d_weights.shape[1] // 2
+    # Rows and columns (M, 2) become (2, M) again, and the lower half changes its sign.
     upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
     return torch.cat((upper, -lower), dim=1)
 
