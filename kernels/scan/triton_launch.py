@@ -166,8 +166,8 @@ class Launches(NamedTuple):
         first, P = channels
 
         # Tiles: a program has BR channels and BM basis functions of the state, 2 BM BR real
-        # numbers. BR is all channels of a key, except in a sum over time, which splits the channels
-        # and has an accumulator of the same size.
+        # numbers. BR is all channels of a key, except in a sum over time, which has an accumulator
+        # of its own and splits the channels.
         BR = _tile_width(R)
         elements_per_basis_function = 2 * BR
         if total:

@@ -190,7 +190,7 @@ class InterdomainCache(Cache):
             ValueError: Activation checkpointing computes a pass again in the backward pass. The
                 cache has moved on since.
         """
-        # A backward pass is running, but not the one in which the cache was made.
+        # It is an error if a backward pass is running, but not the one in which the cache was made.
         check_not_recomputed(self.made_in)
         batch = x.shape[0]
         stored = self.states.get(layer_idx)
