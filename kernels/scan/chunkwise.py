@@ -20,18 +20,13 @@ batched matmul over heads. Keys and values are transposed to [P, L]. Complex num
 (re, im), so that 2M real columns feed a real matmul and, viewed as M complex ones, take E in a
 single multiplication.
 
-If documents are packed, a state stops at the end of its document. Four masks of zeros and ones
-(`Masks`) say which scores count, which rows read the state before the chunk, which tokens reach the
-state after it, and whether the state passes on.
+If documents are packed, a state stops at the end of its document (`Masks`). The backward computes
+everything again: only the inputs are saved.
 
-The backward computes everything again: only the inputs are saved.
-
-Context parallelism: the tokens may be one rank's part of longer sequences. `final_state` is then
-the state that these tokens leave when they start from zero, and initial_state may be a function
-that waits for the state before them. It is called after everything that needs no state. In the
-backward, `exchange` takes the gradient of the state before the tokens by their own outputs. It
-returns a function that waits for the gradient of the state after them, which takes the place of
-d_final.
+Context parallelism: the tokens may be one rank's part of longer sequences. initial_state may then
+be a function that waits for the state before them; it is called after everything that needs no
+state. In the backward, `exchange` takes the gradient of the state before the tokens by their own
+outputs, and returns a function that waits for that of the state after them, instead of d_final.
 
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy
 conjugate is silently dropped.
@@ -182,11 +177,9 @@ def scan_forward(
         # b is stored as conj(E b), with the power E of a token's place in its chunk.
         b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
-            _kernel(b, tables, rows.shape, masks),
-            _zero_unless_reading(b, rows, masks),
-            z[..., R:, :],
-            S[..., R:, :],
-        )
+            _kernel(b, tables, rows.shape, masks), _zero_unless_reading(b, rows, masks),
+            z[..., R:, :], S[..., R:, :],
+        )  # fmt: skip
         store_rows(o, out, segment)
     final_state = None
     if need_final:
@@ -252,23 +245,16 @@ def scan_backward(
         # Scores of pass 3, and the gradient of log_decay within the chunks.
         kernel_b = _kernel(b, tables, d_rows.shape, masks)
         kernel_e = _kernel(e, tables, rows.shape, masks)
-        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(
-            scores_v, b, tables
-        )
+        within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(scores_v, b, tables)  # fmt: skip
 
         # What the chunks add to the gradient of the state before them.
         b = _zero_unless_reading(b, d_rows, masks)
         e = _zero_unless_reading(e, rows, masks)
         added = _added_by_chunks(rows, e, d_rows, b)
-        parts.append(
-            _QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added)
-        )
+        parts.append(_QueryReadout(chunks, S, rows, d_rows, b, e, kernel_b, kernel_e, within, added))  # fmt: skip
 
-    # dq (pass 2 of e and k) needs no gradient of a state: it is computed while other ranks'
-    # gradients are on their way.
-    wait = _start_exchange(
-        d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
-    )
+    # dq needs no gradient of a state: it is computed while other ranks' gradients are on their way.
+    wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
     for part in parts:
         segment, _, _, z = part.chunks
         S = part.S
@@ -281,9 +267,7 @@ def scan_backward(
         segment, tables, masks, z = part.chunks
         Z, d_X = _costates(part.added, d_X, tables, masks)
         store_columns(dk, _adjoint(part.kernel_e, part.rows, Z[..., :R, :], tables, masks), segment)
-        store_columns(
-            dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment
-        )
+        store_columns(dv, _adjoint(part.kernel_b, part.d_rows, Z[..., R:, :], tables, masks), segment)  # fmt: skip
         # The positions 1 to L, once for each of the G query heads: the weights of the gradient of
         # log_decay.
         heads = part.rows.shape[3] // segment.length
@@ -294,13 +278,8 @@ def scan_backward(
     if initial_state is not None:
         d_initial = store_state(d_X)
     return (
-        dq,
-        dk,
-        dv,
-        torch.view_as_real(d_theta),
-        _conjugated_mixing_gradient(d_weights),
-        d_initial,
-    )
+        dq, dk, dv, torch.view_as_real(d_theta), _conjugated_mixing_gradient(d_weights), d_initial,
+    )  # fmt: skip
 
 
 def linear_forward(
@@ -378,9 +357,7 @@ def linear_backward(
     """
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    d_theta, d_w = (
-        log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2)
-    )
+    d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))  # fmt: skip
     w_conj = conj_physical(_as_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
     # Compute the states before all chunks once more. Then go through the segments in reverse, and
@@ -402,9 +379,7 @@ def linear_backward(
 
     # Then everything that needs the gradients of the states: dz, and those of readout and
     # log_decay.
-    wait = _start_exchange(
-        d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange
-    )
+    wait = _start_exchange(d_final, log_decay, [(part.chunks, part.added) for part in parts], exchange)  # fmt: skip
     d_X = wait()
     for part in parts:
         segment, tables, masks, columns = part.chunks
@@ -415,8 +390,7 @@ def linear_backward(
         Z, d_X = _costates(part.added, d_X, tables, masks)
 
         # dz within the chunk and from later chunks. The scores dy_i . z_j are multiplied only by
-        # tables of the head, so they are summed over batch and chunks before anything else: [H, L,
-        # L].
+        # tables of the head, so they are summed over batch and chunks first: [H, L, L].
         if masks is None:
             out = flat_dy @ kernel
             out.baddbmm_(real_pairs(Z).flatten(1, 3), real_pairs(tables.T).mT)
@@ -437,9 +411,7 @@ def linear_backward(
         weighted_E = tables.position[:, None] * part.E_conj
         weighted = w_conj * _complex_like(part.reading @ weighted_E, S)
         d_theta += _decay_gradient_states(columns, S, Z, weighted, tables, masks)
-        c = torch.view_as_complex(
-            (scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2))
-        )
+        c = torch.view_as_complex((scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))  # fmt: skip
         d_theta += (w * conj_physical(c)).sum(1)
     d_initial = None
     if initial_state is not None:
@@ -466,19 +438,15 @@ def final_state(
     return store_state(X), None
 
 
-# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c and e [H, B N G L, 2M] in
-# interleaved pairs, states [H, B, N, P, M] complex. b and e are stored as conj(E b) and conj(E e):
-# Re(b^T x) is then the real inner product of two rows of pairs.
+# The passes. a, b, c and e are [H, B N G L, 2M] in interleaved pairs. b and e are stored as
+# conj(E b) and conj(E e): Re(b^T x) is then the real inner product of two rows of pairs.
 
 
 def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
     """Computes tril(q k^T) of each chunk, [H, B, N, G L, L], between tokens of one document.
 
-    A chunk has L tokens, and G query heads share a state head: G L rows of queries, L columns of
-    keys.
-
     Args:
-        rows: q, [H, B, N, G L, R].
+        rows: q, [H, B, N, G L, R]: L tokens of a chunk, for each of G heads that share the keys.
         columns: k, [H, B, N, R, L].
         masks: Masks for packed documents, or None.
     """
@@ -510,9 +478,9 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
     Returns:
         scores.
     """
-    # Above the diagonal there may be positive powers of 1 / Lambda (`_kernel`), which may be huge
-    # or infinite. tril_ overwrites them with zeros instead of multiplying them by zeros.
-    # [..., G L, L] -> [..., G, L, L]
+    # Above the diagonal there may be positive powers of 1 / Lambda (`_kernel`), huge or infinite.
+    # tril_ overwrites them with zeros instead of multiplying by zeros. [..., G L, L] becomes
+    # [..., G, L, L].
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
     if masks is not None:
         per_head.mul_(masks.same[:, :, :, None])
@@ -522,21 +490,17 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
 def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor:
     """Returns b with zeros for the tokens that do not read the state before their chunk.
 
-    A token reads that state only if its document began before the chunk.
+    A token reads that state only if its document began before the chunk. Without masks the result
+    is b itself, else a new tensor.
 
     Args:
-        b: The weights b of each token, which read a state, as pairs of conj(E b), [H, B N G L, 2M].
-            E is a power of the decay. N chunks have L tokens each, and G query heads share a state
-            head.
+        b: The weights with which tokens read a state, times a power E of the decay, as pairs of
+            conj(E b), [H, B N G L, 2M]: N chunks of L tokens, for G query heads of a state head.
         rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         masks: Masks for packed documents, or None.
-
-    Returns:
-        A new tensor like b; without masks b itself.
     """
     if masks is None:
         return b
-    # The mask is [1, B, N, G L, 1].
     return (b.view(*rows.shape[:4], -1) * masks.reads_by_row(rows)).view(b.shape)
 
 
@@ -573,7 +537,7 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     """
     if masks is not None:
         rows = rows * masks.reads_by_row(rows)
-    # One product for each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
+    # For each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
     a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
     a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
     return _multiply_by_power(a, tables.E)
@@ -667,8 +631,7 @@ def _load_segments(
         The chunks of a segment, and sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
     """
     for segment in segments(parts[0].shape[1]):
-        # T_j is a power of the decay, in `tables`. With documents only tokens of the chunk's last
-        # document are in the sum.
+        # With documents, only tokens of the chunk's last document are in the sum.
         tables = make_tables(log_decay, segment.length)
         z = load_columns(parts, segment, log_decay.dtype)
         masks = Masks.build(documents, segment, log_decay.dtype)
@@ -849,14 +812,12 @@ def _decay_gradient_states(
         [H, M] complex.
     """
     L = z.shape[-1]
-    # The weight of S in the state after the chunk. With documents, not all tokens are in that
-    # state, and S is only if its document goes on.
+    # The weight of S in the state after the chunk. With documents, some tokens and S may be absent.
     carried = L
     if masks is not None:
         z = z * masks.writes
         carried = L * masks.keeps
-    # `written` is the part of the chunk's tokens: position is j + 1, so that L - position = L - 1 -
-    # j.
+    # `written` is the part of the chunk's tokens. `position` is j + 1.
     written = _sum_over_tokens(
         (L - tables.position)[:, None] * tables.T, z.flatten(1, 3).mT @ real_pairs(Z).flatten(1, 3)
     )
@@ -879,12 +840,9 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
 def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """Computes the linear readout's weights of a chunk, the same for every chunk.
 
-    E_i = Lambda^(i-r) is the power of the decay with which token i reads the state before the
-    chunk.
-
     Args:
         readout: w as (Re w | Im w), [H, 2M].
-        tables: Powers of Lambda.
+        tables: Powers of Lambda. With E_i = Lambda^(i-r), token i reads the state before the chunk.
 
     Returns:
         conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
