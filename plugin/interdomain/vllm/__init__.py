@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _is_supported() -> bool:
-    """Returns True if the major and minor version of vLLM are SUPPORTED.
+    """Returns True if the major and minor version of vLLM are SUPPORTED, such as 0.32.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -52,6 +52,7 @@ def __getattr__(name: str) -> Any:
 
     Args:
         name: One of the classes in `config.ARCHITECTURES`.
+
     Raises:
         AttributeError: The name is another.
         ImportError: vLLM is not installed, or its version is not SUPPORTED.
