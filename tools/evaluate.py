@@ -422,7 +422,9 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(
             "no folder was given. Name one or more standalone folders (interdomain convert makes them)."
         )
-    output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
+    # With microseconds: the jobs of an array start in the same second.
+    now = f"{datetime.datetime.now():%Y-%m-%d-%H%M%S-%f}"
+    output = args.output or Path("outputs/evaluations") / now
     evaluate_folders(args, output)
     print((output / MARKDOWN).read_text())
     print(f"wrote {output / 'evaluation.json'} and {MARKDOWN}")

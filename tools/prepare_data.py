@@ -130,7 +130,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="processes that encode (default: one for every core that has work)",
     )
 
-    recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/evaluation.md)")
+    recall = parser.add_argument_group(
+        "a corpus of a recall task (default sizes: docs/evaluation.md)"
+    )
     recall.add_argument(
         "--synthetic-length",
         type=int,
