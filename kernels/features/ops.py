@@ -46,6 +46,7 @@ def features(
     Returns:
         [B, T, H, R] in x's dtype.
     """
+    # Imported only if it runs: a machine without a GPU has no Triton.
     from . import triton_launch
 
     return triton_launch.forward(
@@ -86,10 +87,12 @@ def features_backward(
     Returns:
         dx: The gradient of x, [B, T, E].
         sums: The gradients of the parameters that are there, [H, K, R] fp32, in K rows: W rows for
-            the weight and one for the bias, then one for the RMSNorm's scale (head by head) and one
-            for its shift [H, R], which is no argument because no gradient depends on it.
+            the weight and one for the bias, then one for the RMSNorm's scale (by head: not yet
+            summed over the heads, which share one scale) and one for its shift [H, R], which is no
+            argument because no gradient depends on it.
         dpast: The gradient of past, [B, W - 1, E], or an empty tensor if it is not wanted.
     """
+    # Imported only if it runs: a machine without a GPU has no Triton.
     from . import triton_launch
 
     return triton_launch.backward(
@@ -209,6 +212,7 @@ def features_step(
     Returns:
         [B, H, R] in x's dtype.
     """
+    # Imported only if it runs: a machine without a GPU has no Triton.
     from . import triton_step
 
     return triton_step.step(

@@ -2,8 +2,8 @@
 
 This is the path on a CPU, and tests compare the kernels with it.
 """
-
-from typing import Any
+# The tensors of a stage are given together, or are None together, which the types do not say.
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportOptionalOperand=false, reportCallIssue=false
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 
 def features(
-    x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, documents: Any = None, cos: Any = None,
-    sin: Any = None, silu: Any = False, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
+    x: Tensor, head_dim: int, weight: Tensor | None = None, bias: Tensor | None = None, past: Tensor | None = None,
+    documents: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, silu: bool = False,
+    scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Applies the input features, as `input_features` does.
+    """Applies the input features to whole sequences: convolution, RoPE, feature map and norm.
 
     Args:
         x: A projection's output, [B, T, E] with E = H R channels.
@@ -73,7 +74,7 @@ def _convolved(
         weight: The taps of each channel, [E, W], the oldest lag first.
         bias: The bias of each channel, [E].
         past: The W - 1 inputs before x, [B, W - 1, E], or None for zeros.
-        documents: The id of each token's document, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None for one document.
     """
     # The inputs of all taps: the W - 1 inputs before x, then x, [B, W - 1 + T, E].
     T = x.shape[1]
@@ -99,8 +100,9 @@ def _convolved(
 
 
 def step(
-    x: Tensor, head_dim: int, weight: Any = None, bias: Any = None, past: Any = None, cos: Any = None, sin: Any = None,
-    rotated: Any = 0, silu: Any = 0, scale: Any = None, shift: Any = None, eps: Any = 1e-5,
+    x: Tensor, head_dim: int, weight: Tensor | None = None, bias: Tensor | None = None, past: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, rotated: int = 0, silu: int = 0,
+    scale: Tensor | None = None, shift: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Applies the input features to one token of all projections. It may overwrite x.
 

@@ -282,14 +282,15 @@ def forward_kernel(
     """Computes the input features of BN rows over BT tokens. A row is one head of one sequence.
 
     Shapes: B sequences of T tokens, H heads of R channels, E = H R channels. Tiles hold half a
-    head's channels, [BN, BH], and come in pairs: the first half and the second.
+    head's channels, [BN, BH], and come in pairs: the first half and the second. Names: `p_*`
+    pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m` and `m_*` masks.
 
     Grid: ceil(T / BT) ceil(N / BN) programs.
 
     Args:
         p_x: The projection's output, [B, T, E], its last dimension dense.
         p_past: The W - 1 inputs before x, [B, W - 1, E], its last dimension dense; None for zeros.
-        p_doc: The id of each token's document, [B, T] int32, or None.
+        p_doc: The id of each token's document, [B, T] int32, or None for one document.
         p_weight: The convolution's weight, [E, W], or None.
         p_bias: The convolution's bias, [E], or None.
         p_cos: The rotary cosines, [T, R/2] or [B, T, R/2] fp32, or None.
@@ -492,8 +493,10 @@ def backward_kernel(
 ):  # fmt: skip
     """Computes the gradients of `forward_kernel` for BN rows over BT tokens.
 
-    Shapes: B sequences of T tokens, H heads of R channels, E = H R channels, N = B H rows. Tiles
-    are those of `forward_kernel`.
+    Shapes: B sequences of T tokens, H heads of R channels, E = H R channels, N = B H rows, K
+    gradients of parameters per channel. A row is one head of one sequence. Tiles hold half a head's
+    channels, [BN, BH], and come in pairs: the first half and the second. Names: `p_*` pointers,
+    `i_*` indices, `o_*` offsets, `b_*` tiles, `m` and `m_*` masks.
 
     Grid: ceil(T / BT) ceil(N / BN) programs.
 
@@ -501,7 +504,7 @@ def backward_kernel(
         p_dy: The gradient of y, [B, T, H, R], its last dimension dense.
         p_x: The projection's output, [B, T, E], its last dimension dense.
         p_past: The W - 1 inputs before x, [B, W - 1, E], its last dimension dense; None for zeros.
-        p_doc: The id of each token's document, [B, T] int32, or None.
+        p_doc: The id of each token's document, [B, T] int32, or None for one document.
         p_weight: The convolution's weight, [E, W], or None.
         p_bias: The convolution's bias, [E], or None.
         p_cos: The rotary cosines, [T, R/2] or [B, T, R/2] fp32, or None.

@@ -104,7 +104,8 @@ def backward(
     Returns:
         dx: The gradient of x, [B, T, E].
         sums: Gradients as the K rows of [H, K, R] in fp32: weight[:, 0] to weight[:, W-1], bias,
-            scale by head and shift, if they are there.
+            scale (by head: not yet summed over the heads, which share one scale) and shift, if they
+            are there.
         dpast: The gradient of past, [B, W - 1, E], or empty.
     """
     B, T, E = x.shape
@@ -156,7 +157,7 @@ def _shared_arguments(
         weight: The convolution's weight, [E, W], or None.
         bias: Its bias, [E], or None.
         past: The W - 1 inputs before x, [B, W - 1, E], or None.
-        documents: The id of each token's document, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None for one document.
         cos: The rotary cosines, [T, 1, R/2] or [B, T, 1, R/2], or None.
         sin: The rotary sines, likewise.
         silu: True for SiLU and the l2 norm.

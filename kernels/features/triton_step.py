@@ -41,7 +41,8 @@ def step_kernel(
     A head's place decides which stages it has: the first C / R heads are convolved, the first
     ROTATED are rotated, the first SILU have SiLU and the l2 norm, the last NORMED the RMSNorm.
 
-    Grid: H ceil(B / BB) programs. Tiles: the two halves of R, [BB, BH] each.
+    Grid: H ceil(B / BB) programs. Tiles: the two halves of R, [BB, BH] each. Names: `p_*` pointers,
+    `i_*` indices, `o_*` offsets, `b_*` tiles, `m` and `m_*` masks.
 
     Args:
         p_x: The projections' outputs one after the other, [B, H R], the last dimension dense.

@@ -42,10 +42,15 @@ from .chunkwise_layout import (
     Masks,
     Segment,
     Tables,
+    complex_like,
+    complex_readout,
+    conjugated_mixing,
+    conjugated_mixing_gradient,
     load_columns,
     load_rows,
     load_state,
     make_tables,
+    multiply_by_power,
     real_pairs,
     segments,
     store_columns,
@@ -79,15 +84,18 @@ class Chunks(NamedTuple):
 class _QueryReadout(NamedTuple):
     """A segment in `scan_backward`, from pass 1 to the gradients of its states.
 
+    b = W a are the weights of a query for a = X^k q, and e is the gradient of a. E is the power of
+    the decay that belongs to a token's place in its chunk (`Tables`).
+
     Attributes:
         chunks: The chunks.
         S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
         rows: q as rows, [H, B, N, G L, R].
         d_rows: The gradient of o as rows, [H, B, N, G L, D].
-        b: conj(E b) as pairs, [H, B N G L, 2M], zeros for rows that do not read the state before
-            the chunk.
+        b: conj(E b) as interleaved pairs (re, im), [H, B N G L, 2M], zeros for rows that do not
+            read the state before the chunk.
         e: conj(E e), likewise.
-        kernel_b: The scores of b, [H, B, N, G L, L], as in `_kernel`.
+        kernel_b: The scores of b, [H, B, N, G L, L], as in `_output_scores`.
         kernel_e: The scores of e, likewise.
         d_theta: The gradient of log_decay by pairs of tokens of the same chunk, [H, M].
         added: What each chunk adds to the gradient of the state before it, [H, B, N, P, M] complex.
@@ -108,13 +116,16 @@ class _QueryReadout(NamedTuple):
 class _LinearReadout(NamedTuple):
     """A segment in `linear_backward`, before the gradients of its states are known.
 
+    E_i = Lambda^(i-r) is the power of the decay for position i of a chunk, with r in its middle, w
+    are the weights of the readout, and dy is the gradient of y.
+
     Attributes:
         chunks: The chunks.
         S: States before the chunks, [H, B, N, P, M] complex, in the frame of `_states`.
         d_columns: The gradient of y as columns, [H, B, N, P, L].
         reading: The same for tokens that read the state before the chunk, else zeros, [H, B N P,
             L].
-        E_conj: conj(E) as pairs, [H, L, 2M].
+        E_conj: conj(E) as interleaved pairs (re, im), [H, L, 2M].
         sums: sum_i conj(E_i) dy_i of each chunk, [H, B, N, P, M] complex.
         added: What each chunk adds to the gradient of the state before it: conj(w) times `sums`.
     """
@@ -134,6 +145,9 @@ def scan_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Computes the scan with the query readout (paper eqs. 11 and 13).
 
+    With the key channels X^k and the value channels X^v of a token's state, its output is o =
+    Re(b^T X^v), where b = W a and a = X^k q.
+
     Args:
         q: Query features, [B, T, Hq, R].
         k: Key features, [B, T, H, R].
@@ -152,8 +166,8 @@ def scan_forward(
     """
     B, T, H, R = k.shape
     D = v.shape[3]
-    # W with a changed sign, so that its product with a is conj(b).
-    weights = _conjugated_mixing(mixing)
+    # W with the sign of its imaginary half changed, so that its product with a is conj(b).
+    weights = conjugated_mixing(mixing)
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
 
     # First everything that needs no state, so that an exchange with other ranks can go on
@@ -175,9 +189,9 @@ def scan_forward(
         S, X = _states(local, X, tables, masks)
         a = _contract(a, rows, S[..., :R, :], tables, masks)
         # b is stored as conj(E b), with the power E of a token's place in its chunk.
-        b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
+        b = multiply_by_power(a @ weights.mT, conj_physical(tables.E))
         out = _expand(
-            _kernel(b, tables, rows.shape, masks), _zero_unless_reading(b, rows, masks),
+            _output_scores(b, tables, rows.shape, masks), _zero_unless_reading(b, rows, masks),
             z[..., R:, :], S[..., R:, :],
         )  # fmt: skip
         store_rows(o, out, segment)
@@ -194,9 +208,14 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Computes the gradients of the scan with the query readout.
 
+    The forward is a = X^k q, b = W a and o = Re(b^T X^v) for each token. The gradient of b is c =
+    X^v do (dL = Re(c^T db)), and that of a is e = J W^T J c, likewise, where J = diag(I, -I)
+    conjugates stacked [Re; Im].
+
     Args:
         d_o: The gradient of o, [B, T, Hq, D].
-        d_final: The gradient of the final state, [B, H, M, P, 2], or None.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
+            exchange it is not used: the exchanged gradient contains it.
         q: Query features, [B, T, Hq, R].
         k: Key features, [B, T, H, R].
         v: Values, [B, T, H, D].
@@ -213,8 +232,8 @@ def scan_backward(
     """
     H, R = k.shape[2:]
     dtype = log_decay.dtype
-    # W with a changed sign: its product with a is conj(b), and transposed with c it is conj(e).
-    weights = _conjugated_mixing(mixing)
+    # J W: its product with a is conj(b), and transposed with c it is conj(e).
+    weights = conjugated_mixing(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_weights = torch.zeros_like(weights)
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
@@ -237,14 +256,14 @@ def scan_backward(
 
         # conj(b) = J W a and conj(e) = (J W)^T c, stored as conj(E b) and conj(E e) with the power
         # E of a token's place in its chunk; and the gradient of J W, the matrix that gives both.
-        b = _multiply_by_power(a @ weights.mT, conj_physical(tables.E))
-        e = _multiply_by_power(c @ weights, conj_physical(tables.E))
+        b = multiply_by_power(a @ weights.mT, conj_physical(tables.E))
+        e = multiply_by_power(c @ weights, conj_physical(tables.E))
         d_weights.baddbmm_(c.mT, a)
         del a, c
 
         # Scores of pass 3, and the gradient of log_decay within the chunks.
-        kernel_b = _kernel(b, tables, d_rows.shape, masks)
-        kernel_e = _kernel(e, tables, rows.shape, masks)
+        kernel_b = _output_scores(b, tables, d_rows.shape, masks)
+        kernel_e = _output_scores(e, tables, rows.shape, masks)
         within = _decay_gradient_scores(scores_k, e, tables) + _decay_gradient_scores(scores_v, b, tables)  # fmt: skip
 
         # What the chunks add to the gradient of the state before them.
@@ -278,7 +297,7 @@ def scan_backward(
     if initial_state is not None:
         d_initial = store_state(d_X)
     return (
-        dq, dk, dv, torch.view_as_real(d_theta), _conjugated_mixing_gradient(d_weights), d_initial,
+        dq, dk, dv, torch.view_as_real(d_theta), conjugated_mixing_gradient(d_weights), d_initial,
     )  # fmt: skip
 
 
@@ -286,7 +305,7 @@ def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Start, *,
     documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes the linear scan: pass 2 with the same weights for every token.
+    """Computes the linear scan, y = Re(w^T X_t): pass 2 with the same weights for every token.
 
     Args:
         z: Inputs, [B, T, H, P].
@@ -302,12 +321,13 @@ def linear_forward(
         final_state: The state after the tokens, [B, H, M, P, 2], or None.
         initial_state: The state before the tokens, or None.
     """
-    # First the part within the chunks, which needs no state: a product with the kernel D.
+    # First the part within the chunks, which needs no state: a product with the scores D_ij =
+    # Re(w^T Lambda^(i-j)) of tokens j <= i.
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     loaded = []
     for chunks, local in _load_segments((z,), log_decay, documents):
         _, tables, masks, columns = chunks
-        # The kernel is [H, L, L], the same for all channels. A mask differs by chunk: [B, N, L, L].
+        # `kernel` is D, [H, L, L], the same for all channels. A mask differs by chunk: [B, N, L, L].
         w, kernel = _linear_kernel(readout, tables)
         if masks is None:
             out = columns.flatten(1, 3) @ kernel.mT
@@ -338,11 +358,12 @@ def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
     *, documents: Tensor | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes the gradients of the linear scan.
+    """Computes the gradients of the linear scan, y = Re(w^T X_t) for the state X_t of each token.
 
     Args:
         d_y: The gradient of y, [B, T, H, P].
-        d_final: The gradient of the final state, [B, H, M, P, 2], or None.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
+            exchange it is not used: the exchanged gradient contains it.
         z: Inputs, [B, T, H, P].
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         readout: w as (Re w | Im w), [H, 2M].
@@ -358,7 +379,7 @@ def linear_backward(
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))  # fmt: skip
-    w_conj = conj_physical(_as_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
+    w_conj = conj_physical(complex_readout(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
     # Compute the states before all chunks once more. Then go through the segments in reverse, and
     # do first everything that needs no gradient of a state.
@@ -374,7 +395,7 @@ def linear_backward(
         reading = reading.flatten(1, 3)
         # What the chunk adds to the gradient of the state before it: conj(w) sum_i conj(E_i) dy_i.
         E_conj = real_pairs(conj_physical(chunks.tables.E))
-        sums = _complex_like(reading @ E_conj, S)
+        sums = complex_like(reading @ E_conj, S)
         parts.append(_LinearReadout(chunks, S, d_columns, reading, E_conj, sums, w_conj * sums))
 
     # Then everything that needs the gradients of the states: dz, and those of readout and
@@ -409,7 +430,7 @@ def linear_backward(
 
         # The gradient of log_decay: across chunks, and within the chunk.
         weighted_E = tables.position[:, None] * part.E_conj
-        weighted = w_conj * _complex_like(part.reading @ weighted_E, S)
+        weighted = w_conj * complex_like(part.reading @ weighted_E, S)
         d_theta += _decay_gradient_states(columns, S, Z, weighted, tables, masks)
         c = torch.view_as_complex((scores * tables.lag @ real_pairs(tables.T)).unflatten(-1, (-1, 2)))  # fmt: skip
         d_theta += (w * conj_physical(c)).sum(1)
@@ -453,32 +474,36 @@ def _scores(rows: Tensor, columns: Tensor, masks: Masks | None) -> Tensor:
     return _causal(rows @ columns, masks)
 
 
-def _kernel(b: Tensor, tables: Tables, rows: torch.Size, masks: Masks | None) -> Tensor:
+def _output_scores(
+    b: Tensor, tables: Tables, rows_shape: torch.Size, masks: Masks | None
+) -> Tensor:
     """Computes D_ij = tril(Re(b_i^T Lambda^(i-j))) of each chunk, [H, B, N, G L, L].
 
-    It is the share of token j's value in the output of token i. With E_i = Lambda^(i-r) and T_j =
-    Lambda^(r-j) it is Re((E b)_i^T T_j), the inner product of the pairs of conj(E b) and T.
+    It is the share of token j's value in the output of token i, which has the weights b_i. With E_i
+    = Lambda^(i-r) and T_j = Lambda^(r-j) for r in the middle of the chunk it is Re((E b)_i^T T_j),
+    the inner product of the pairs of conj(E b) and T.
 
     Args:
-        b: conj(E b) as pairs, [H, B N G L, 2M]: a row for each token of a chunk and query head.
+        b: conj(E b) as interleaved pairs (re, im), [H, B N G L, 2M]: a row for each of the L tokens
+            of N chunks, and for each of the G query heads of a state head.
         tables: Powers of Lambda.
-        rows: The shape of rows of the same tokens, [H, B, N, G L, any width].
+        rows_shape: The shape of rows of the same tokens, [H, B, N, G L, any width].
         masks: Masks for packed documents, or None.
     """
-    return _causal((b @ real_pairs(tables.T).mT).view(*rows[:4], -1), masks)
+    return _causal((b @ real_pairs(tables.T).mT).view(*rows_shape[:4], -1), masks)
 
 
 def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
     """Writes zeros above the diagonal and between documents, in place.
 
     Args:
-        scores: Scores of the tokens of each chunk, [H, B, N, G L, L].
+        scores: Scores of the tokens of each chunk, [H, B, N, G L, L], for each of G query heads.
         masks: Masks for packed documents, or None.
 
     Returns:
         scores.
     """
-    # Above the diagonal there may be positive powers of 1 / Lambda (`_kernel`), huge or infinite.
+    # Above the diagonal there may be positive powers of 1 / Lambda (`_output_scores`), huge or infinite.
     # tril_ overwrites them with zeros instead of multiplying by zeros. [..., G L, L] becomes
     # [..., G, L, L].
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
@@ -494,8 +519,9 @@ def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor
     is b itself, else a new tensor.
 
     Args:
-        b: The weights with which tokens read a state, times a power E of the decay, as pairs of
-            conj(E b), [H, B N G L, 2M]: N chunks of L tokens, for G query heads of a state head.
+        b: The weights with which tokens read a state, times a power E of the decay, as interleaved
+            pairs (re, im) of conj(E b), [H, B N G L, 2M]: N chunks of L tokens, for G query heads
+            of a state head.
         rows: Rows of the same tokens, [H, B, N, G L, any width]; only their shape is used.
         masks: Masks for packed documents, or None.
     """
@@ -505,7 +531,7 @@ def _zero_unless_reading(b: Tensor, rows: Tensor, masks: Masks | None) -> Tensor
 
 
 def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
-    """Computes sum_j tril(q k^T)_ij T_j: the part of a that comes from the tokens of the chunk.
+    """Computes sum_j tril(q k^T)_ij T_j: the part of a = X^k q that comes from the own chunk.
 
     T_j = Lambda^(r-j) is the power of the decay for position j of a chunk, with r in its middle.
 
@@ -514,7 +540,8 @@ def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
         tables: Powers of Lambda.
 
     Returns:
-        That part as pairs, [H, B N G L, 2M], without the factor E.
+        That part as interleaved pairs (re, im), [H, B N G L, 2M], still without the factor E_i =
+        Lambda^(i-r) of the token that reads.
     """
     return scores.flatten(1, 3) @ real_pairs(tables.T)
 
@@ -522,8 +549,9 @@ def _part_within_chunks(scores: Tensor, tables: Tables) -> Tensor:
 def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks | None) -> Tensor:
     """Completes pass 1 in place: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i).
 
-    E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, and S is the state before the
-    chunk, as in `_states`.
+    E_i = Lambda^(i-r) and T_j = Lambda^(r-j) are powers of the decay, with r in the middle of the
+    chunk. X^k_i are the key channels of the state after token i, and S = Lambda^(r+1) X are those
+    of the state X before the chunk.
 
     Args:
         a: The result of `_part_within_chunks`, [H, B N G L, 2M].
@@ -540,19 +568,21 @@ def _contract(a: Tensor, rows: Tensor, S: Tensor, tables: Tables, masks: Masks |
     # For each head and chunk: [H B N, G L, 2M] += [H B N, G L, R] @ [H B N, R, 2M].
     a_by_chunk = a.view(-1, *rows.shape[-2:-1], a.shape[-1])
     a_by_chunk.baddbmm_(rows.flatten(0, 2), real_pairs(S).flatten(0, 2))
-    return _multiply_by_power(a, tables.E)
+    return multiply_by_power(a, tables.E)
 
 
 def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     """Computes pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S).
 
     The first part comes from the tokens of the chunk, the second one from the state S before it.
+    b_i are the weights with which token i reads the value channels X^v of its state, and E is the
+    power of the decay that belongs to its place in the chunk.
 
     Args:
-        kernel: D from `_kernel`, [H, B, N, G L, L].
+        kernel: The scores D from `_output_scores`, [H, B, N, G L, L].
         b: conj(E b) with the zeros of `_zero_unless_reading`, [H, B N G L, 2M].
         columns: v, [H, B, N, D, L].
-        S: Value channels of the states before the chunks, [H, B, N, D, M].
+        S: Value channels of the states before the chunks, [H, B, N, D, M], as in `_states`.
 
     Returns:
         o as rows, [H, B, N, G L, D].
@@ -569,11 +599,12 @@ def _adjoint(
     """Computes pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T conj(Z)).
 
     The first part comes from outputs of the chunk, the second one from later chunks, which token j
-    reaches through the state after the chunk. T_j = Lambda^(r-j) is a power of the decay.
+    reaches through the state after the chunk. T_j = Lambda^(r-j) is a power of the decay, with r in
+    the middle of the chunk.
 
     Args:
-        kernel: The matrix D from `_kernel`, [H, B, N, G L, L].
-        rows: do, [H, B, N, G L, D].
+        kernel: The scores D from `_output_scores`, [H, B, N, G L, L].
+        rows: do, the gradient of the outputs, [H, B, N, G L, D].
         Z: Value channels of the gradients of the states after the chunks, [H, B, N, D, M],
             multiplied by the powers of Lambda that `_costates` names.
         tables: Powers of Lambda.
@@ -596,12 +627,13 @@ def _adjoint(
 def _added_by_chunks(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
     """Computes what each chunk adds to the gradient of the state before it.
 
-    Its tokens have read that state twice: the key channels by q (their gradient comes back as e),
-    and the value channels by b (the gradient comes back as do). E is a power of the decay.
+    Its tokens have read that state twice: the key channels by q, a = X^k q (the gradient of a comes
+    back as e), and the value channels by the weights b, o = Re(b^T X^v) (the gradient of o comes
+    back as do). E is the power of the decay that belongs to a token's place in the chunk.
 
     Args:
         rows: q, [H, B, N, G L, R].
-        e: conj(E e), [H, B N G L, 2M].
+        e: conj(E e) as interleaved pairs (re, im), [H, B N G L, 2M].
         d_rows: do, [H, B, N, G L, D].
         b: conj(E b), [H, B N G L, 2M].
 
@@ -621,6 +653,9 @@ def _load_segments(
     parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
 ) -> Iterator[tuple[Chunks, Tensor]]:  # fmt: skip
     """Yields the segments in order, with everything of them that needs no state.
+
+    T_j = Lambda^(r-j) is the power of the decay for position j of a chunk, with r in its middle,
+    and z_j are the inputs of its token.
 
     Args:
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
@@ -654,7 +689,7 @@ def _segments_with_states(
         parts: k and v, or the inputs z of the linear scan, each [B, T, H, width].
         log_decay: theta = log Lambda, [H, M, 2].
         initial_state: The state before the tokens, [B, H, M, P, 2], or None.
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Yields:
         The chunks of a segment, the states before them as in `_states`, and the state after the
@@ -676,7 +711,7 @@ def _start_exchange(
 
     Args:
         d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
-            exchange it is not used.
+            exchange it is not used: the exchanged gradient contains it.
         log_decay: theta, [H, M, 2].
         parts: For each segment from the last to the first: its chunks, and what they add to the
             gradient of the state before them.
@@ -708,8 +743,9 @@ def _states(local: Tensor, X: Tensor, tables: Tables, masks: Masks | None) -> tu
     """Computes the states before every chunk, and the state after the last one.
 
     A chunk of L tokens uses the state X before it as S = Lambda^(r+1) X, with r in the middle of
-    the chunk. With local = sum_j T_j z_j of the chunk, the next S is Lambda^L (S + local), and the
-    state X after the chunk is Lambda^(L-1-r) (S + local).
+    the chunk. With local = sum_j T_j z_j over the inputs z_j of the chunk and T_j = Lambda^(r-j),
+    the next S is Lambda^L (S + local), and the state X after the chunk is Lambda^(L-1-r) (S +
+    local).
 
     Args:
         local: sum_j T_j z_j of each chunk, [H, B, N, P, M] complex.
@@ -775,12 +811,13 @@ def _decay_gradient_scores(scores: Tensor, b: Tensor, tables: Tables) -> Tensor:
     """Computes the gradient of theta by pairs of tokens of the same chunk. Overwrites the scores.
 
     Token i reads token j with Lambda^(i-j), whose derivative by theta = log Lambda has the factor i
-    - j. The gradient is the conjugate of sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, where E_i
-    T_j = Lambda^(i-j).
+    - j. The gradient is the conjugate of sum_j T_j sum_i (i - j) tril(do v^T)_ij (E b)_i, where E_i
+    T_j = Lambda^(i-j), do is the gradient of the outputs, and b are the weights of the readout. In
+    the part of the keys, q, k and e, the gradient of X^k q, take the places of do, v and b.
 
     Args:
-        scores: tril(q k^T), [H, B, N, G L, L].
-        b: conj(E b), [H, B N G L, 2M]; for (q, k) it is conj(E e).
+        scores: tril(do v^T) or tril(q k^T), [H, B, N, G L, L].
+        b: conj(E b), or conj(E e), as interleaved pairs (re, im), [H, B N G L, 2M].
         tables: Powers of Lambda.
 
     Returns:
@@ -796,9 +833,11 @@ def _decay_gradient_states(
     """Computes the gradient of theta by the states before and after the chunks.
 
     A power Lambda^n has the derivative n Lambda^n by theta = log Lambda. So the part of tokens that
-    read the state S before the chunk is sum_i (i + 1) (E b)_i (S do_i). The part that goes on into
-    the state after the chunk, whose gradient is Z, is Z (L S + sum_j (L - 1 - j) T_j z_j). No
-    weight exceeds L, however many tokens there are.
+    read the state S before the chunk by weights b_i, with the gradient do_i of their output, is
+    sum_i (i + 1) (E b)_i (S do_i). The part that goes on into the state after the chunk, whose
+    gradient is Z, is Z (L S + sum_j (L - 1 - j) T_j z_j) for inputs z_j. E and T are the powers of
+    the decay in `Tables`. No weight exceeds L, the tokens of a chunk, however many tokens there
+    are.
 
     Args:
         z: Columns, [H, B, N, P, L].
@@ -828,8 +867,9 @@ def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
     """Computes sum_j conj(T_j) x_j, [H, M] complex.
 
     Args:
-        T: T_j = Lambda^(r-j) for each position j of a chunk, [H, L, M] complex.
-        sums: x as pairs, [H, L, 2M]: sums over batch, chunks and channels.
+        T: T_j = Lambda^(r-j) for each position j of a chunk with r in its middle, [H, L, M]
+            complex.
+        sums: x as interleaved pairs (re, im), [H, L, 2M]: sums over batch, chunks and channels.
     """
     return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
@@ -842,59 +882,11 @@ def _linear_kernel(readout: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
 
     Args:
         readout: w as (Re w | Im w), [H, 2M].
-        tables: Powers of Lambda. With E_i = Lambda^(i-r), token i reads the state before the chunk.
+        tables: Powers of Lambda. With E_i = Lambda^(i-r), token i reads the state before the chunk;
+            r is the middle of the chunk.
 
     Returns:
         conj(E w), [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))), [H, L, L].
     """
-    w = conj_physical(tables.E * _as_complex(readout)[:, None])
+    w = conj_physical(tables.E * complex_readout(readout)[:, None])
     return w, (real_pairs(w) @ real_pairs(tables.T).mT).tril_()
-
-
-def _conjugated_mixing(mixing: Tensor) -> Tensor:
-    """Returns J W for interleaved pairs (re, im), [H, 2M, 2M]; J = diag(I, -I) conjugates [Re; Im].
-
-    conj(b) = J W a and conj(e) = (J W)^T c: one matrix serves forward and backward.
-
-    Args:
-        mixing: W on stacked [Re; Im], [H, 2M, 2M].
-    """
-    H = mixing.shape[0]
-    M = mixing.shape[1] // 2
-    # J changes the sign of the lower half. Then rows and columns (2, M) become (M, 2).
-    w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
-    return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
-
-
-def _conjugated_mixing_gradient(d_weights: Tensor) -> Tensor:
-    """Returns the gradient of W, [H, 2M, 2M], from the gradient of `_conjugated_mixing`."""
-    H = d_weights.shape[0]
-    M = d_weights.shape[1] // 2
-    # Rows and columns (M, 2) become (2, M) again, and the lower half changes its sign.
-    upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
-    return torch.cat((upper, -lower), dim=1)
-
-
-def _as_complex(readout: Tensor) -> Tensor:
-    """Returns w = (Re w | Im w), [H, 2M], as complex numbers, [H, M]."""
-    return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
-
-
-def _complex_like(pairs: Tensor, states: Tensor) -> Tensor:
-    """Views pairs as complex numbers in the shape of `states`, [H, B, N, P, M]."""
-    return torch.view_as_complex(pairs.view(*states.shape, 2))
-
-
-def _multiply_by_power(a: Tensor, E: Tensor) -> Tensor:
-    """Multiplies every row of a, [H, B N G L, 2M] in pairs, by E of its position, in place.
-
-    Args:
-        a: The rows, the L tokens of a chunk one after the other.
-        E: A complex factor for each position in a chunk, [H, L, M].
-
-    Returns:
-        a.
-    """
-    H, L, M = E.shape
-    torch.view_as_complex(a.view(H, -1, L, M, 2)).mul_(E[:, None])
-    return a

@@ -1,4 +1,4 @@
-"""Tables, masks and layouts of the chunkwise form in plain PyTorch.
+"""Tables, masks, layouts and complex pairs of the chunkwise form in plain PyTorch.
 
 Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, M
 basis functions, P channels of a state, d width of a token's vector.
@@ -84,7 +84,7 @@ class Masks(NamedTuple):
         """Makes the masks of a segment.
 
         Args:
-            documents: The id of each token's document, [B, T], or None.
+            documents: The id of each token's document, [B, T], or None for one document.
             segment: The segment.
             dtype: The dtype of the masks.
 
@@ -174,7 +174,8 @@ def load_rows(x: Tensor, H: int, segment: Segment, dtype: torch.dtype) -> Tensor
     Args:
         x: Vectors of d numbers for each token and each of H G heads.
         H: Number of state heads.
-        segment: Which tokens are copied: N chunks of L tokens that follow each other.
+        segment: Which tokens are copied: N chunks of L tokens that follow each other. Nothing is
+            padded: the tail of a sequence is a segment of its own, one chunk with a smaller L.
         dtype: The dtype of the rows.
     """
     x = segment.by_chunk(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)  # [H, B, N, G, L, d]
@@ -196,10 +197,11 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
     Args:
         parts: Vectors by token and head: k and v, or one tensor. A column is one token's vectors of
             all parts, one below the other.
-        segment: Which tokens are copied: N chunks of L tokens that follow each other.
+        segment: Which tokens are copied: N chunks of L tokens that follow each other. Nothing is
+            padded: the tail of a sequence is a segment of its own, one chunk with a smaller L.
         dtype: The dtype of the columns.
     """
-    # Views of the parts: [B, T, H, d] -> [B, N, L, H, d] -> [H, B, N, d, L].
+    # Views of the parts: [B, T, H, d] -> [B, N, L, H, d] -> [H, B, N, d, L]. `segment.length` is L.
     columns = [segment.by_chunk(x).permute(3, 0, 1, 4, 2) for x in parts]
     widths = [x.shape[3] for x in columns]
     # Copy each to its rows of the result, which also changes the dtype.
@@ -240,3 +242,60 @@ def store_state(X: Tensor) -> Tensor:
     H, B, P, M = X.shape
     out = torch.empty(B, H, M, P, 2, dtype=X.dtype.to_real(), device=X.device)
     return out.copy_(torch.view_as_real(X).permute(1, 0, 3, 2, 4))
+
+
+def conjugated_mixing(mixing: Tensor) -> Tensor:
+    """Returns J W for interleaved pairs (re, im), [H, 2M, 2M]; J = diag(I, -I) conjugates [Re; Im].
+
+    One matrix serves forward and backward. The forward is a = X^k q, b = W a and o = Re(b^T X^v)
+    for each token, with the key channels X^k and the value channels X^v of its state: conj(b) =
+    (J W) a. In the backward, c = X^v do is the gradient of b (dL = Re(c^T db)), and e = J W^T J c
+    that of a: conj(e) = (J W)^T c.
+
+    Args:
+        mixing: W on stacked [Re; Im], [H, 2M, 2M].
+    """
+    H = mixing.shape[0]
+    M = mixing.shape[1] // 2
+    # J changes the sign of the lower half. Then rows and columns (2, M) become (M, 2).
+    w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
+    return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
+
+
+def conjugated_mixing_gradient(d_weights: Tensor) -> Tensor:
+    """Returns the gradient of W, [H, 2M, 2M], from the gradient of `conjugated_mixing`."""
+    H = d_weights.shape[0]
+    M = d_weights.shape[1] // 2
+    # Rows and columns (M, 2) become (2, M) again, and the lower half changes its sign.
+    upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
+    return torch.cat((upper, -lower), dim=1)
+
+
+def complex_readout(readout: Tensor) -> Tensor:
+    """Returns the linear readout's weights w, given as (Re w | Im w), [H, 2M], as complex [H, M]."""
+    return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
+
+
+def complex_like(pairs: Tensor, states: Tensor) -> Tensor:
+    """Views interleaved pairs (re, im) as complex numbers in the shape of `states`, [H, B, N, P, M].
+
+    Args:
+        pairs: The pairs, [H, B N P, 2M]: P channels of N chunks in each of B sequences.
+        states: A tensor of that shape; only the shape is used.
+    """
+    return torch.view_as_complex(pairs.view(*states.shape, 2))
+
+
+def multiply_by_power(a: Tensor, E: Tensor) -> Tensor:
+    """Multiplies every row of a, [H, B N G L, 2M] in pairs, by E of its position, in place.
+
+    Args:
+        a: The rows, the L tokens of a chunk one after the other.
+        E: A complex factor for each position in a chunk, [H, L, M].
+
+    Returns:
+        a.
+    """
+    H, L, M = E.shape
+    torch.view_as_complex(a.view(H, -1, L, M, 2)).mul_(E[:, None])
+    return a

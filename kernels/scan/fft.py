@@ -80,7 +80,7 @@ def _by_document(
         log_decay: theta, [H, M, 2].
         table: The readout's table: W [H, 2M, 2M] with q, or w [H, 2M] with z.
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
-        documents: The id of each token's document, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None for one document.
 
     Returns:
         The outputs and the final states of all sequences, as in `scan_fft`.

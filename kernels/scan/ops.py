@@ -172,7 +172,7 @@ def send_state(
         parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         backend: A resolved backend.
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         group: Name of the process group.
 
     Returns:
@@ -227,7 +227,7 @@ def _gradient_exchange(
         group: Name of the process group; "" for none.
         tokens: k or z.
         log_decay: theta, [H, M, 2].
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         d_final: The gradient of this rank's final state if its caller used that state, else None.
 
     Returns:
@@ -446,7 +446,7 @@ def run_linear_scan(
         readout: w as (Re w | Im w), [H, 2M].
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
         backend: A resolved backend.
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         need_final: False if no final state is wanted.
         group: Name of the process group; "" for none.
         sent: The message of `send_state`, with a group.
@@ -552,6 +552,7 @@ def scan_step_(
     Returns:
         o, [B, Hq, D] in v's dtype.
     """
+    # Imported only if it runs: a machine without a GPU has no Triton.
     from . import triton_step
 
     return triton_step.scan_step(q, k, v, decay, mixing, state)
@@ -570,6 +571,7 @@ def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Te
     Returns:
         y, [B, H, P] in z's dtype.
     """
+    # Imported only if it runs: a machine without a GPU has no Triton.
     from . import triton_step
 
     return triton_step.linear_one_step(z, decay, readout, state)

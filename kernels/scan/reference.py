@@ -107,6 +107,9 @@ def paper_linear(
 ) -> tuple[Tensor, Tensor]:
     """Computes the linear readout y_t = Re(sum_m c_m (C x_t)_m) as the paper writes it.
 
+    The recurrence is eq. 11 of the paper. The readout by fixed weights c, as in S4D, takes the
+    place of the readout by queries, eq. 13.
+
     Args:
         z: Inputs, [B, T, H, P].
         dt: Delta, the step size, [H].
@@ -128,8 +131,8 @@ def paper_linear(
     if initial_state is not None:
         x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
 
-    # 2. The recurrence x_t = Lambda x_{t-1} + beta z_t^T, its projection by C, and the readout by
-    # c.
+    # 2. The recurrence x_t = Lambda x_{t-1} + beta z_t^T (eq. 11), its projection by C, and the
+    # readout by c.
     outputs = []
     for t in range(z.shape[1]):
         x = Lambda[:, :, None] * x + beta[:, :, None] * z[:, t, :, None, :]
@@ -211,7 +214,7 @@ def _states(
         z: Inputs, [B, T, H, P], in log_decay's dtype.
         log_decay: theta = log Lambda as real pairs, [H, M, 2].
         initial_state: The state before the first token, [B, H, M, P, 2], or None for zeros.
-        documents: The id of each token's document, [B, T], or None.
+        documents: The id of each token's document, [B, T], or None for one document.
     """
     # Lambda, [H, M, 1], is computed in fp64 and rounded only once, because the loop multiplies this
     # rounding error T times.

@@ -105,7 +105,8 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     """Computes W = G(Cb^T) P G(Cb): gain, C and readout in one real matrix per head.
 
     With it, the readout Re(q^T U^T Gamma) (paper eq. 13) is Re(b^T X^v), where b = W a and a = X^k
-    q. X^k and X^v are the channels of keys and values of the state with unit gain.
+    q. X^k and X^v are the channels of keys and values of the state with unit gain. U and Gamma are
+    C x on the same channels, where x is the paper's state, with the input gain in it.
 
     Cb = C diag(gain), G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], and P = I (`complex`), diag(I, -I)
     (`hermitian`) or diag(I, 0) (`real`).
@@ -141,7 +142,7 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     # The diagonal of P, [2M, 1].
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
     projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
-    # G(Cb^T) P G(Cb). Autocast would round these products to bf16, and with them every weight of C.
+    # G(Cb^T) P G(Cb); `_real_form` is G. Autocast would round these products to bf16, and with them every weight of C.
     with torch.autocast(gain.device.type, enabled=False):
         return _real_form(cb.mT) @ (projection * _real_form(cb))
 

@@ -30,33 +30,39 @@ def adjoint_pass(
 ):  # fmt: skip
     """Pass 3: the gradient of the values, from the chunks in reverse.
 
-    dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z), where do is the gradient of the outputs,
-    T_j is a power of the decay, and b~ are the weights of pass 2. The costate Z collects b~_i
-    do_i^T of later chunks: it is the conjugate of the gradient of the state after the chunk, times
-    Lambda^(n-1-r) for a chunk of n tokens. dk comes in the same way from (e~, q). The sums go over
-    the G query heads that share a state head.
+    dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z), where i and j are positions in a chunk, r =
+    L // 2 is its middle, and do is the gradient of the outputs. b~_i = E_i b_i are the weights of
+    pass 2, and E_i = Lambda^(i-r) and T_j = Lambda^(r-j) split the decay Lambda^(i-j) from token j
+    to token i. The costate Z collects b~_i do_i^T of later chunks: it is the conjugate of the
+    gradient of the state after the chunk, times Lambda^(n-1-r) for a chunk of n tokens. dk comes in
+    the same way from (e~, q), where e~ = E e and e is the gradient of the result a of pass 1. The
+    sums go over the G query heads that share a state head.
 
     Tiles: costate [2M, BD] fp32 as (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed
     scores [L, L]. Bytes per token and query head: b~ and the scores once per block of D, do once;
     dv once per state head.
 
+    Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks, `n_*` documents.
+
     Args:
         i_p: The index of this program, one of B H S ceil(D / BD).
         p_b: b~ as (Re | Im), [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
         p_do: The rows do, [B, T, Hq, D], the last dimension dense.
-        p_d: Scores of the linear readout, [H, L, L], as in `expand_kernel`; None for the query
-            readout.
+        p_d: Scores Re(b~_i^T T_j) for j <= i of the linear readout, [H, L, L], the same for every
+            chunk; None for the query readout.
         p_tc: conj(T) as (Re | -Im), [H, L, 2M]: T_j = Lambda^(r-j) for position j of a chunk, with
             r = L // 2.
         p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
-        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32.
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A costate is
+            multiplied by carry at each chunk but the segment's last one, and by enter when it leaves
+            the segment.
         p_g: Gradients of the states after each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_dv: Filled with dv, [B, T, H, D], the last dimension dense. None if only costates are
             wanted.
-        p_y: With p_dv, filled with the gradient of the initial state in channels first to first +
-            D, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
+        p_y: With p_dv, filled with the gradient of the initial state in channels first to first + D
+            - 1, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
             before the segments when each starts from zero after it, [B, H, S, M, P, 2].
-        p_n: The id of each token's document, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -76,7 +82,9 @@ def adjoint_pass(
         BD: Channels of a program.
         PRECISION: Precision of fp32 products.
         IN_REGISTERS: True to keep T in registers through the loop over chunks.
-        EVEN: True if every chunk has L tokens.
+        EVEN: True if masks may be left out: every chunk has L tokens, and there are no documents
+            (with them the masks stay, which needs fewer registers). Then the mask of channels is
+            left out, too, if their blocks fill the width.
     """
     # This program's block of channels, segment, sequence and state head.
     DTYPE = p_tc.dtype.element_ty
@@ -137,6 +145,7 @@ def adjoint_pass(
         b_re = tl.where(i == 0, b_lr, b_cr)[:, None]
         b_im = tl.where(i == 0, b_li, b_ci)[:, None]
         b_z = scale_rows(b_z, b_re, b_im, M, BD)
+        # n_before is 0 in the first chunk: the document of the initial state.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
         # The part of dv that comes from later chunks. In packed documents, only tokens of the
@@ -231,17 +240,18 @@ def decay_pass(
 ):  # fmt: skip
     """The part of the gradient of theta = log_decay that (b~; do, v) carries, or (e~; q, k).
 
-    Here do is the gradient of the outputs and b~ are the weights of pass 2. e~, q and k take the
-    places of b~, do and v for the part of the keys. T_j and E_i are powers of the decay (see p_tt
-    and p_e).
+    Here do is the gradient of the outputs and b~ = E b are the weights of pass 2. e~ = E e (e is
+    the gradient of the result a of pass 1), q and k take the places of b~, do and v for the part of
+    the keys. E_i = Lambda^(i-r) and T_j = Lambda^(r-j) split the decay Lambda^(i-j) from token j of
+    a chunk to token i, with r = L // 2 in its middle.
 
     It computes g = sum_j T_j y_j + Y X, from the chunks in reverse. The gradient is conj(g).
 
     y_j = sum_(i>=j) (i - j) (do_i . v_j) b~_i + (n - 1 - j) Z v_j + Y v_j belongs to token j of a
     chunk of n tokens: T_j y_j is the derivative by theta of everything that v_j contributes to. Z
-    is the costate as in `adjoint_pass`. Y is the derivative of Z by theta, which the kernel carries
-    beside Z. Without the change of frame, a chunk maps Y to Lambda^n (Y + n Z) + sum_i (i + 1) b~_i
-    do_i^T.
+    is the costate: the conjugate of the gradient of the state after the chunk, times
+    Lambda^(n-1-r). Y is the derivative of Z by theta, which the kernel carries beside Z. Without
+    the change of frame, a chunk maps Y to Lambda^n (Y + n Z) + sum_i (i + 1) b~_i do_i^T.
 
     Y starts at zero after every segment, and X is the state before the segment. So a weight is at
     most the length of a segment, and no two large sums are subtracted from one another. T is the
@@ -249,28 +259,33 @@ def decay_pass(
 
     Tiles: costate Z and its derivative Y [2 BM, BD] fp32, y [2 BM, L] fp32, do and v [L, BD], b~
     [L, 2 BM], scores [L, L]. Bytes per token and query head: b~ once per block of D, do and v once
-    per block of M.
+    per block of M. With documents do and v are loaded twice; so is do if L < 64, unless
+    IN_REGISTERS.
 
     Tokens are the columns of y, so that Z and Y are first operands of products and stay in
     registers. Their rows alternate in groups of eight: 8 real parts, then their 8 imaginary parts.
     A thread has rows r and r + 8 of a product's result, so that both parts of a complex number are
     in one thread at any BM.
 
+    Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks, `n_*` documents.
+
     Args:
         i_p: The index of this program, one of B Hq S ceil(D / BD) (M / BM).
         p_b: b~ as (Re | Im), [B, Hq, T, 2M]. With p_d it is [H, L, 2M], the same for every chunk.
         p_do: The rows do, [B, T, Hq, D], the last dimension dense.
         p_v: The columns v, [B, T, H, D], the last dimension dense.
-        p_d: Not None in the linear readout; it is not read here.
+        p_d: Not None in the linear readout: its scores, which are not read here.
         p_tt: conj(T) transposed, [H, 2M, L]: T_j = Lambda^(r-j) for position j of a chunk, with r =
             L // 2.
         p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
-        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32.
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A costate is
+            multiplied by carry at each chunk but the segment's last one, and by enter when it leaves
+            the segment.
         p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_g: Gradients of the states after each segment, likewise.
         p_out: Filled with parts of g as (Re g | Im g), [B Hq S ceil(D / BD), 2M] fp32. `sum_kernel`
             adds them in a fixed order.
-        p_n: The id of each token's document, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -292,7 +307,9 @@ def decay_pass(
         PRECISION: Precision of fp32 products.
         IN_REGISTERS: True to keep b~^T in registers for all of its products, by a product with the
             identity.
-        EVEN: True if every chunk has L tokens.
+        EVEN: True if masks may be left out: every chunk has L tokens, and there are no documents
+            (with them the masks stay, which needs fewer registers). Then the mask of channels is
+            left out, too, if their blocks fill the width.
     """
     # This program's block of basis functions, block of channels, segment, query head and sequence.
     DTYPE = p_tt.dtype.element_ty
@@ -386,8 +403,9 @@ def decay_pass(
         # It is b_p * (i - j), written so that no [L, L] tile of weights stays in registers.
         b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p * b_i[:, None] - b_p * b_i[None, :], 0.0)
         # Packed documents: only tokens of the chunk's last document reach the state after the
-        # chunk, and only tokens of the document before the chunk read the state before it. v and do
-        # are loaded once more with these masks.
+        # chunk, and only tokens of the document before the chunk (0 before the first chunk) read
+        # the state before it. v and do are loaded once more with these masks. v is transposed
+        # below, which only a loaded tile may be: Triton 3.4 to 3.7.0 miscompile others on Hopper.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             b_p = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
@@ -459,7 +477,10 @@ def adjoint_kernel(
 ):  # fmt: skip
     """Pass 3 and, if there is p_out, the part of the decay's gradient that the same tensors carry.
 
-    The tensors are explained in `adjoint_pass` and `decay_pass`. DECAY is 1 if there is p_out, else
+    The tensors are explained in `adjoint_pass` and `decay_pass`. In short, do is the gradient of
+    the outputs, b~ = E b are the weights of pass 2, e~ = E e, and e is the gradient of the result a
+    of pass 1. E and T are powers of the decay Lambda. (b~, do, v) give dv, and (e~, q, k) in their
+    places give dk. DECAY is 1 if there is p_out, else
     0. Some programs run `adjoint_pass`, the others `decay_pass`. Both walk the chunks of a segment
     in reverse and read b~ and do. The programs of one (batch, state head, segment) have consecutive
     ids, so that they run at the same time and find in the L2 cache what one of them has loaded.
@@ -482,7 +503,7 @@ def adjoint_kernel(
         p_dv: Filled as in `adjoint_pass`, or None.
         p_y: Filled as in `adjoint_pass`, or None.
         p_out: Filled as in `decay_pass`, or None if the decay's gradient is not wanted.
-        p_n: The id of each token's document, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -507,7 +528,9 @@ def adjoint_kernel(
         BM: Basis functions of a program of `decay_pass`.
         PRECISION: Precision of fp32 products.
         IN_REGISTERS: True to keep first operands of several products in registers.
-        EVEN: True if every chunk has L tokens.
+        EVEN: True if masks may be left out: every chunk has L tokens, and there are no documents
+            (with them the masks stay, which needs fewer registers). Then the mask of channels is
+            left out, too, if their blocks fill the width.
     """
     # N programs for each (batch, state head, segment): NA of pass 3, then G ND of the decay.
     DECAY: tl.constexpr = p_out is not None

@@ -37,6 +37,9 @@ def scan_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Computes the scan with the query readout.
 
+    With the key channels X^k and the value channels X^v of a token's state, its output is o =
+    Re(b^T X^v), where b = W a and a = X^k q.
+
     Args:
         q: Query features, [B, T, Hq, R].
         k: Key features, [B, T, H, R].
@@ -71,6 +74,7 @@ def scan_forward(
 
         # Pass 1: a = X^k q. Keys are the first R of the P channels of a state, values the other
         # ones: (0, P) and (R, P) below.
+        # The rows of o are padded to 16 elements, and copied without the padding at the end.
         o = padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = None
         if need_final:
@@ -93,11 +97,15 @@ def scan_backward(
     initial_state: Tensor | None, a: Tensor | None = None, *, documents: Tensor | None = None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes the gradients of the scan.
+    """Computes the gradients of the scan with the query readout.
+
+    The forward is a = X^k q, b = W a and o = Re(b^T X^v) for each token. The gradient of b is c =
+    X^v do (dL = Re(c^T db)), and that of a is e = conj(W^T conj(c)), likewise.
 
     Args:
         d_o: The gradient of o, [B, T, Hq, D].
-        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
+            exchange it is not used: the exchanged gradient contains it.
         q: Query features, [B, T, Hq, R].
         k: Key features, [B, T, H, R].
         v: Values, [B, T, H, D].
@@ -106,7 +114,7 @@ def scan_backward(
         initial_state: The state before the tokens, [B, H, M, P, 2] with P = R + D channels, or None
             for zeros. With context parallelism, the state that came from the ranks before.
         a: The result of pass 1 in the forward, [B, Hq, T, 2M], or None to compute it again.
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -135,7 +143,8 @@ def scan_backward(
         del a, conj_c
 
         # dq is pass 2 of (e, k). It needs no gradient of a state: it is computed while other ranks'
-        # gradients are on their way.
+        # gradients are on their way. The rows of dq, dk and dv are padded to 16 elements, and
+        # copied without the padding at the end.
         dq, dk, dv = (padded_empty(x) for x in (q, k, v))
         d_initial = None
         if initial_state is not None:
@@ -143,10 +152,13 @@ def scan_backward(
         wait = launches.costates(d_final, (e, q, keys), (b, d_o, values), exchange=exchange)
         launches.expand(e, k, states, keys, dq)
 
-        # Pass 3 gives dk and dv, and beside them the parts of the gradient of log_decay.
+        # Pass 3 gives dk and dv, and beside them the parts of the gradient of log_decay. costates
+        # are the gradients of the states after every segment.
         costates = wait()
         parts_k = launches.adjoint(e, q, costates, keys, dk, d_initial, v=k, state=states)
         parts_v = launches.adjoint(b, d_o, costates, values, dv, d_initial, v=v, state=states)
+        # Sum the parts over sequences, time and channels. They are derivatives g, dL = Re(g dtheta);
+        # the gradient is conj(g).
         d_log_decay = conj_sum(parts_k, parts_v)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
@@ -155,7 +167,7 @@ def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Start, *,
     documents: Tensor | None = None, need_final: bool = True, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Computes the linear scan: pass 2 with the same weights for every token.
+    """Computes the linear scan, y = Re(w^T X_t): pass 2 with the same weights for every token.
 
     Args:
         z: Inputs, [B, T, H, P].
@@ -183,12 +195,13 @@ def linear_forward(
             initial_state = initial_state()
         states = launches.states(initial_state, z, local=local)
 
-        # Pass 2 with the readout's weights, which are in the tables of `launches`.
+        # Pass 2 with the readout's weights, which are in the tables of `launches`. The rows of y
+        # are padded to 16 elements, and copied without the padding at the end.
         y = padded_empty(z)
         final = None
         if need_final:
             final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
-        launches.expand(None, z, states, (0, P), y, final)
+        launches.expand(b=None, v=z, state=states, channels=(0, P), out=y, final=final)
         return y.contiguous(), final, initial_state
 
 
@@ -196,19 +209,21 @@ def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
     *, documents: Tensor | None = None, exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes the gradients of the linear scan.
+    """Computes the gradients of the linear scan, y = Re(w^T X_t) for the state X_t of each token.
 
-    The gradient of w is the conjugate of sum_t X_t dy_t.
+    The gradient of w is the conjugate of sum_t X_t dy_t. Pass 1, which reads the states by (dy, z),
+    gives this sum. Pass 3, the transpose of the forward in time, gives dz.
 
     Args:
         d_y: The gradient of y, [B, T, H, P].
-        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros.
+        d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
+            exchange it is not used: the exchanged gradient contains it.
         z: Inputs, [B, T, H, P].
         log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
         readout: w, [H, 2M] as (Re w | Im w).
         initial_state: The state before the tokens, [B, H, M, P, 2], or None for zeros. With context
             parallelism, the state that came from the ranks before.
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
         exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
     Returns:
@@ -223,14 +238,25 @@ def linear_backward(
         launches = _launches((z,), log_decay, documents, readout)
         states = launches.states(initial_state, z)
 
-        # Pass 3 gives dz, and beside it the parts of the gradient of log_decay.
+        # The rows of dz are padded to 16 elements, and copied without the padding at the end.
         dz = padded_empty(z)
         d_initial = None
         if initial_state is not None:
             d_initial = initial_state.new_empty(initial_state.shape)
-        costates = launches.costates(d_final, (None, d_y, channels), exchange=exchange)()
-        parts = launches.adjoint(None, d_y, costates, channels, dz, d_initial, v=z, state=states)
-        # Pass 1 of (dy, z), summed over time, gives the gradient of w.
+
+        # costates are the gradients of the states after every segment. None: the linear readout has
+        # no b~ for each token, its weights are in the tables. There is nothing to compute during
+        # the exchange, so wait for it at once.
+        wait = launches.costates(d_final, (None, d_y, channels), exchange=exchange)
+        costates = wait()
+
+        # Pass 3 (dz), and beside it the parts of the gradient of log_decay.
+        parts = launches.adjoint(
+            b=None, d_o=d_y, costate=costates, channels=channels, out=dz, initial=d_initial, v=z, state=states
+        )  # fmt: skip
+        # Pass 1 (the state read by dy), summed over time, gives the gradient of w. `conj_sum` adds
+        # up the parts over sequences, time and channels. They are derivatives g, dL = Re(g dw); the
+        # gradient is conj(g).
         d_readout = conj_sum(launches.contract(d_y, z, states, channels, total=True), pairs=False)
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
 
@@ -243,7 +269,7 @@ def final_state(
     Args:
         parts: k and v, or the inputs z of the linear readout, each [B, T, H, width].
         log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
-        documents: The id of each token's document, [B, T] int32, or None.
+        documents: The id of each token's document, [B, T] int32, or None for one document.
 
     Returns:
         The state, [B, H, M, P, 2], and the states that each segment leaves when it starts from
@@ -262,7 +288,8 @@ def segments(parts: tuple[Tensor, ...], log_decay: Tensor) -> int:
     """Returns S, the number of segments of these tokens.
 
     Args:
-        parts: k and v, or the inputs z of the linear readout; they may be fake.
+        parts: k and v, or the inputs z of the linear readout, each [B, T, H, width]; they may be
+            fake.
         log_decay: theta, [H, M, 2].
     """
     # The tokens of a sequence divided by those of a segment, rounded up.
@@ -281,7 +308,8 @@ def _cut(inputs: tuple[Tensor, ...], log_decay: Tensor) -> tuple[Plan, int]:
         The tile sizes, and the number of chunks of a segment.
     """
     B, T, H = inputs[-1].shape[:3]
-    # The linear readout has no limit on the width, and its plan does not depend on it.
+    # The width is the larger one of R and D, at most MAX_WIDTH (`triton_support.unsupported`). The
+    # linear readout takes any width of z, and its tiles do not depend on it: 0 stands for it.
     width = 0
     if len(inputs) > 1:
         width = max(x.shape[3] for x in inputs)

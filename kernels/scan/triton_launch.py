@@ -38,7 +38,7 @@ class Launches(NamedTuple):
         T: Tokens of a sequence.
         segments: S.
         chunks: Chunks of a segment; the last segment may be shorter.
-        documents: The id of each token's document, [B, T] int32, dense, or None.
+        documents: The id of each token's document, [B, T] int32, dense, or None for one document.
         t: T_j = Lambda^(r-j) as (Re | Im), [H, L, 2M] in the operands' dtype.
         t_conj: conj(T_j), that is (Re | -Im), likewise.
         t_conj_T: t_conj transposed, [H, 2M, L].
@@ -78,7 +78,7 @@ class Launches(NamedTuple):
             log_decay: theta = log Lambda as real pairs, [H, M, 2] fp32.
             T: Tokens of a sequence.
             chunks: Chunks of a segment.
-            documents: The id of each token's document, [B, T], or None.
+            documents: The id of each token's document, [B, T], or None for one document.
             readout: The weights w of the linear readout as (Re w | Im w), [H, 2M]; None for the
                 query readout.
         """
@@ -504,6 +504,9 @@ class Launches(NamedTuple):
 
 def conj_sum(*parts, pairs: bool = True) -> Tensor:
     """Sums parts of a gradient over all but heads and basis functions, and conjugates.
+
+    The parts are derivatives g of the loss by complex numbers x, dL = Re(g dx). The gradient as
+    PyTorch defines it is conj(g).
 
     Args:
         *parts: One or two tensors as (Re | Im), [B, H, n, 2M] fp32. n may differ.

@@ -43,8 +43,10 @@ tokens, as Lambda^(n-1-r) (S + sum_j T_j z_j^T).
 
 Rules. No product takes a transposed accumulator, because Triton 3.4 to 3.7.0 miscompile that on
 Hopper: `tl.trans` is applied to loaded tiles only. Operands are bf16 with fp32 accumulation, or
-fp32 with `PRECISION` (never plain TF32). EVEN means that every chunk has L tokens: the compiler
-then knows that a mask that ends in `| EVEN` is true, and leaves it out.
+fp32 with `PRECISION` (never plain TF32). EVEN means that masks may be left out: every chunk has L
+tokens, and there are no documents (with them the masks stay, which needs fewer registers). The
+compiler then knows that a mask that ends in `| EVEN` is true. The mask of channels ends in it, too,
+and is left out if the blocks of channels fill the width.
 """
 # Triton compiles these functions, so that their types differ from those that Python sees.
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -180,13 +182,17 @@ def contract_kernel(
 ):  # fmt: skip
     """Pass 1: reads the state of the keys by each query.
 
-    a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), where E and T are powers of the
-    decay and S = Lambda^(r+1) X for the state X before the chunk (see the module's head). The
-    forward runs it for (q, k), the backward also for (do, v), which gives c = X^v do.
+    a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), where i and j are positions in a
+    chunk and r = L // 2 is its middle. E_i = Lambda^(i-r) and T_j = Lambda^(r-j) split the decay
+    Lambda^(i-j) from token j to token i. S = Lambda^(r+1) X is the state X before the chunk, moved
+    to its middle. The forward runs it for (q, k), the backward also for (do, v), which gives c =
+    X^v do.
 
     Grid: B Hq S (M / BM) ceil(R / BR) programs; R <= BR unless SUM. Tiles: state [BR, 2 BM] fp32, q
     and k [L, BR], T [L, 2 BM], scores [L, L]. Bytes per token and query head: q and k once per
-    block of M, a once.
+    block of M, a once. With documents k is loaded twice, and E once more per chunk (not with SUM).
+
+    Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks, `n_*` documents.
 
     Args:
         p_q: The rows q, [B, T, Hq, R], the last dimension dense.
@@ -198,8 +204,9 @@ def contract_kernel(
         p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_a: Filled with a, [B, Hq, T, 2M] (with its conjugate if CONJ). With SUM, [B Hq S ceil(R /
             BR), 2M] fp32, filled with parts of sum_t a_t.
-        p_y: Filled with the last state in channels first to first + R, [B, H, M, P, 2], or None.
-        p_n: The id of each token's document, [B, T] int32, or None.
+        p_y: Filled with the last state in channels first to first + R - 1, [B, H, M, P, 2], or
+            None.
+        p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -221,7 +228,9 @@ def contract_kernel(
         PRECISION: Precision of fp32 products.
         SUM: True to add up a over time (the linear readout's gradient).
         CONJ: True to store the conjugate of a.
-        EVEN: True if every chunk has L tokens.
+        EVEN: True if masks may be left out: every chunk has L tokens, and there are no documents
+            (with them the masks stay, which needs fewer registers). Then the mask of channels is
+            left out, too, if their blocks fill the width.
     """
     # This program's block of basis functions, block of channels, segment, query head and sequence.
     DTYPE = p_t.dtype.element_ty
@@ -290,15 +299,16 @@ def contract_kernel(
         m_p = o_l[:, None] >= o_l[None, :]
         b_a = tl.dot(b_q, b_s.to(DTYPE), input_precision=PRECISION)
         # Packed documents: scores count within a document. Only tokens of the document before the
-        # chunk read its state, and the state passes on only if all of the chunk belongs to it.
+        # chunk (0 before the first chunk, the document of the initial state) read its state, and
+        # the state passes on only if all of the chunk belongs to it.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             m_p = m_p & (b_n[:, None] == b_n[None, :])
             b_a = tl.where((b_n == n_before)[:, None], b_a, 0.0)
             b_s = tl.where(n_before == n_last, b_s, 0.0)
-            # Only keys of the chunk's last document reach the state. They are loaded once more:
-            # masked in registers they would be a computed tile, and only loaded ones are
-            # transposed.
+            # Only keys of the chunk's last document reach the state. They are loaded once more with
+            # this mask. They are transposed below, which only a loaded tile may be: Triton 3.4 to
+            # 3.7.0 miscompile others on Hopper, such as a tile that was masked in registers.
             m_k = (m_t & (b_n == n_last))[:, None] & m_r[None, :]
             b_k = tl.load(p_kt + i_t * stride_kt, mask=m_k, other=0.0).to(DTYPE)
         # Add the tokens within the chunk: tril(q k^T) T.
@@ -314,6 +324,7 @@ def contract_kernel(
                 # here, and the 64 registers of E are free until then.
                 b_er = tl.load(p_em + i_c // T)
                 b_ei = tl.load(p_em + i_c // T + M)
+            # CONJ=2 is the mode conj(x y) of `scale_columns`, 0 is x y.
             b_a = scale_columns(b_a, b_er, b_ei, L, BM, CONJ=2 * CONJ)
             tl.store(p_at + i_t * (2 * M), b_a.to(p_a.dtype.element_ty), mask=m_t[:, None])
         # Add the chunk's keys to the state: S + sum_j k_j T_j.
@@ -348,12 +359,15 @@ def mix_kernel(
     backward by the gradients of the outputs it gives c. W is a real matrix on stacked (Re | Im). E
     is the power of the decay that belongs to a token's position in its chunk; the tilde of b~ and
     e~ means that it is a factor of them. The backward also computes e~ = E conj(W^T conj(c)), where
-    conj changes the sign of the imaginary half, and dW = sum_t conj(c_t) a_t^T.
+    conj changes the sign of the imaginary half, and dW = sum_t conj(c_t) a_t^T. Here c is the
+    gradient of b = W a, and e = conj(W^T conj(c)) that of a.
 
     Grid: B Hq ceil(T / (L blocks)) (M / BM) programs. Each keeps its columns of W^T, and of W, on
     chip for `blocks` chunks. Tiles: a and conj(c) [L, 2M], W [2M, 2 BM], b~ and e~ [L, 2 BM], dW [2
     BM, 2M] fp32. Bytes per token and query head: a and conj(c) once per block of M, and if M / BM
     is not 2, also the block's own columns of conj(c); b~ and e~ once.
+
+    Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks.
 
     Args:
         p_a: a as (Re | Im), [B, Hq, T, 2M], in the operands' dtype.
@@ -373,7 +387,7 @@ def mix_kernel(
         L: Chunk length.
         BM: Basis functions of a program's results.
         PRECISION: Precision of fp32 products.
-        EVEN: True if every chunk has L tokens.
+        EVEN: True if every chunk has L tokens, so that the mask of tokens may be left out.
     """
     NM: tl.constexpr = M // BM
     # dW needs this program's own columns of conj(c), e~ needs all of them. If its own are half of
@@ -430,6 +444,7 @@ def mix_kernel(
             b_y = tl.dot(b_r, b_wr, input_precision=PRECISION)
             if HALVES:
                 b_y = tl.dot(b_c, b_w, b_y, input_precision=PRECISION)
+            # CONJ=1 is the mode conj(x) y of `scale_columns`, for x = W^T conj(c) and y = E.
             b_y = scale_columns(b_y, b_er, b_ei, L, BM, CONJ=1)
             tl.store(p_y + o_y + i_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
     # The programs of one span of time store the rows of one part of dW.
@@ -446,13 +461,17 @@ def expand_kernel(
 ):  # fmt: skip
     """Pass 2: reads the state of the values with the weights b.
 
-    o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S), where b~ = E b, E and T
-    are powers of the decay, and S = Lambda^(r+1) X for the state X before the chunk (see the
-    module's head). The backward computes dq in the same way, from (e~, k).
+    o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S), where i and j are positions
+    in a chunk and r = L // 2 is its middle. b~_i = E_i b_i, and E_i = Lambda^(i-r) and T_j =
+    Lambda^(r-j) split the decay Lambda^(i-j) from token j to token i. S = Lambda^(r+1) X is the
+    state X before the chunk, moved to its middle. The backward computes dq in the same way, from
+    (e~, k), where e~ = E e and e is the gradient of the result a of pass 1.
 
     Grid: B Hq S ceil(D / BD) programs. Tiles: state [2M, BD] fp32 as (Re ; -Im), b~ [L, 2M], v and
     o [L, BD], T [2M, L], scores [L, L]. Bytes per token and query head: b~ and the scores once per
     block of D, v and o once.
+
+    Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks, `n_*` documents.
 
     Args:
         p_b: b~ as (Re | Im), [B, Hq, T, 2M]. With p_w it is a, and b~ = E (W a) is computed here.
@@ -469,10 +488,10 @@ def expand_kernel(
         p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_o: Filled with o, [B, T, Hq, D], the last dimension dense. None if only states are wanted;
             then G = 1, and p_b is not read.
-        p_y: With p_o, filled with the state after the last token in channels first to first + D,
-            [B, H, M, P, 2], or None. Without p_o, filled with the states that the segments leave
+        p_y: With p_o, filled with the state after the last token in channels first to first + D -
+            1, [B, H, M, P, 2], or None. Without p_o, filled with the states that the segments leave
             when each starts from zero, [B, H, S, M, P, 2].
-        p_n: The id of each token's document, [B, T] int32, or None.
+        p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
         S: Segments.
         chunks: Chunks of a segment; the last segment may have fewer.
@@ -491,7 +510,9 @@ def expand_kernel(
         L: Chunk length.
         BD: Channels of a program.
         PRECISION: Precision of fp32 products.
-        EVEN: True if every chunk has L tokens.
+        EVEN: True if masks may be left out: every chunk has L tokens, and there are no documents
+            (with them the masks stay, which needs fewer registers). Then the mask of channels is
+            left out, too, if their blocks fill the width.
     """
     # This program's block of channels, segment, query head, sequence and state head.
     DTYPE = p_tt.dtype.element_ty
@@ -565,6 +586,7 @@ def expand_kernel(
         b_re = tl.where(i_c == start, b_fr, b_cr)[:, None]
         b_im = tl.where(i_c == start, b_fi, b_ci)[:, None]
         b_s = scale_rows(b_s, b_re, -b_im, M, BD)
+        # n_before is 0 in the first chunk: the document of the initial state.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
         if OUTPUT:

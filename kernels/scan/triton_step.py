@@ -39,6 +39,8 @@ def _advance_state(
 ):
     """Updates a tile of the state in memory: X = Lambda X + z^T (paper eq. 11, with unit gain).
 
+    Lambda is the decay of one token, and z are the token's keys or values.
+
     Args:
         p_x: Pointer to the head's state [M, P, 2], at the first channel of its keys or values.
         o_m: Basis functions, [BM].
@@ -80,7 +82,7 @@ def contract_step_kernel(
     over all blocks, which `expand_step_kernel` computes.
 
     Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and four of W [BN, BM], or two with
-    UPPER.
+    UPPER. Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks.
 
     Args:
         p_q: Query features, [B, Hq, R], the last dimension dense.
@@ -124,7 +126,8 @@ def contract_step_kernel(
     m_c = o_c < R
     m_n = o_n < M
 
-    # Update the state: its first R channels are the keys.
+    # Update the state: its first R channels are the keys. Real and imaginary parts are interleaved
+    # in a row of the state, so that BC channels are 2 BC numbers.
     b_lr = tl.load(p_lam + 2 * o_m, mask=m_m, other=0.0)
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_k = tl.load(p_k + i_b * stride_kb + i_h * stride_kh + o_c, mask=m_c, other=0.0).to(DTYPE)
@@ -163,7 +166,8 @@ def expand_step_kernel(
     X^v = Lambda X^v + v^T, then o = Re(b^T X^v). `contract_step_kernel` has computed b in parts: b
     = sum_s b_s.
 
-    Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], and two of b [BS, BM].
+    Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], and two of b [BS, BM]. Names:
+    `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles, `m_*` masks.
 
     Args:
         p_v: Values, [B, H, D], the last dimension dense.
@@ -204,7 +208,8 @@ def expand_step_kernel(
     m_m = o_m < M
     m_d = o_d < D
 
-    # Update the state: the values follow the R channels of the keys.
+    # Update the state: the values follow the R channels of the keys. Real and imaginary parts are
+    # interleaved in a row of the state, so that BD channels are 2 BD numbers.
     b_lr = tl.load(p_lam + 2 * o_m, mask=m_m, other=0.0)
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_v = tl.load(p_v + i_b * stride_vb + i_h * stride_vh + o_d, mask=m_d, other=0.0).to(DTYPE)
