@@ -327,7 +327,7 @@ def linear_forward(
     loaded = []
     for chunks, local in _load_segments((z,), log_decay, documents):
         _, tables, masks, columns = chunks
-        # `kernel` is D, [H, L, L], the same for all channels. A mask differs by chunk: [B, N, L, L].
+        # `kernel` is D, [H, L, L], the same for all channels. Masks differ by chunk: [B, N, L, L].
         w, kernel = _linear_kernel(readout, tables)
         if masks is None:
             out = columns.flatten(1, 3) @ kernel.mT
@@ -503,9 +503,9 @@ def _causal(scores: Tensor, masks: Masks | None) -> Tensor:
     Returns:
         scores.
     """
-    # Above the diagonal there may be positive powers of 1 / Lambda (`_output_scores`), huge or infinite.
-    # tril_ overwrites them with zeros instead of multiplying by zeros. [..., G L, L] becomes
-    # [..., G, L, L].
+    # Above the diagonal there may be positive powers of 1 / Lambda (`_output_scores`), huge or
+    # infinite. tril_ overwrites them with zeros instead of multiplying by zeros. [..., G L, L]
+    # becomes [..., G, L, L].
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
     if masks is not None:
         per_head.mul_(masks.same[:, :, :, None])

@@ -195,8 +195,8 @@ def load_columns(parts: tuple[Tensor, ...], segment: Segment, dtype: torch.dtype
     """Copies the tokens of a segment into columns: [B, T, H, d] each -> [H, B, N, sum of d, L].
 
     Args:
-        parts: Vectors by token and head: k and v, or one tensor. A column is one token's vectors of
-            all parts, one below the other.
+        parts: Vectors of d numbers by token and head: k and v, or one tensor. A column is one
+            token's vectors of all parts, one below the other.
         segment: Which tokens are copied: N chunks of L tokens that follow each other. Nothing is
             padded: the tail of a sequence is a segment of its own, one chunk with a smaller L.
         dtype: The dtype of the columns.
@@ -272,16 +272,16 @@ def conjugated_mixing_gradient(d_weights: Tensor) -> Tensor:
 
 
 def complex_readout(readout: Tensor) -> Tensor:
-    """Returns the linear readout's weights w, given as (Re w | Im w), [H, 2M], as complex [H, M]."""
+    """Returns the linear readout's w, (Re w | Im w) [H, 2M], as complex numbers, [H, M]."""
     return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
 
 
 def complex_like(pairs: Tensor, states: Tensor) -> Tensor:
-    """Views interleaved pairs (re, im) as complex numbers in the shape of `states`, [H, B, N, P, M].
+    """Views interleaved pairs (re, im) as complex numbers in the shape of `states`.
 
     Args:
         pairs: The pairs, [H, B N P, 2M]: P channels of N chunks in each of B sequences.
-        states: A tensor of that shape; only the shape is used.
+        states: A tensor [H, B, N, P, M]; only the shape is used.
     """
     return torch.view_as_complex(pairs.view(*states.shape, 2))
 

@@ -142,7 +142,8 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     # The diagonal of P, [2M, 1].
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
     projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
-    # G(Cb^T) P G(Cb); `_real_form` is G. Autocast would round these products to bf16, and with them every weight of C.
+    # G(Cb^T) P G(Cb); `_real_form` is G. Autocast would round these products to bf16, and with them
+    # every weight of C.
     with torch.autocast(gain.device.type, enabled=False):
         return _real_form(cb.mT) @ (projection * _real_form(cb))
 

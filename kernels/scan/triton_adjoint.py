@@ -53,14 +53,14 @@ def adjoint_pass(
         p_tc: conj(T) as (Re | -Im), [H, L, 2M]: T_j = Lambda^(r-j) for position j of a chunk, with
             r = L // 2.
         p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
-        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A costate is
-            multiplied by carry at each chunk but the segment's last one, and by enter when it leaves
-            the segment.
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A costate
+            is multiplied by carry at each chunk but the segment's last one, and by enter when it
+            leaves the segment.
         p_g: Gradients of the states after each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_dv: Filled with dv, [B, T, H, D], the last dimension dense. None if only costates are
             wanted.
-        p_y: With p_dv, filled with the gradient of the initial state in channels first to first + D
-            - 1, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
+        p_y: With p_dv, filled with the gradient of the initial state in the D channels from `first`
+            on, [B, H, M, P, 2], or None. Without p_dv, filled with the gradients of the states
             before the segments when each starts from zero after it, [B, H, S, M, P, 2].
         p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
@@ -278,9 +278,9 @@ def decay_pass(
         p_tt: conj(T) transposed, [H, 2M, L]: T_j = Lambda^(r-j) for position j of a chunk, with r =
             L // 2.
         p_e: E as (Re | Im), [H, L, 2M] fp32: E_i = Lambda^(i-r).
-        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A costate is
-            multiplied by carry at each chunk but the segment's last one, and by enter when it leaves
-            the segment.
+        p_step: enter = Lambda^(r+1) and carry = Lambda^L as (Re | Im), [H, 2, 2M] fp32. A costate
+            is multiplied by carry at each chunk but the segment's last one, and by enter when it
+            leaves the segment.
         p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_g: Gradients of the states after each segment, likewise.
         p_out: Filled with parts of g as (Re g | Im g), [B Hq S ceil(D / BD), 2M] fp32. `sum_kernel`
@@ -405,7 +405,7 @@ def decay_pass(
         # Packed documents: only tokens of the chunk's last document reach the state after the
         # chunk, and only tokens of the document before the chunk (0 before the first chunk) read
         # the state before it. v and do are loaded once more with these masks. v is transposed
-        # below, which only a loaded tile may be: Triton 3.4 to 3.7.0 miscompile others on Hopper.
+        # below, and no computed tile is: Triton 3.4 to 3.7.0 miscompile transposed accumulators.
         if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             b_p = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
@@ -480,9 +480,10 @@ def adjoint_kernel(
     The tensors are explained in `adjoint_pass` and `decay_pass`. In short, do is the gradient of
     the outputs, b~ = E b are the weights of pass 2, e~ = E e, and e is the gradient of the result a
     of pass 1. E and T are powers of the decay Lambda. (b~, do, v) give dv, and (e~, q, k) in their
-    places give dk. DECAY is 1 if there is p_out, else
-    0. Some programs run `adjoint_pass`, the others `decay_pass`. Both walk the chunks of a segment
-    in reverse and read b~ and do. The programs of one (batch, state head, segment) have consecutive
+    places give dk. DECAY is 1 if there is p_out, else 0.
+
+    Some programs run `adjoint_pass`, the others `decay_pass`. Both walk the chunks of a segment in
+    reverse and read b~ and do. The programs of one (batch, state head, segment) have consecutive
     ids, so that they run at the same time and find in the L2 cache what one of them has loaded.
     Then b~, do and v are read from memory once, and dv is written once, per token and query head.
 

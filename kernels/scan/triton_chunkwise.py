@@ -157,8 +157,8 @@ def scan_backward(
         costates = wait()
         parts_k = launches.adjoint(e, q, costates, keys, dk, d_initial, v=k, state=states)
         parts_v = launches.adjoint(b, d_o, costates, values, dv, d_initial, v=v, state=states)
-        # Sum the parts over sequences, time and channels. They are derivatives g, dL = Re(g dtheta);
-        # the gradient is conj(g).
+        # `conj_sum` adds up the parts over sequences, time and channels. They are derivatives g, dL
+        # = Re(g dtheta); the gradient is conj(g).
         d_log_decay = conj_sum(parts_k, parts_v)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
@@ -255,8 +255,8 @@ def linear_backward(
             b=None, d_o=d_y, costate=costates, channels=channels, out=dz, initial=d_initial, v=z, state=states
         )  # fmt: skip
         # Pass 1 (the state read by dy), summed over time, gives the gradient of w. `conj_sum` adds
-        # up the parts over sequences, time and channels. They are derivatives g, dL = Re(g dw); the
-        # gradient is conj(g).
+        # up the parts over sequences, time and channels, and conjugates: they are derivatives g, dL
+        # = Re(g dw), and the gradient is conj(g).
         d_readout = conj_sum(launches.contract(d_y, z, states, channels, total=True), pairs=False)
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
 

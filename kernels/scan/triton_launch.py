@@ -144,7 +144,7 @@ class Launches(NamedTuple):
         self, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int], final: Tensor | None = None, *,
         total: bool = False, conj: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Runs pass 1: a_t = X^k_t q_t, the state of the keys read by each token.
+        """Runs pass 1: a_t = X^k_t q_t, the key channels X^k of the state read by each token.
 
         Args:
             q: Rows, [B, T, Hq, R]: q, or the gradient of o.
@@ -190,7 +190,8 @@ class Launches(NamedTuple):
     def mix(self, a: Tensor, mixing: Tensor, conj_c: Tensor | None = None) -> tuple:
         """Computes b~ = E (W a) for every token; in the backward, also e~ and the gradient of W.
 
-        E is the power of the decay that belongs to a token's position in its chunk.
+        E is the power of the decay that belongs to a token's position in its chunk. In the
+        backward, c is the gradient of b = W a, and e = conj(W^T conj(c)) that of a.
 
         Args:
             a: The result of pass 1 of (q, k) as (Re | Im), [B, Hq, T, 2M].
@@ -234,6 +235,9 @@ class Launches(NamedTuple):
         final: Tensor | None = None, *, mixing: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Runs pass 2 of (b~, v): o_t = Re(b_t^T X^v_t), the values' state read with weights b.
+
+        X^v are the value channels of the state after a token. b~ = E b, where E is the power of the
+        decay that belongs to a token's place in its chunk.
 
         Args:
             b: b~ = E b, [B, Hq, T, 2M], from `mix`; None for the linear readout, whose weights are
@@ -280,6 +284,9 @@ class Launches(NamedTuple):
         initial: Tensor | None = None, *, v: Tensor | None = None, state: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Runs pass 3 of (b~, do), the gradient of v; and with `v` a part of that of log_decay.
+
+        do is the gradient of the outputs, b~ = E b are the weights of pass 2, and e~ = E e, where e
+        is the gradient of the result a of pass 1. E is a power of the decay, as in `mix`.
 
         Args:
             b: b~, or e~ for the gradient of k, [B, Hq, T, 2M], from `mix`; None for the linear
@@ -388,8 +395,9 @@ class Launches(NamedTuple):
 
         Args:
             d_final: The gradient of the final state, [B, H, M, P, 2], or None for zeros. With an
-                exchange it is not used.
-            *pairs: (b, d_o, channels) for each call of `adjoint` that will need the result.
+                exchange it is not used: the exchanged gradient contains it.
+            *pairs: (b, d_o, channels) for each call of `adjoint` that will need the result, with
+                the meaning that they have there.
             exchange: Exchanges gradients of states with other ranks, or None for a single rank.
 
         Returns:

@@ -45,8 +45,9 @@ Rules. No product takes a transposed accumulator, because Triton 3.4 to 3.7.0 mi
 Hopper: `tl.trans` is applied to loaded tiles only. Operands are bf16 with fp32 accumulation, or
 fp32 with `PRECISION` (never plain TF32). EVEN means that masks may be left out: every chunk has L
 tokens, and there are no documents (with them the masks stay, which needs fewer registers). The
-compiler then knows that a mask that ends in `| EVEN` is true. The mask of channels ends in it, too,
-and is left out if the blocks of channels fill the width.
+compiler then knows that a mask that ends in `| EVEN` is true. The mask of channels is left out,
+too, if the blocks of channels fill the width. In `mix_kernel`, which needs no documents, only the
+tokens of the chunks count.
 """
 # Triton compiles these functions, so that their types differ from those that Python sees.
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -185,8 +186,8 @@ def contract_kernel(
     a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), where i and j are positions in a
     chunk and r = L // 2 is its middle. E_i = Lambda^(i-r) and T_j = Lambda^(r-j) split the decay
     Lambda^(i-j) from token j to token i. S = Lambda^(r+1) X is the state X before the chunk, moved
-    to its middle. The forward runs it for (q, k), the backward also for (do, v), which gives c =
-    X^v do.
+    to its middle, and X^k are the key channels of the state after a token. The forward runs it for
+    (q, k), the backward also for (do, v), which gives c = X^v do.
 
     Grid: B Hq S (M / BM) ceil(R / BR) programs; R <= BR unless SUM. Tiles: state [BR, 2 BM] fp32, q
     and k [L, BR], T [L, 2 BM], scores [L, L]. Bytes per token and query head: q and k once per
@@ -204,8 +205,7 @@ def contract_kernel(
         p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_a: Filled with a, [B, Hq, T, 2M] (with its conjugate if CONJ). With SUM, [B Hq S ceil(R /
             BR), 2M] fp32, filled with parts of sum_t a_t.
-        p_y: Filled with the last state in channels first to first + R - 1, [B, H, M, P, 2], or
-            None.
+        p_y: Filled with the last state in the R channels from `first` on, [B, H, M, P, 2], or None.
         p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
         S: Segments.
@@ -307,8 +307,8 @@ def contract_kernel(
             b_a = tl.where((b_n == n_before)[:, None], b_a, 0.0)
             b_s = tl.where(n_before == n_last, b_s, 0.0)
             # Only keys of the chunk's last document reach the state. They are loaded once more with
-            # this mask. They are transposed below, which only a loaded tile may be: Triton 3.4 to
-            # 3.7.0 miscompile others on Hopper, such as a tile that was masked in registers.
+            # this mask. They are transposed below, and no tile that was computed (or masked) in
+            # registers is: Triton 3.4 to 3.7.0 miscompile transposed accumulators on Hopper.
             m_k = (m_t & (b_n == n_last))[:, None] & m_r[None, :]
             b_k = tl.load(p_kt + i_t * stride_kt, mask=m_k, other=0.0).to(DTYPE)
         # Add the tokens within the chunk: tril(q k^T) T.
@@ -461,11 +461,12 @@ def expand_kernel(
 ):  # fmt: skip
     """Pass 2: reads the state of the values with the weights b.
 
-    o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S), where i and j are positions
-    in a chunk and r = L // 2 is its middle. b~_i = E_i b_i, and E_i = Lambda^(i-r) and T_j =
-    Lambda^(r-j) split the decay Lambda^(i-j) from token j to token i. S = Lambda^(r+1) X is the
-    state X before the chunk, moved to its middle. The backward computes dq in the same way, from
-    (e~, k), where e~ = E e and e is the gradient of the result a of pass 1.
+    o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S), where i and j are
+    positions in a chunk and r = L // 2 is its middle. b~_i = E_i b_i, and E_i = Lambda^(i-r) and
+    T_j = Lambda^(r-j) split the decay Lambda^(i-j) from token j to token i. S = Lambda^(r+1) X is
+    the state X before the chunk, moved to its middle, and X^v are the value channels of the state
+    after a token. The backward computes dq in the same way, from (e~, k), where e~ = E e and e is
+    the gradient of the result a of pass 1.
 
     Grid: B Hq S ceil(D / BD) programs. Tiles: state [2M, BD] fp32 as (Re ; -Im), b~ [L, 2M], v and
     o [L, BD], T [2M, L], scores [L, L]. Bytes per token and query head: b~ and the scores once per
@@ -488,8 +489,8 @@ def expand_kernel(
         p_x: States before each segment, [B, H, S, M, P, 2] fp32, or None for zeros.
         p_o: Filled with o, [B, T, Hq, D], the last dimension dense. None if only states are wanted;
             then G = 1, and p_b is not read.
-        p_y: With p_o, filled with the state after the last token in channels first to first + D -
-            1, [B, H, M, P, 2], or None. Without p_o, filled with the states that the segments leave
+        p_y: With p_o, filled with the state after the last token in the D channels from `first` on,
+            [B, H, M, P, 2], or None. Without p_o, filled with the states that the segments leave
             when each starts from zero, [B, H, S, M, P, 2].
         p_n: The id of each token's document, [B, T] int32, or None for one document.
         T: Tokens of a sequence.
