@@ -23,10 +23,11 @@ _ASSUMED_MULTIPROCESSORS = 132
 class Plan(NamedTuple):
     """Tile sizes and launch options of the passes.
 
-    A tile is given as (its number of elements, warps of a program, stages of the loop). The budget
-    behind them, checked by compilation in tests/ptx/test_ptx.py: at most 255 registers and 256
-    bytes of spills per thread, and shared memory for two programs per multiprocessor on sm_90 (113
-    KB each), for one on sm_80 and sm_89 (99 KB).
+    A tile is given as (its number of elements, warps of a program, stages of the loop). Its sides
+    are blocks of a state: BM of the M basis functions, and BR, BD or BK channels. The budget behind
+    the sizes, checked by compilation in tests/ptx/test_ptx.py: at most 255 registers and 256 bytes
+    of spills per thread, and shared memory for two programs per multiprocessor on sm_90 (113 KB
+    each), for one on sm_80 and sm_89 (99 KB).
 
     Attributes:
         chunk: L, tokens of a chunk.

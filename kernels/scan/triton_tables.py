@@ -22,11 +22,13 @@ def tables_kernel(
 ):  # fmt: skip
     """Computes the tables of powers of Lambda for the passes, from theta = log Lambda.
 
-    All powers are computed in fp64 and rounded once to fp32, as in `tables.powers`, because the
-    phase reaches 8,192 radians. E and T share one sine and one cosine, because
-    T_j = 1 / E_j.
+    E_i = Lambda^(i-r) and T_j = Lambda^(r-j) for positions i and j of a chunk, with r = L // 2 in
+    its middle. All powers are computed in fp64 and rounded once to fp32, as in `tables.powers`,
+    because the phase reaches 8,192 radians. E and T share one sine and one cosine, because T_j = 1
+    / E_j.
 
-    Grid: H L / BL programs.
+    Grid: H L / BL programs. Names: `p_*` pointers, `i_*` indices, `o_*` offsets, `b_*` tiles; in
+    tiles, r and i at the end stand for real and imaginary parts.
 
     Args:
         p_theta: theta per token, [H, M, 2] fp32.
@@ -158,7 +160,9 @@ def chain_kernel(
     segments at once, in log2(BS) steps instead of BS.
 
     Grid: B H ceil(M P / BE) programs. Tiles: powers and states [BS, BE], complex. Bytes per
-    segment: its state is read once and written once.
+    segment: its state is read once and written once. Names: `p_*` pointers, `i_*` indices, `o_*`
+    offsets, `b_*` tiles, `m_*` masks, `n_*` documents; in tiles, r and i at the end stand for real
+    and imaginary parts.
 
     Args:
         p_local: The state that each segment leaves when it starts from zero, [B, H, S, M, P, 2];
@@ -289,7 +293,8 @@ def sum_kernel(
 ):
     """Sums parts of a gradient over all but heads and basis functions, and conjugates.
 
-    The order of the additions is fixed. Grid: H 2M / BN programs.
+    The order of the additions is fixed. The parts are derivatives g by complex numbers x, dL = Re(g
+    dx); the gradient as PyTorch defines it is conj(g). Grid: H 2M / BN programs.
 
     Args:
         p_x: Parts as (Re | Im), [B, H, n_x, 2M] fp32.
